@@ -1,0 +1,61 @@
+"""lowtide: the fastest PyTorch training step that fits the memory it has.
+
+The public names, loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowtide.api import Fit, fit
+    from lowtide.costs.measurer import measure
+    from lowtide.errors import (
+        BudgetInfeasibleError,
+        GraphFormatError,
+        LowtideError,
+        PlanMismatchError,
+        ReplayError,
+        StepError,
+        UnsupportedModelError,
+    )
+    from lowtide.graph.costs import Costs
+    from lowtide.graph.step_graph import StepGraph
+    from lowtide.plan import Plan
+    from lowtide.simulator import Timeline, simulate
+    from lowtide.solvers.front_door import solve
+    from lowtide.tape.attach import apply
+    from lowtide.tracing.tracer import trace
+    from lowtide.verifier import Verification, verify
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "fit": "api", "Fit": "api",
+    "trace": "tracing.tracer",
+    "measure": "costs.measurer",
+    "solve": "solvers.front_door",
+    "simulate": "simulator", "Timeline": "simulator",
+    "apply": "tape.attach",
+    "verify": "verifier", "Verification": "verifier",
+    "Plan": "plan", "StepGraph": "graph.step_graph", "Costs": "graph.costs",
+    "LowtideError": "errors", "BudgetInfeasibleError": "errors", "PlanMismatchError": "errors",
+    "ReplayError": "errors", "StepError": "errors", "UnsupportedModelError": "errors", "GraphFormatError": "errors",
+}  # fmt: skip
+
+__all__ = [
+    "BudgetInfeasibleError", "Costs", "Fit", "GraphFormatError", "LowtideError", "Plan", "PlanMismatchError",
+    "ReplayError", "StepError", "StepGraph", "Timeline", "UnsupportedModelError", "Verification", "apply", "fit",
+    "measure", "simulate", "solve", "trace", "verify",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lowtide.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,396 @@
+"""``fit``: trace, measure, solve and apply in one call; one plan per input shape."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.costs.measurer import measure
+from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.meters import available_bytes
+from lowtide.plan import Plan
+from lowtide.reports.progress import Stages
+from lowtide.reports.terminal import Measured, fit_report
+from lowtide.solvers.front_door import solve
+from lowtide.tape import attach
+from lowtide.tape.program import Node, Program, Slot
+from lowtide.tape.tape import Audit, Tape
+from lowtide.tracing import scopes
+from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.state import rehearsal
+from lowtide.tracing.tracer import Call, Step, device_of, run_step, trace
+from lowtide.units import format_bytes, parse_budget
+from lowtide.verifier import Verification, suspended, verify
+
+logger = logging.getLogger("lowtide")
+AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
+_REHEARSALS = 4  # at most, to audit every dropped tensor when memory holds only some beside their recipes
+_REPLANS = 2  # at most, per input shape, when the ops of a step turn out to be others than those traced
+
+
+@dataclass
+class Planned:
+    """One input shape: its graph, costs and plan, and the tape that carries it out."""
+
+    graph: StepGraph
+    costs: Costs
+    plan: Plan
+    tape: Tape
+    trace_s: float
+    measure_s: float
+    replans: int = 0
+    seen_mismatches: int = 0
+    calls: int = 0
+
+    @property
+    def program(self) -> Program:
+        return self.tape.program
+
+
+@dataclass
+class _Settings:
+    budget: int | float | str
+    optimizer: Any
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Fit:
+    """A model under its plan. The training loop stays as it is; ``remove`` gives the model back as it was.
+
+    Attributes:
+        plan: For the batch that ``fit`` was given; ``plans`` holds one per input shape met since.
+        graph, costs: What ``plan`` was solved from.
+        warnings: What you should know, one line each.
+    """
+
+    def __init__(self, model: nn.Module, settings: _Settings, step: Step | None) -> None:
+        self._model = weakref.ref(model)
+        self._settings = settings
+        self._step = step
+        self._planned: list[Planned] = []
+        self._by_call: dict[str, Planned] = {}
+        self._batch: Any = None
+        self._undo: Any = None
+        self._region: _Open | None = None
+        self._verification: Verification | None = None
+        self.warnings: list[str] = []
+
+    # -- what was decided ---------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise LowtideError("the fitted model is gone: nothing holds it any more.")
+        return model
+
+    @property
+    def plan(self) -> Plan:
+        return self._planned[0].plan
+
+    @property
+    def graph(self) -> StepGraph:
+        return self._planned[0].graph
+
+    @property
+    def costs(self) -> Costs:
+        return self._planned[0].costs
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """Input signature of a call of the model -> its plan."""
+        return {call: planned.plan for call, planned in self._by_call.items()}
+
+    def verify(self, batch: Any = None, *, rounds: int = 3) -> Verification:
+        """Compare the planned with the plain step, bit by bit; see ``lowtide.verify``. Takes some steps' time."""
+        batch = self._batch if batch is None else batch
+        if batch is None:
+            raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
+        self._verification = verify(self.model, batch, self.plan, step=self._step, rounds=rounds)
+        return self._verification
+
+    def report(self, *, measure: bool = True) -> str:
+        """What was decided, predicted and measured, as a table of at most 100 columns.
+
+        Args:
+            measure: Verify first if that has not been done (a few steps, nothing of the training state moves).
+        """
+        if measure and self._verification is None and self._batch is not None:
+            self.verify()
+        proof = self._verification
+        planned = self._planned[0]
+        met = [p.tape.counts for p in self._planned]
+        measured = Measured(
+            peak_bytes=proof.measured_peak_bytes if proof else None,
+            plain_peak_bytes=proof.plain_peak_bytes if proof else None,
+            overhead=proof.overhead if proof else None,
+            bitwise_equal=proof.equal if proof else None,
+            steps=sum(c.steps for c in met),
+            mismatched_ops=sum(c.mismatched for c in met),
+            unplanned_ops=sum(c.unplanned for c in met),
+            audited_ops=sum(bool(s.drops) and s.audited for s in planned.program.slots),
+            dropped_ops=sum(bool(s.drops) for s in planned.program.slots),
+            shapes=len(self._by_call),
+            trace_s=planned.trace_s,
+            measure_s=planned.measure_s,
+        )
+        return fit_report(self.plan, planned.graph, measured, warnings=tuple(self.warnings))
+
+    # -- the model's calls --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step_region(self) -> Iterator[None]:
+        """Tape all that runs forward inside, the loss too. Ops that the plan does not know are saved and counted."""
+        if self._region is not None:
+            raise LowtideError("step_region() is open already: one step at a time.")
+        region = self._region = _Open()
+        try:
+            yield
+        finally:
+            self._region = None
+            region.close()
+
+    def _choose(self, args: tuple, kwargs: dict) -> tuple[Tape, Node] | None:
+        """The tape for a call of the model, planning first if its input is of a new shape."""
+        model = self.model
+        signature = scopes.call_signature(model, args, kwargs)
+        planned = self._by_call.get(signature)
+        if planned is None or self._drifted(planned):
+            planned = self._plan_again(signature, Call(args, kwargs), planned)
+        if planned.program.keeps_everything:
+            return None
+        tape = planned.tape
+        if planned.program.unaudited():
+            slack = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
+            tape.audit = Audit(planned.program, slack, self._differed)
+        if self._region is not None:
+            self._region.open(tape.region(planned.program.root, whole_step=True))
+            return None  # the region is taped already; GuardedCall then calls inside it
+        calls = planned.program.root.children.get("", [])
+        if not calls:
+            return None
+        node = calls[planned.calls % len(calls)]
+        planned.calls += 1
+        return tape, node
+
+    def _drifted(self, planned: Planned) -> bool:
+        met = planned.tape.counts
+        new = met.mismatched - planned.seen_mismatches
+        planned.seen_mismatches = met.mismatched
+        many = new > 0.02 * max(1, sum(bool(s.drops) for s in planned.program.slots))
+        return many and planned.replans < _REPLANS
+
+    def _plan_again(self, signature: str, call: Call, before: Planned | None) -> Planned:
+        reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
+        logger.info("lowtide plans again: %s (%s)", reason, signature)
+        region, self._region = self._region, None
+        watcher, scopes.active.watcher = scopes.active.watcher, None
+        try:
+            with suspended(self.model):
+                planned = self._make(call, None, fall_back=True)
+        finally:
+            scopes.active.watcher, self._region = watcher, region
+        planned.replans = before.replans + 1 if before else 0
+        self._remember(planned, signature)
+        return planned
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def _make(self, batch: Any, step: Step | None, *, fall_back: bool = False) -> Planned:
+        model, settings = self.model, self._settings
+        with Stages("trace", "measure", "solve", "rehearse") as stages:
+            start = time.perf_counter()
+            graph = trace(model, batch, step=step, optimizer=settings.optimizer)
+            traced = time.perf_counter()
+            stages.next()
+            costs = measure(graph)
+            measured = time.perf_counter()
+            stages.next()
+            plan = self._solve(graph, costs, fall_back)
+            stages.next()
+            for _ in range(3):  # a replay that differs is saved, and the rest planned anew
+                planned = Planned(graph, costs, plan, Tape(attach.program_of(plan)), traced - start, measured - traced)
+                differed = self._rehearse(planned, batch, step)
+                if not differed:
+                    break
+                graph = _with_fixed(graph, differed)
+                plan = self._solve(graph, costs, fall_back)
+        return planned
+
+    def _solve(self, graph: StepGraph, costs: Costs, fall_back: bool) -> Plan:
+        settings = self._settings
+        budget: int | str
+        if settings.budget == "auto":
+            budget = _auto_budget(self.model, graph)
+        elif isinstance(settings.budget, float):
+            budget = f"{settings.budget * 100!r}%"
+        else:
+            assert isinstance(settings.budget, int)
+            budget = settings.budget
+        try:
+            return solve(graph, costs, budget, method=settings.method, **settings.options)
+        except BudgetInfeasibleError as error:
+            if not fall_back:
+                raise
+            self._warn(
+                f"no plan fits {format_bytes(error.budget_bytes)} for {graph.provenance.get('batch', 'this input')}: "
+                f"running at the least there is, {format_bytes(error.least_bytes)}"
+            )
+            return solve(graph, costs, error.least_bytes)
+
+    def _rehearse(self, planned: Planned, batch: Any, step: Step | None) -> set[int]:
+        """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed."""
+        program = planned.program
+        differed: list[Slot] = []
+        model = self.model
+        if program.keeps_everything:
+            return set()
+        ids = {id(slot): n for n, slot in enumerate(program.slots)}
+        drops = {id(s): s.drops for s in program.slots}
+        for _ in range(_REHEARSALS):
+            waiting = len(program.unaudited())
+            if not waiting:
+                break
+            need = planned.plan.predicted_peak_bytes - planned.plan.resident_bytes
+            allowance = available_bytes(device_of(model)) - need
+            if allowance <= 0:
+                break
+            tape = Tape(program)
+            tape.audit = Audit(program, allowance // 2, differed.append)
+            with rehearsal(model, batch), _installed(model):
+                with torch.enable_grad(), tape.region(program.root, whole_step=True):
+                    loss, output = run_step(model, batch, step)
+                loss.backward()
+                del loss, output
+            if len(program.unaudited()) == waiting:
+                break
+        for slot in differed:
+            self._differed(slot)
+        by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}
+        return {d.storage for d in planned.plan.decisions if any(d.output == o for o, _ in by_op.get(d.op, ()))}
+
+    def _differed(self, slot: Slot) -> None:
+        self._warn(f"{slot.name} in {slot.where or 'the model'} gives other bits when it runs again: saved from now on")
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+            logger.warning("lowtide: %s", text)
+
+    def _remember(self, planned: Planned, signature: str | None = None) -> None:
+        self._planned = [planned, *self._planned[1:]] if not self._planned else [*self._planned, planned]
+        for call in {*planned.graph.calls, *([signature] if signature else [])}:
+            self._by_call[call] = planned
+
+    # -- attaching ----------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        self._undo = scopes.install(self.model, attach.GuardedCall(self.model, self._choose))
+
+    def remove(self) -> None:
+        """Detach: the model is as it was before ``fit``. Safe to call twice."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def __enter__(self) -> Fit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Open:
+    """A step region that starts with the first call of the model in it, when its plan is known."""
+
+    def __init__(self) -> None:
+        self._entered: Any = None
+
+    def open(self, region: Any) -> None:
+        if self._entered is None:
+            region.__enter__()
+            self._entered = region
+
+    def close(self) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(None, None, None)
+            self._entered = None
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str = "auto",
+    optimizer: Any = None,
+    step: Step | None = None,
+    method: str = "exact",
+    **options: Any,
+) -> Fit:
+    """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
+
+    Runs a few rehearsal steps (nothing of the training state moves): one recorded below autograd, one under the
+    plan in which every replay is compared bitwise with what it replaces.
+
+    Args:
+        model: Where and as it trains: on its device, in train mode, with the autocast around it that training uses.
+        batch: One batch of the training data.
+        budget: Peak allocated device memory for forward and backward: ``"6GiB"``, an int in bytes, ``"40%"`` of the
+            plain step's activation memory, or ``"auto"``: what is free now, less a tenth.
+        optimizer: Counts the state it has or will have.
+        step: ``(model, batch) -> loss`` where the loss is not the model's own output.
+        method: ``exact``, or a classic: ``every_n`` (n=2), ``sqrt_n``, ``full``, ``none``.
+
+    Returns:
+        A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
+
+    Raises:
+        ValueError, TypeError: the budget makes no sense.
+        BudgetInfeasibleError: no plan fits; ``least_bytes`` would.
+        StepError, UnsupportedModelError: the step cannot be planned; the model is as it was.
+    """
+    fitted = Fit(model, _Settings(parse_budget(budget), optimizer, method, options), step)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest.")
+    fitted._remember(fitted._make(batch, step))
+    if sum(t.numel() * t.element_size() for t in tensors_in(_values(batch))) < 0.01 * fitted.plan.plain_peak_bytes:
+        fitted._batch = batch
+    fitted._attach()
+    return fitted
+
+
+def _values(batch: Any) -> Any:
+    return list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
+
+
+@contextmanager
+def _installed(model: nn.Module) -> Iterator[None]:
+    undo = scopes.install(model, attach.GuardedCall(model, lambda args, kwargs: None))
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _auto_budget(model: nn.Module, graph: StepGraph) -> int:
+    """What lives now plus what is free, less a margin, absolute bytes."""
+    device = device_of(model)
+    to_come = 0 if any(p.grad is not None for p in model.parameters()) else graph.resident["gradients"]
+    now = graph.resident_bytes - to_come - graph.resident["optimizer"]
+    return now + int((1 - AUTO_MARGIN) * available_bytes(device))
+
+
+def _with_fixed(graph: StepGraph, storages: set[int]) -> StepGraph:
+    fixed = tuple(replace(s, fixed="its replay differed") if s.id in storages else s for s in graph.storages)
+    return replace(graph, storages=fixed)

@@ -1,0 +1,240 @@
+"""Milliseconds per op, on the device at hand: each distinct signature is run on synthetic tensors and timed.
+
+Known weaknesses. Inputs are warm in the cache, and a small output reuses the memory of the one before, where a real
+step often touches fresh pages: small ops look a little cheaper than they are. Integer inputs are all zero, so a gather
+reads one row. Ops that cannot run on synthetic inputs are estimated from the bytes they move, and named in a warning.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide import meters
+from lowtide.costs.signatures import NotRebuildableError, rebuild, tensor_bytes
+from lowtide.errors import LowtideError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import Op, StepGraph
+
+# The tape's own work per dropped and per replayed op, beyond the mode's; order of magnitude on a desktop CPU.
+RECORD_US = 10.0
+REPLAY_US = 8.0
+
+_SIGNATURE_S = 0.2  # time for one signature, as long as three samples fit
+_SLOW_S = 0.5  # an op this slow is sampled once
+_SAMPLE_S = 0.0005  # calls shorter than this are repeated inside a sample: clocks and events have a grain
+_MAX_CALLS = 50
+_COPY_BYTES = 1 << 25
+_MODE_CALLS = 400
+_GUARDED_BYTES = 1 << 26  # from here on ask first whether the memory is there
+
+_log = logging.getLogger(__name__)
+
+
+class EstimateWarning(UserWarning):
+    """Some times are estimates: their ops could not be run on synthetic inputs."""
+
+
+def measure(graph: StepGraph, *, repeats: int = 5, progress: Callable[[int, int], None] | None = None) -> Costs:
+    """Time every distinct op signature of ``graph`` here, and return milliseconds by op.
+
+    The random state of torch, gradients and the model stay untouched. CPU time is process time with one thread, wall
+    time with several; CUDA time is taken between events.
+
+    Args:
+        repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
+        progress: Called with signatures done and signatures in all.
+
+    Returns:
+        Costs with ``source="measured"``; equal signatures have equal times.
+
+    Raises:
+        LowtideError: ``graph`` was traced for a device that is not here.
+        ValueError: ``repeats`` is not positive.
+
+    Warns:
+        EstimateWarning: once, naming the ops whose times are estimates.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
+    _require(graph.device)
+    ops_by_signature: dict[int, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        ops_by_signature[op.signature].append(op)
+    clock = _Clock(graph.device)
+    signature_ms: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    with _quiet(graph.device):
+        for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
+            try:
+                signature_ms[index] = _signature_ms(graph, index, clock, repeats)
+            except Exception as error:  # whatever a kernel raises on inputs it was not meant for
+                failed[index] = f"{ops[0].name}: {_first_line(error)}"
+            if progress is not None:
+                progress(done, len(ops_by_signature))
+        mode_us = _mode_us(graph.device)
+        if failed:
+            copy_ms = _copy_ms(clock)
+            for index in failed:
+                moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
+                signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
+    if failed:
+        _warn(failed, sum(len(ops_by_signature[i]) for i in failed), len(graph.ops))
+    return Costs(
+        op_ms=tuple(signature_ms[op.signature] for op in graph.ops),
+        mode_us=mode_us,
+        record_us=RECORD_US,
+        replay_us=REPLAY_US,
+        source="measured",
+        device_name=meters.device_name(graph.device),
+    )
+
+
+def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> float:
+    if not graph.signatures:
+        raise NotRebuildableError("the graph carries no signatures.")
+    signature = graph.signatures[index]
+    needed = tensor_bytes(signature)
+    if needed > _GUARDED_BYTES and 2 * needed > meters.available_bytes(graph.device):
+        raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
+    try:
+        return _run_ms(signature, graph.device, clock, repeats, positive=False)
+    except NotRebuildableError:
+        raise
+    except Exception:  # a probability below zero, most often
+        return _run_ms(signature, graph.device, clock, repeats, positive=True)
+
+
+def _run_ms(signature: dict[str, Any], device: str, clock: _Clock, repeats: int, *, positive: bool) -> float:
+    func, args, kwargs = rebuild(signature, device, positive=positive)
+    if torch.Tag.inplace_view in func.tags:
+        # The second call would meet another shape than the first; only metadata moves, so any view's time will do.
+        return clock.floor_ms
+    return clock.median_ms(lambda: func(*args, **kwargs), repeats)
+
+
+class _Clock:
+    """Times one call by the rules of ``measure``."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        # With several threads process time adds them up, and a user waits for the slowest.
+        self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        x = torch.empty(1, device=self.device)
+        self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
+
+    def median_ms(self, fn: Callable[[], Any], repeats: int) -> float:
+        first_s = self.sample_ms(fn, 1) / 1e3
+        if first_s >= _SLOW_S:
+            # The first call also pays for lazy set-up, so it does not count.
+            return self.sample_ms(fn, 1)
+        if first_s < _SLOW_S / 10:
+            first_s = self.sample_ms(fn, 1) / 1e3
+        calls = max(1, min(_MAX_CALLS, int(_SAMPLE_S / max(first_s, 1e-9))))
+        fitting = int(_SIGNATURE_S / max(first_s * calls, 1e-9))
+        samples = [self.sample_ms(fn, calls) for _ in range(max(min(3, repeats), min(repeats, fitting)))]
+        return statistics.median(samples)
+
+    def sample_ms(self, fn: Callable[[], Any], calls: int) -> float:
+        if self.cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(calls):
+                fn()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / calls
+        start = self.now()
+        for _ in range(calls):
+            fn()
+        return (self.now() - start) * 1e3 / calls
+
+
+def _moved_bytes(graph: StepGraph, op: Op) -> int:
+    return sum(graph.storages[s].bytes for s in {*op.reads, *op.makes, *op.writes})
+
+
+def _copy_ms(clock: _Clock) -> float:
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=clock.device)
+    target = torch.zeros_like(source)
+    return clock.median_ms(lambda: target.copy_(source), 5)
+
+
+class _EmptyMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _mode_us(device: str) -> float:
+    """Return the microseconds that a dispatch mode which does nothing adds to an op; never negative."""
+    x = torch.zeros(1, device=device)
+
+    def loop_us() -> float:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        start = time.process_time()
+        for _ in range(_MODE_CALLS):
+            torch.add(x, x)
+        return (time.process_time() - start) * 1e6 / _MODE_CALLS
+
+    loop_us()  # warm-up
+    added = []
+    for _ in range(5):
+        plain = loop_us()
+        with _EmptyMode():
+            added.append(loop_us() - plain)
+    return max(0.0, statistics.median(added))
+
+
+@contextmanager
+def _quiet(device: str) -> Iterator[None]:
+    """No autograd, autocast or garbage collection; torch's random state is put back afterwards."""
+    kind = torch.device(device).type
+    cuda = [torch.cuda.current_device()] if kind == "cuda" else []
+    gc.collect()
+    with (
+        torch.random.fork_rng(devices=cuda),
+        torch.no_grad(),
+        torch.autocast(kind, enabled=False),
+        meters.no_garbage_collection(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # what kernels say about synthetic inputs is no news to a user
+        yield
+
+
+def _require(device: str) -> None:
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise LowtideError(
+            f"the graph was traced for {device}, and this torch {torch.__version__} has no CUDA device to measure on. "
+            'Use lowtide.estimate(graph, device="...") instead, or measure where the device is.'
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _warn(failed: dict[int, str], num_estimated: int, num_ops: int) -> None:
+    reasons = sorted(set(failed.values()))
+    for reason in reasons:
+        _log.info("estimated: %s", reason)
+    shown = "".join(f"\n  {reason[:160]}" for reason in reasons[:5])
+    more = f"\n  and {len(reasons) - 5} more (logged by {__name__})" if len(reasons) > 5 else ""
+    warnings.warn(
+        f"{num_estimated} of {num_ops} op times are estimates from the bytes they move, not measured:{shown}{more}",
+        EstimateWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,240 @@
+"""An operator call as JSON, and back with synthetic tensors: enough to time a call like it.
+
+A signature is ``{"op": "aten.mm.default", "args": [...], "kwargs": {...}}``. Numbers, text, booleans and None stand for
+themselves; everything else is an object with one telling key:
+
+    {"t": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "cpu"}   a tensor, by layout; no values
+    {"l": [...]}  {"d": {...}}                                            a list or tuple; a dict
+    {"dtype": "float32"}  {"device": "cuda"}  {"layout": "strided"}  {"memory_format": "channels_last"}
+    {"inf": "inf" | "-inf" | "nan"}  {"complex": [re, im]}  {"slice": [start, stop, step]}
+    {"generator": true}                                                   the default generator is used instead
+    {"opaque": "torch.ScriptObject"}                                      cannot be rebuilt
+
+The device is a type without an index, so a model spread over two equal devices has each op once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowtide.errors import LowtideError
+
+# Running these alone waits for peers that are not there.
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
+)
+_SEED = 0
+_NATIVE_RANDOM = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+# Random numbers are slow to draw; a tensor larger than this repeats one block of them.
+_BLOCK = 1 << 18
+_PLAIN = frozenset({int, str, bool, type(None)})
+_NAME: dict[Any, str] = {}
+
+
+class NotRebuildableError(LowtideError):
+    """A signature holds something that JSON cannot carry, or an operator that must not or cannot run alone."""
+
+
+def describe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the signature of one operator call. Never fails: what it does not know becomes ``opaque``."""
+    return {
+        "op": str(func),
+        "args": [_describe(a) for a in args],
+        "kwargs": {k: _describe(v) for k, v in kwargs.items()},
+    }
+
+
+def rebuild(
+    signature: Mapping[str, Any], device: str | torch.device, *, positive: bool = False
+) -> tuple[torch._ops.OpOverload, list[Any], dict[str, Any]]:
+    """Return the operator and synthetic arguments of the shapes and strides in ``signature``.
+
+    Floats are small and random, integers 0 (an index that is valid everywhere), booleans True. Tensors that were on
+    the CPU stay there; all others go to ``device``. The global random state is left alone.
+
+    Args:
+        positive: Floats lie between 0 and 1, for operators that take probabilities.
+
+    Raises:
+        NotRebuildableError: the operator is unknown here, a collective, or an argument is opaque.
+    """
+    func = _operator(signature["op"])
+    target = torch.device(device)
+    make = _Maker(target, positive)
+    args = [make.value(a) for a in signature.get("args", ())]
+    kwargs = {k: make.value(v) for k, v in signature.get("kwargs", {}).items()}
+    return func, args, kwargs
+
+
+def tensor_bytes(signature: Mapping[str, Any]) -> int:
+    """Return the bytes of memory that the tensors in ``signature`` span: what ``rebuild`` allocates."""
+    return sum(_span(t["t"], t["stride"]) * _dtype(t["dtype"]).itemsize for t in _tensors(dict(signature)))
+
+
+def _describe(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"inf": str(value)}
+    if isinstance(value, (list, tuple)):  # torch.Size is a tuple
+        return {"l": [_describe(v) for v in value]}
+    if kind in (torch.dtype, torch.layout, torch.memory_format):
+        return {kind.__name__: _name(value)}
+    if kind is torch.device:
+        return {"device": value.type}
+    if kind is torch.SymInt or kind is torch.SymBool or kind is torch.SymFloat:
+        return _describe_symbol(value)
+    if kind is complex:
+        return {"complex": [_describe(value.real), _describe(value.imag)]}
+    if kind is slice:
+        return {"slice": [_describe(value.start), _describe(value.stop), _describe(value.step)]}
+    if isinstance(value, torch.Generator):
+        return {"generator": True}
+    if isinstance(value, Mapping):
+        return {"d": {str(k): _describe(v) for k, v in value.items()}}
+    return _opaque(value)
+
+
+def _describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return _opaque(tensor)
+    try:
+        return {
+            "t": list(map(int, tensor.shape)),
+            "stride": list(map(int, tensor.stride())),
+            "dtype": _name(tensor.dtype),
+            "device": tensor.device.type,
+        }
+    except Exception:  # a data-dependent size on fake tensors has no number, and its error type varies
+        return _opaque(tensor)
+
+
+def _describe_symbol(value: Any) -> Any:
+    try:
+        return {torch.SymInt: int, torch.SymBool: bool, torch.SymFloat: float}[type(value)](value)
+    except Exception:  # as above
+        return _opaque(value)
+
+
+def _opaque(value: Any) -> dict[str, Any]:
+    # The type only: a repr holds addresses, which would make every call a signature of its own.
+    return {"opaque": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def _name(value: Any) -> str:
+    name = _NAME.get(value)
+    if name is None:
+        name = _NAME[value] = str(value).removeprefix("torch.")
+    return name
+
+
+def _operator(name: str) -> torch._ops.OpOverload:
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.rpartition(".")
+    if namespace in _COLLECTIVE_NAMESPACES:
+        raise NotRebuildableError(f"{name} is a collective: alone it would wait for its peers.")
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), packet_name), overload)
+    except (AttributeError, RuntimeError) as error:
+        raise NotRebuildableError(f"{name} is not an operator of this torch {torch.__version__}.") from error
+    if not isinstance(func, torch._ops.OpOverload):
+        raise NotRebuildableError(f"{name} is not a single operator: it cannot be run from JSON.")
+    return func
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise NotRebuildableError(f"dtype {name!r} is unknown to this torch {torch.__version__}.")
+    return dtype
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+
+
+def _tensors(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, dict):
+        return [value] if "t" in value else [t for v in value.values() for t in _tensors(v)]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list) else []
+
+
+class _Maker:
+    """Makes the arguments of one call; its own generator keeps the global random state as it is."""
+
+    def __init__(self, target: torch.device, positive: bool) -> None:
+        self.target, self.positive = target, positive
+        self.generators: dict[str, torch.Generator] = {}
+
+    def value(self, described: Any) -> Any:
+        if not isinstance(described, dict):
+            return described
+        if "t" in described:
+            return self.tensor(described)
+        (key, content), *others = described.items()
+        if others:
+            raise NotRebuildableError(f"{described!r} is not a described argument.")
+        match key:
+            case "l":
+                return [self.value(v) for v in content]
+            case "d":
+                return {k: self.value(v) for k, v in content.items()}
+            case "dtype":
+                return _dtype(content)
+            case "layout" | "memory_format":
+                return getattr(torch, content)
+            case "device":
+                return self.device(content)
+            case "inf":
+                return float(content)
+            case "complex":
+                return complex(*(self.value(v) for v in content))
+            case "slice":
+                return slice(*(self.value(v) for v in content))
+            case "generator":
+                return None
+        what = content if key == "opaque" else repr(described)
+        raise NotRebuildableError(f"an argument is {what}: no way to make one.")
+
+    def device(self, kind: str) -> torch.device:
+        return torch.device(kind) if kind in ("cpu", "meta") else self.target
+
+    def tensor(self, described: dict[str, Any]) -> torch.Tensor:
+        shape, stride, dtype = described["t"], described["stride"], _dtype(described["dtype"])
+        flat = self.flat(_span(shape, stride), dtype, self.device(described["device"]))
+        return flat.as_strided(shape, stride)
+
+    def flat(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if dtype == torch.bool:
+            return torch.ones(count, dtype=dtype, device=device)
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.zeros(count, dtype=dtype, device=device)
+        block = self.block(min(count, _BLOCK), dtype, device)
+        if count <= _BLOCK:
+            return block
+        flat = torch.empty(count, dtype=dtype, device=device)
+        whole = count - count % _BLOCK
+        flat[:whole].view(-1, _BLOCK).copy_(block)
+        flat[whole:].copy_(block[: count - whole])
+        return flat
+
+    def block(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        generator = self.generators.get(device.type)
+        if generator is None and device.type != "meta":
+            generator = self.generators[device.type] = torch.Generator(device).manual_seed(_SEED)
+        drawn = dtype if dtype in _NATIVE_RANDOM else torch.float32
+        block = torch.empty(count, dtype=drawn, device=device)
+        if self.positive:
+            return block.uniform_(0.1, 0.9, generator=generator).to(dtype)
+        return block.normal_(std=0.1, generator=generator).to(dtype)

@@ -1,0 +1,41 @@
+"""The errors lowtide raises on purpose. Each message says what, with values; the facts; the way out."""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """Base of every error lowtide raises itself."""
+
+
+class BudgetInfeasibleError(LowtideError):
+    """No plan of this method stays within the budget.
+
+    Attributes:
+        budget_bytes: The peak that was asked for, absolute bytes.
+        least_bytes: The least peak the method reaches, absolute bytes; asking for it succeeds.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+
+
+class PlanMismatchError(LowtideError):
+    """A plan was used with a graph or a model it was not made for."""
+
+
+class ReplayError(LowtideError):
+    """A dropped tensor cannot be brought back exactly; raised before any gradient is computed from it."""
+
+
+class UnsupportedModelError(LowtideError):
+    """The model needs something the tape does not carry out yet; refused by name, never run wrongly."""
+
+
+class GraphFormatError(LowtideError, ValueError):
+    """A graph, costs or plan file is damaged or from an unknown version; the message names the field."""
+
+
+class StepError(LowtideError, ValueError):
+    """The training step itself cannot be planned: it fails, has no scalar loss, or trains nothing."""

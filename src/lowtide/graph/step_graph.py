@@ -1,0 +1,159 @@
+"""One training step as plain data: which operators ran, what they made, what autograd stored, when it all died.
+
+The tracer writes it, solvers and the simulator read it. No torch here: a graph comes from JSON just as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+
+VERSION = 1
+
+# Events, in the order of the step. The second number is an op, a storage or a saved-tensor id.
+RUN = 0  # op executes
+FREE = 1  # the last Python or engine reference to a storage goes; autograd may still hold it
+PACK = 2  # autograd stores a tensor for backward (saved id)
+UNPACK = 3  # backward takes it out; it is referenced until DROP
+DROP = 4  # what UNPACK handed out is referenced no more
+RELEASE = 5  # autograd lets the saved tensor go
+EVENT_NAMES = ("run", "free", "pack", "unpack", "drop", "release")
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A piece of memory; views of it are free.
+
+    Attributes:
+        bytes: As the device's allocator counts them.
+        kind: ``activation`` (made in forward), ``backward`` (made in backward), or what was there before the
+            step: ``parameter``, ``buffer``, ``input``, ``other``.
+        op: The op that makes it; None when it was there before.
+        output: Which of that op's flattened outputs.
+        fixed: Why it must be saved if anything needs it ("" when it may be recomputed).
+    """
+
+    id: int
+    bytes: int
+    kind: str
+    op: int | None = None
+    output: int = 0
+    fixed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One ATen operator, run once.
+
+    Attributes:
+        name: With overload, ``aten.mm.default``.
+        frame: Index into ``StepGraph.frames``: the module call it ran in.
+        backward: Ran inside the autograd engine.
+        reads, makes, writes: Storage ids. ``writes`` are changed in place (``makes`` are new).
+        workspace_bytes: Peak of what the op allocates inside itself beyond what it makes.
+        rng_bytes: Generator state a replay must keep; 0 if the op draws nothing.
+        signature: Index into ``StepGraph.signatures``; equal signatures take equal time.
+        dynamic: Shapes depend on values, so the next step may show other shapes here.
+    """
+
+    id: int
+    name: str
+    frame: int
+    backward: bool
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...] = ()
+    workspace_bytes: int = 0
+    rng_bytes: int = 0
+    signature: int = 0
+    dynamic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call of one module: ``ordinal``-th call of ``path`` within the parent's call. Frame 0 is the step itself."""
+
+    parent: int
+    path: str
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A traced training step.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``; ``device_name`` says which.
+        resident: What lives through the whole step, bytes by part: ``parameters``, ``gradients`` (allocated
+            beforehand), ``buffers``, ``batch``, ``optimizer``, ``other``.
+        signatures: Operator and argument descriptions, enough to run an op like it for timing.
+        saved: Storage id of each saved tensor, by saved id.
+        events: ``(kind, id)`` in program order.
+        calls: Input signature of each call of the model in the step (how a plan finds its shape again).
+        region: ``model`` (what runs outside the model's own calls is not taped) or ``step``.
+        optimizer_step_bytes: Temporaries of ``optimizer.step()``, reported beside the peak.
+    """
+
+    device: str
+    device_name: str
+    resident: dict[str, int]
+    signatures: tuple[dict, ...]
+    frames: tuple[Frame, ...]
+    storages: tuple[Storage, ...]
+    ops: tuple[Op, ...]
+    saved: tuple[int, ...]
+    events: tuple[tuple[int, int], ...]
+    calls: tuple[str, ...] = ()
+    region: str = "model"
+    optimizer_step_bytes: int = 0
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Live bytes before the step, gradients and declared optimizer state included."""
+        return sum(self.resident.values())
+
+    @cached_property
+    def stored(self) -> frozenset[int]:
+        """Storages made in forward that autograd stores for backward."""
+        return frozenset(s for s in self.saved if self.storages[s].op is not None)
+
+    @cached_property
+    def forward_ops(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if not op.backward)
+
+    def scope(self, op: Op) -> str:
+        """Module path of ``op`` as users know it; "" is the model or the step itself."""
+        return self.frames[op.frame].path
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Content hash: a plan belongs to exactly one graph."""
+        text = json.dumps(to_dict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def to_dict(graph: StepGraph) -> dict:
+    """Plain JSON types; ``graph.serial.from_dict`` reads it back and checks it."""
+    return {
+        "version": VERSION,
+        "device": graph.device,
+        "device_name": graph.device_name,
+        "resident": dict(graph.resident),
+        "signatures": list(graph.signatures),
+        "frames": [[f.parent, f.path, f.ordinal] for f in graph.frames],
+        "storages": [[s.bytes, s.kind, s.op, s.output, s.fixed] for s in graph.storages],
+        "ops": [
+            [o.name, o.frame, int(o.backward), list(o.reads), list(o.makes), list(o.writes),
+             o.workspace_bytes, o.rng_bytes, o.signature, int(o.dynamic)]
+            for o in graph.ops
+        ],
+        "saved": list(graph.saved),
+        "events": [x for event in graph.events for x in event],
+        "calls": list(graph.calls),
+        "region": graph.region,
+        "optimizer_step_bytes": graph.optimizer_step_bytes,
+        "provenance": dict(graph.provenance),
+    }  # fmt: skip

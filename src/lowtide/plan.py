@@ -1,0 +1,160 @@
+"""A plan: one decision per storage, what it predicts, and how it knows. JSON in and out; needs no graph to be applied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lowtide.errors import GraphFormatError
+from lowtide.graph.step_graph import Frame, StepGraph
+
+VERSION = 1
+SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
+ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one storage between forward and backward.
+
+    Attributes:
+        op: Index into ``Plan.ops``: the forward op that makes it.
+        output: Which of that op's flattened outputs.
+        stored: Autograd stores it in the plain step (False: only replays need it).
+        recompute_ms: Time of one replay of its op (0 unless recomputed).
+    """
+
+    storage: int
+    action: str
+    bytes: int
+    op: int
+    output: int
+    stored: bool
+    recompute_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOp:
+    """A forward op as the tape will meet it: ``name`` in ``frame``, in order; ``dynamic`` ops may change shape."""
+
+    name: str
+    frame: int
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions and their evidence.
+
+    Attributes:
+        decisions: One per stored storage, and per unstored one that a replay needs.
+        budget_bytes: Absolute peak that was asked for; None without a budget.
+        predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
+        predicted_step_ms, plain_step_ms: Forward and backward.
+        bound_ms: No plan within the budget has a shorter step; None where no bound is known.
+        status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
+    """
+
+    method: str
+    decisions: tuple[Decision, ...]
+    frames: tuple[Frame, ...]
+    ops: tuple[PlannedOp, ...]
+    graph_fingerprint: str
+    budget_bytes: int | None
+    predicted_peak_bytes: int
+    plain_peak_bytes: int
+    resident_bytes: int
+    predicted_step_ms: float
+    plain_step_ms: float
+    bound_ms: float | None
+    status: str
+    solve_s: float
+    device: str = "cpu"
+    calls: tuple[str, ...] = ()
+    region: str = "model"
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def predicted_overhead(self) -> float:
+        """Step time under the plan / plain step time - 1."""
+        return self.predicted_step_ms / self.plain_step_ms - 1 if self.plain_step_ms else 0.0
+
+    @property
+    def predicted_fraction(self) -> float:
+        """Activation memory under the plan / activation memory of the plain step."""
+        plain = self.plain_peak_bytes - self.resident_bytes
+        return (self.predicted_peak_bytes - self.resident_bytes) / plain if plain else 1.0
+
+    @property
+    def gap(self) -> float:
+        """(predicted step ms - bound ms) / bound ms; NaN where no bound is known."""
+        return (self.predicted_step_ms - self.bound_ms) / self.bound_ms if self.bound_ms else float("nan")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of the storages that the plain step stores have each fate."""
+        return {a: sum(d.stored and d.action == a for d in self.decisions) for a in ACTIONS}
+
+    @property
+    def bytes_by_action(self) -> dict[str, int]:
+        """Bytes of the storages that the plain step stores, by fate."""
+        return {a: sum(d.bytes for d in self.decisions if d.stored and d.action == a) for a in ACTIONS}
+
+    @property
+    def keeps_everything(self) -> bool:
+        return all(d.action == SAVE for d in self.decisions)
+
+    def scope(self, decision: Decision) -> str:
+        """Module path of the op that makes the storage."""
+        return self.frames[self.ops[decision.op].frame].path
+
+    def action_of(self) -> dict[int, str]:
+        """Storage id -> action."""
+        return {d.storage: d.action for d in self.decisions}
+
+    def to_json(self) -> str:
+        body = {f: getattr(self, f) for f in self.__dataclass_fields__}
+        body["version"] = VERSION
+        body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
+        body["frames"] = [list(asdict(f).values()) for f in self.frames]
+        body["ops"] = [[o.name, o.frame, int(o.dynamic)] for o in self.ops]
+        return json.dumps(body, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Raises: GraphFormatError: not a plan, or of another version."""
+        try:
+            body = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise GraphFormatError(f"not a plan: the file is not JSON ({error}). Write it with plan.save().") from error
+        if not isinstance(body, dict) or body.pop("version", None) != VERSION:
+            raise GraphFormatError(f"not a plan: field 'version' is not {VERSION}. Make the plan again with this lowtide.")
+        try:
+            body["decisions"] = tuple(Decision(*d) for d in body["decisions"])
+            body["frames"] = tuple(Frame(*f) for f in body["frames"])
+            body["ops"] = tuple(PlannedOp(name, frame, bool(dynamic)) for name, frame, dynamic in body["ops"])
+            body["calls"] = tuple(body["calls"])
+            plan = Plan(**body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
+        for i, decision in enumerate(plan.decisions):
+            if decision.action not in ACTIONS or not 0 <= decision.op < len(plan.ops) or decision.bytes < 0:
+                raise GraphFormatError(f"not a plan: field 'decisions[{i}]' is {decision}. Make the plan again.")
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        return Plan.from_json(Path(path).read_text())
+
+
+def decide(graph: StepGraph, recomputed: Iterable[int], kept_for_replay: Iterable[int] = ()) -> dict[int, str]:
+    """Actions for ``graph``: stored storages are saved unless in ``recomputed``; the rest as listed."""
+    actions = dict.fromkeys(sorted(graph.stored), SAVE)
+    actions.update(dict.fromkeys(kept_for_replay, SAVE))
+    actions.update(dict.fromkeys(recomputed, RECOMPUTE))
+    return actions

@@ -1,0 +1,54 @@
+"""Memory over one step, the plain step beside the planned one, ready to be drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.plan import Plan
+from lowtide.simulator import simulate
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Two curves over the same moments of the step.
+
+    Attributes:
+        at: Moments: milliseconds of the plain step, or ops run so far where no costs are at hand.
+        axis: What ``at`` counts.
+        plain_bytes, planned_bytes: Most live bytes around each moment, absolute.
+        backward_at: Where backward begins, on the same axis.
+    """
+
+    at: tuple[float, ...]
+    axis: str
+    plain_bytes: tuple[int, ...]
+    planned_bytes: tuple[int, ...]
+    backward_at: float
+
+
+def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, points: int = 900) -> Curves:
+    """Simulate both steps and return their memory, thinned to ``points`` without losing a peak.
+
+    Raises:
+        PlanMismatchError: ``plan`` was made for another graph.
+    """
+    op_ms = Costs(op_ms=(0.0,) * len(graph.ops)) if costs is None else costs
+    planned, plain = simulate(graph, op_ms, plan), simulate(graph, op_ms, {})
+    at, now, backward_at = [], 0.0, 0.0
+    for kind, number in graph.events:
+        if kind == RUN:
+            if graph.ops[number].backward and not backward_at:
+                backward_at = now
+            now += 1.0 if costs is None else costs.op_ms[number]
+        at.append(now)
+    size = max(1, -(-len(at) // points))
+    starts = range(0, len(at), size)
+    return Curves(
+        at=tuple(at[i] for i in starts),
+        axis="operators run" if costs is None else "milliseconds of the plain step",
+        plain_bytes=tuple(max(plain.event_peak_bytes[i : i + size]) for i in starts),
+        planned_bytes=tuple(max(planned.event_peak_bytes[i : i + size]) for i in starts),
+        backward_at=backward_at or now,
+    )

@@ -1,0 +1,190 @@
+"""The report as one HTML page that needs no other file, no script and no network."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.reports.curves import memory_curves
+from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, warnings
+from lowtide.reports.svg import bar_chart, memory_chart
+from lowtide.reports.terminal import percent
+from lowtide.units import format_bytes
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6570; --paper: #fff; --line: #d8dde3; --tile: #f4f6f8;
+  --plain: #9aa3ad; --save: #0b7285; --recompute: #e8890c; --offload: #6741d9; --budget: #c92a2a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa5b1; --paper: #14181d; --line: #323a44;
+  --tile: #1d232a; --plain: #77818c; --save: #3bb6cc; --recompute: #ffa94d; --offload: #9775fa; --budget: #ff6b6b; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 980px; padding: 32px 24px 56px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; } h2 { font-size: 17px; margin: 36px 0 8px; }
+.lead, .note, .legend { color: var(--soft); } .lead { margin: 0 0 20px; } .note, .legend { font-size: 13px; }
+.tiles { display: grid; gap: 12px; }
+.tile { background: var(--tile); border-radius: 8px; padding: 12px 16px; }
+.tile b { display: block; font-size: 22px; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: 13px; display: block; }
+.warn { border-left: 4px solid var(--budget); background: var(--tile); padding: 8px 16px; margin: 20px 0 0; }
+.warn ul { margin: 4px 0; padding-left: 18px; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; }
+svg .value { fill: var(--ink); } .grid { stroke: var(--line); } .divide { stroke: var(--soft); stroke-dasharray: 2 4; }
+.budget { stroke: var(--budget); stroke-width: 1.5; stroke-dasharray: 7 4; }
+.line { fill: none; stroke-width: 1.4; } .line.plain { stroke: var(--plain); } .line.planned { stroke: var(--save); }
+.area { opacity: .28; } .area.plain, .bar.plain { fill: var(--plain); }
+.area.planned, .bar.planned { fill: var(--save); } .bar.measured { fill: var(--recompute); }
+table { border-collapse: collapse; width: 100%; font-size: 14px; } .wide { overflow-x: auto; }
+th { font-weight: 600; color: var(--soft); font-size: 13px; } th, td { padding: 5px 8px; text-align: right; }
+td { border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+td:first-child { font-family: ui-monospace, monospace; font-size: 13px; white-space: normal; overflow-wrap: anywhere; }
+tr.all td { font-weight: 600; } .stack { display: flex; height: 10px; min-width: 120px; }
+.stack i, .legend i { display: inline-block; height: 10px; } .legend i { width: 10px; margin: 0 5px 0 14px; }
+.save { background: var(--save); } .recompute { background: var(--recompute); } .offload { background: var(--offload); }
+.legend i:first-child { margin-left: 0; } .swatch-plain { background: var(--plain); }
+.swatch-budget { border-top: 2px dashed var(--budget); height: 0 !important; width: 18px !important;
+  vertical-align: 4px; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; font-size: 14px; margin: 0; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+"""
+
+
+def html_report(
+    plan: Plan, graph: StepGraph | None = None, measured: Measured | None = None, *, costs: Costs | None = None
+) -> str:
+    """Return the page; memory over time is on it when ``graph`` is at hand, otherwise the peaks alone.
+
+    Raises:
+        PlanMismatchError: ``plan`` was made for another graph.
+    """
+    title = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
+    body = [
+        f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
+        f'<p class="lead">{escape(_lead(plan, graph))}</p>',
+        _tiles(plan, measured),
+        _warnings(plan, measured),
+        "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
+        _picture(plan, graph, measured, costs),
+        "<h2>Decisions by module</h2>",
+        _table("module", by_module(plan)),
+        "<h2>Decisions by operator</h2>",
+        _table("operator", by_op(plan)),
+        "<h2>Evidence</h2>",
+        _evidence(plan, graph, measured),
+    ]
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>lowtide: {title}</title><style>{_CSS}</style>"
+    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _lead(plan: Plan, graph: StepGraph | None) -> str:
+    stored = sum(plan.counts.values())
+    dropped = plan.counts["recompute"]
+    device = graph.device_name if graph is not None else plan.device
+    return (
+        f"Of {stored} tensors that autograd stores for backward, {dropped} are computed again when backward needs "
+        "them. "
+        f"One training step on {device}, planned by method “{plan.method}” in {plan.solve_s:.1f} s. "
+        "Predicted unless it says measured."
+    )
+
+
+def _tiles(plan: Plan, measured: Measured | None) -> str:
+    share = f"{100 * plan.predicted_fraction:.1f} % of plain activations"
+    budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    gap = "no bound known" if math.isnan(plan.gap) else f"{plan.gap:.2%}"
+    tiles = [
+        (budget, "budget", "peak allocated, absolute"),
+        (format_bytes(plan.predicted_peak_bytes), "predicted peak", share),
+        (
+            percent(plan.predicted_overhead),
+            "predicted step time",
+            f"{plan.predicted_step_ms:.1f} ms forward + backward",
+        ),
+        (gap, "from the time bound", "no plan within the budget is faster than the bound"),
+    ]
+    if measured is not None and measured.peak_bytes is not None:
+        share = f"{100 * fraction(plan, measured.peak_bytes):.1f} % of plain activations"
+        tiles.append((format_bytes(measured.peak_bytes), "measured peak", share))
+    if measured is not None and measured.overhead is not None:
+        tiles.append((percent(measured.overhead), "measured step time", f"{measured.steps} steps"))
+    cells = [
+        f'<div class="tile"><span>{name}</span><b>{escape(v)}</b><span>{note}</span></div>' for v, name, note in tiles
+    ]
+    across = len(tiles) if len(tiles) < 5 else 3
+    return f'<div class="tiles" style="grid-template-columns: repeat({across}, 1fr)">{"".join(cells)}</div>'
+
+
+def _warnings(plan: Plan, measured: Measured | None) -> str:
+    found = warnings(plan, measured)
+    items = "".join(f"<li>{escape(line)}</li>" for line in found)
+    return f'<div class="warn"><ul>{items}</ul></div>' if found else ""
+
+
+def _picture(plan: Plan, graph: StepGraph | None, measured: Measured | None, costs: Costs | None) -> str:
+    if graph is not None:
+        legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
+        if plan.budget_bytes is not None:
+            legend += '<i class="swatch-budget"></i>budget'
+        chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
+        return f'<p class="legend">{legend}</p>\n{chart}'
+    bars = [("plain", "plain", plan.plain_peak_bytes), ("planned", "planned", plan.predicted_peak_bytes)]
+    if measured is not None and measured.peak_bytes is not None:
+        bars.append(("measured", "measured", measured.peak_bytes))
+    bars.append(("before the step", "plain", plan.resident_bytes))
+    note = "" if plan.budget_bytes is None else '<p class="legend"><i class="swatch-budget"></i>budget</p>\n'
+    return note + bar_chart(bars, plan.budget_bytes)
+
+
+def _table(what: str, groups: tuple[Group, ...]) -> str:
+    largest = max((g.save_bytes + g.recompute_bytes + g.other_bytes for g in groups), default=0) or 1
+    offload = any(g.other_count for g in groups)
+    names = ["save", "recompute", *(["offload"] if offload else [])]
+    head = f"<tr><th>{what}</th><th></th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
+    rows = [_row(g, names, largest) for g in groups]
+    legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
+    total = Group("all", *(sum(getattr(g, f) for g in groups) for f in list(Group.__dataclass_fields__)[1:]))
+    rows.append(_row(total, names, 0))
+    return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
+
+
+def _row(group: Group, names: list[str], largest: int) -> str:
+    kinds = {"save": "save", "recompute": "recompute", "offload": "other"}
+    cells, stack = [], []
+    for name in names:
+        count, size = getattr(group, f"{kinds[name]}_count"), getattr(group, f"{kinds[name]}_bytes")
+        cells.append(f"<td>{count}</td><td>{format_bytes(size)}</td>" if count else "<td>–</td><td></td>")
+        if largest and size:
+            stack.append(f'<i class="{name}" style="width:{100 * size / largest:.1f}%"></i>')
+    bar = f'<td><div class="stack">{"".join(stack)}</div></td>'
+    ms = f"{group.recompute_ms:.1f} ms" if group.recompute_ms else "–"
+    css = "" if largest else ' class="all"'
+    return f"<tr{css}><td>{escape(group.name)}</td>{bar}{''.join(cells)}<td>{ms}</td></tr>"
+
+
+def _evidence(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> str:
+    kept, kept_bytes = kept_for_replays(plan)
+    facts = {
+        "plain step": f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms",
+        "planned step": f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms",
+        "time bound": "none known for this method" if plan.bound_ms is None else f"{plan.bound_ms:.1f} ms",
+        "before the step": format_bytes(plan.resident_bytes),
+        "kept for replays alone": f"{kept} tensors, {format_bytes(kept_bytes)}",
+        "status": plan.status,
+        "graph": plan.graph_fingerprint,
+    }
+    if graph is not None:
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
+        facts["before the step"] += f" ({parts})" if parts else ""
+    if measured is not None:
+        facts["steps run"] = f"{measured.steps}, {measured.audited} replays audited, {len(measured.differing)} differed"
+        facts["drift"] = f"{measured.mismatched_ops} ops not as planned, {measured.unplanned_ops} ops unknown"
+    if measured is not None and measured.bitwise_equal is not None:
+        facts["against the plain step"] = "bitwise equal" if measured.bitwise_equal else "different"
+    facts.update(plan.provenance)
+    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"

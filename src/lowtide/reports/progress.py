@@ -1,0 +1,36 @@
+"""Progress on stderr, so that stdout stays for results; silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Stages:
+    """Names of a job's stages, shown as they pass."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._at = 0
+        console = Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(), TextColumn("lowtide: {task.description}"), TimeElapsedColumn(),
+            console=console, transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+
+    def __enter__(self) -> Stages:
+        self._progress.__enter__()
+        self._task = self._progress.add_task(self._names[0], total=len(self._names))
+        return self
+
+    def next(self) -> None:
+        self._at += 1
+        self._progress.update(self._task, description=self._names[self._at], completed=self._at)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)

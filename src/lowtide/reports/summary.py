@@ -1,0 +1,163 @@
+"""What a report says, as plain data: totals, and decisions grouped by module and by operator.
+
+The terminal, HTML and JSON reports all render this one summary, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
+
+_NUMBERED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What real steps under a plan showed; every field has an honest "not measured".
+
+    Attributes:
+        peak_bytes: Absolute allocated peak; None if it was not measured.
+        overhead: Step time under the plan / plain step time - 1; None if it was not measured.
+        steps: Steps that ran under the plan.
+        mismatched_ops: Planned ops that did not come as planned; what they make was saved.
+        unplanned_ops: Ops that no plan knew; what they make was saved.
+        audited: Replays compared bitwise with the tensor they stand for.
+        differing: Module paths where such a comparison failed; saved from then on.
+        bitwise_equal: Loss, gradients and buffers against the plain step; None if not compared.
+    """
+
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    steps: int = 0
+    mismatched_ops: int = 0
+    unplanned_ops: int = 0
+    audited: int = 0
+    differing: tuple[str, ...] = ()
+    bitwise_equal: bool | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The decisions that share a module path or an operator.
+
+    Counts and bytes are of storages that the plain step stores, ``other`` those offloaded; ``recompute_ms`` is of
+    every replay in the group, also of what only other replays need.
+    """
+
+    name: str
+    save_count: int
+    save_bytes: int
+    recompute_count: int
+    recompute_bytes: int
+    other_count: int
+    other_bytes: int
+    recompute_ms: float
+
+
+def collapse_path(path: str) -> str:
+    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: like layers, and one level within them, share a row."""
+    starred = _NUMBERED.sub("*", path)
+    return _REPEATED.sub(r"\1", starred) or "(outside modules)"
+
+
+def short_op(name: str) -> str:
+    """``aten.mul.Tensor -> mul``: overloads of one operator share a row; other namespaces stay visible."""
+    namespace, _, rest = name.partition(".")
+    op = rest.partition(".")[0]
+    return op if namespace == "aten" and op else f"{namespace}.{op}" if op else name
+
+
+def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[Group, ...]:
+    """One group per name, most bytes first, then by name; what is only kept for replays forms no group."""
+    members: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        if not decision.stored and not decision.recompute_ms:
+            continue
+        members.setdefault(name_of(decision), []).append(decision)
+    groups = [_group(name, of_name) for name, of_name in members.items()]
+    groups.sort(key=lambda g: (-(g.save_bytes + g.recompute_bytes + g.other_bytes), -g.recompute_ms, g.name))
+    return tuple(groups)
+
+
+def _group(name: str, decisions: list[Decision]) -> Group:
+    stored = [d for d in decisions if d.stored]
+    save = [d.bytes for d in stored if d.action == SAVE]
+    recompute = [d.bytes for d in stored if d.action == RECOMPUTE]
+    other = [d.bytes for d in stored if d.action not in (SAVE, RECOMPUTE)]
+    ms = sum(d.recompute_ms for d in decisions)
+    return Group(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
+
+
+def by_module(plan: Plan) -> tuple[Group, ...]:
+    """Decisions by module path, numbered siblings together."""
+    return group_decisions(plan.decisions, lambda d: collapse_path(plan.scope(d)))
+
+
+def by_op(plan: Plan) -> tuple[Group, ...]:
+    """Decisions by the operator that makes the storage."""
+    return group_decisions(plan.decisions, lambda d: short_op(plan.ops[d.op].name))
+
+
+def kept_for_replays(plan: Plan) -> tuple[int, int]:
+    """Count and bytes of storages that the plain step would not store and that replays read."""
+    kept = [d.bytes for d in plan.decisions if not d.stored and d.action == SAVE]
+    return len(kept), sum(kept)
+
+
+def fraction(plan: Plan, peak_bytes: int) -> float:
+    """Activation memory at ``peak_bytes`` / the plain step's."""
+    return (peak_bytes - plan.resident_bytes) / max(plan.plain_peak_bytes - plan.resident_bytes, 1)
+
+
+def warnings(plan: Plan, measured: Measured | None) -> list[str]:
+    """What a user should know before trusting the numbers, each with the way out; empty when all is well."""
+    found = []
+    if plan.status == "feasible":
+        found.append("The solver hit its time limit: the plan holds the budget, the gap says what it may cost in time.")
+    if measured is None:
+        return found
+    if measured.mismatched_ops or measured.unplanned_ops:
+        found.append("Steps differ from the traced one: what did not match was saved, so the peak may be higher.")
+    if measured.differing:
+        found.append(f"Replay was not bitwise equal in {', '.join(measured.differing)}: saved from then on.")
+    if measured.bitwise_equal is False:
+        found.append("Gradients differ from the plain step's: do not train with this plan; report the model, please.")
+    if plan.budget_bytes is not None and measured.peak_bytes is not None and measured.peak_bytes > plan.budget_bytes:
+        found.append("The measured peak is over the budget: lower the budget by the difference.")
+    return found
+
+
+def summary(plan: Plan, measured: Measured | None = None) -> dict:
+    """The report as one JSON object; NaN and unknown are null."""
+    kept_count, kept_bytes = kept_for_replays(plan)
+    return {
+        "method": plan.method,
+        "status": plan.status,
+        "device": plan.device,
+        "region": plan.region,
+        "graph_fingerprint": plan.graph_fingerprint,
+        "budget_bytes": plan.budget_bytes,
+        "plain_peak_bytes": plan.plain_peak_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_fraction": plan.predicted_fraction,
+        "plain_step_ms": plan.plain_step_ms,
+        "predicted_step_ms": plan.predicted_step_ms,
+        "predicted_overhead": plan.predicted_overhead,
+        "bound_ms": plan.bound_ms,
+        "gap": None if math.isnan(plan.gap) else plan.gap,
+        "solve_s": plan.solve_s,
+        "counts": plan.counts,
+        "bytes_by_action": plan.bytes_by_action,
+        "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
+        "by_module": [asdict(g) for g in by_module(plan)],
+        "by_op": [asdict(g) for g in by_op(plan)],
+        "measured": None if measured is None else asdict(measured),
+        "warnings": warnings(plan, measured),
+        "provenance": dict(plan.provenance),
+    }

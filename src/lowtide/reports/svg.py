@@ -1,0 +1,83 @@
+"""Charts as inline SVG text, for a page without scripts or other files. Colours come from the page's CSS variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from lowtide.reports.curves import Curves
+from lowtide.units import format_bytes
+
+_WIDTH, _HEIGHT = 920, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 14, 44
+
+
+def memory_chart(curves: Curves, budget_bytes: int | None) -> str:
+    """Memory over the step: the plain step's area behind the planned one's, and the budget as a line."""
+    top = 1.06 * max(*curves.plain_bytes, *curves.planned_bytes, budget_bytes or 0)
+    end = curves.at[-1] or 1.0
+
+    def x(at: float) -> float:
+        return _LEFT + at / end * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(count: float) -> float:
+        return _HEIGHT - _BOTTOM - count / top * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory over one training step">']
+    for tick in round_ticks(top):
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{format_bytes(tick)}</text>')
+    for name, series in (("plain", curves.plain_bytes), ("planned", curves.planned_bytes)):
+        line = _steps([(x(at), y(count)) for at, count in zip(curves.at, series)])
+        area = f"{line} V{y(0):.1f} H{x(curves.at[0]):.1f} Z"
+        parts.append(f'<path class="area {name}" d="{area}"/><path class="line {name}" d="{line}"/>')
+    middle = x(curves.backward_at)
+    parts.append(f'<line class="divide" x1="{middle:.1f}" x2="{middle:.1f}" y1="{_TOP}" y2="{y(0):.1f}"/>')
+    parts.append(f'<text x="{middle - 8:.1f}" y="{y(0) + 18}" text-anchor="end">forward</text>')
+    parts.append(f'<text x="{middle + 8:.1f}" y="{y(0) + 18}">backward</text>')
+    parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(curves.axis)}</text>')
+    if budget_bytes is not None:
+        at = y(budget_bytes)
+        parts.append(f'<line class="budget" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def bar_chart(rows: Sequence[tuple[str, str, int]], budget_bytes: int | None) -> str:
+    """Horizontal bars ``(label, css class, bytes)`` with their values, and the budget as a line across them."""
+    top = 1.25 * max(max(count for _, _, count in rows), budget_bytes or 0, 1)
+    height, left = 30 * len(rows) + 8, 110
+
+    def x(count: float) -> float:
+        return left + count / top * (_WIDTH - left)
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Peak memory">']
+    for i, (label, name, count) in enumerate(rows):
+        y = 4 + 30 * i
+        parts.append(f'<text x="{left - 10}" y="{y + 17}" text-anchor="end">{escape(label)}</text>')
+        parts.append(f'<rect class="bar {name}" x="{left}" y="{y}" width="{x(count) - left:.1f}" height="24"/>')
+        parts.append(f'<text class="value" x="{x(count) + 8:.1f}" y="{y + 17}">{format_bytes(count)}</text>')
+    if budget_bytes is not None:
+        at = x(budget_bytes)
+        parts.append(f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}"/>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def round_ticks(top: float) -> list[int]:
+    """Three to six round amounts of memory from 0 up to at most ``top``."""
+    step = 1
+    while top / step > 6:
+        step *= 2
+    return [step * i for i in range(int(top / step) + 1)]
+
+
+def _steps(points: list[tuple[float, float]]) -> str:
+    """A path that holds each value until the next moment: memory does not ramp."""
+    (x, y), rest = points[0], points[1:]
+    path = [f"M{x:.1f} {y:.1f}"]
+    for nx, ny in rest:
+        if nx != x:
+            path.append(f"H{nx:.1f}")
+        if ny != y:
+            path.append(f"V{ny:.1f}")
+        x, y = nx, ny
+    return "".join(path)

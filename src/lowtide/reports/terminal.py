@@ -1,0 +1,165 @@
+"""``fit_report``: what was decided, predicted and measured, as plain text at most 100 columns wide.
+
+No colour and no box drawing: the report is pasted into issues and read through pipes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, warnings
+from lowtide.units import format_bytes
+
+WIDTH = 100
+_GROUP_ROWS = 12
+_NAME_WIDTH = 40
+_TAPED = {
+    "model": "the model's own calls; what runs outside them is saved",
+    "step": "the whole step, the loss outside the model too",
+}
+
+
+def fit_report(plan: Plan, graph: StepGraph | None = None, measured: Measured | None = None) -> str:
+    """Return the report on one plan.
+
+    Args:
+        plan: Decisions and their evidence; enough for everything but the parts of resident memory.
+        graph: The traced step, if at hand: names the device and what lives through the whole step.
+        measured: What real steps showed.
+    """
+    blocks = [_headline(plan, graph), _peaks(plan, measured), _facts(plan, graph, measured)]
+    blocks.append(_groups("by module", by_module(plan)))
+    blocks.append(_groups("by operator", by_op(plan)))
+    found = warnings(plan, measured)
+    if found:
+        blocks.append("\n".join(["warnings", *(f"  - {line}" for line in found)]))
+    return "\n\n".join(blocks)
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:
+    """Rows of equal length as aligned lines: the first ``left`` columns to the left, the rest to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
+        lines.append(gap.join(cells).rstrip())
+    return lines
+
+
+def percent(value: float) -> str:
+    """``0.049 -> "+4.9 %"``: a change."""
+    return f"{100 * value:+.1f} %"
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut the middle out of a long name: both its ends tell."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def _headline(plan: Plan, graph: StepGraph | None) -> str:
+    device = graph.device_name if graph is not None else plan.device
+    status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
+    return f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}"
+
+
+def _peaks(plan: Plan, measured: Measured | None) -> str:
+    def row(name: str, peak: int | None, step: str = "", overhead: str = "") -> list[str]:
+        if peak is None:
+            return [name, "-", "-", step, overhead]
+        return [name, format_bytes(peak), f"{100 * fraction(plan, peak):.1f} %", step, overhead]
+
+    rows = [["", "peak", "activations", "step", "overhead"]]
+    rows.append(row("plain", plan.plain_peak_bytes, f"{plan.plain_step_ms:.1f} ms"))
+    rows.append(row("budget", plan.budget_bytes))
+    rows.append(
+        row(
+            "predicted", plan.predicted_peak_bytes, f"{plan.predicted_step_ms:.1f} ms", percent(plan.predicted_overhead)
+        )
+    )
+    peak, overhead = (None, None) if measured is None else (measured.peak_bytes, measured.overhead)
+    if measured is not None:
+        rows.append(row("measured", peak, "", "-" if overhead is None else percent(overhead)))
+    return "\n".join(columns(rows))
+
+
+def _facts(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> str:
+    rows = []
+    if plan.bound_ms is None:
+        rows.append(("time bound", "none known for this method"))
+    elif math.isnan(plan.gap):
+        rows.append(("time bound", f"{plan.bound_ms:.1f} ms"))
+    else:
+        rows.append(("time bound", f"no plan within the budget is under {plan.bound_ms:.1f} ms; gap {plan.gap:.2%}"))
+    counts = {action: count for action, count in plan.counts.items() if count}
+    amounts = plan.bytes_by_action
+    decided = [f"{action} {count} ({format_bytes(amounts[action])})" for action, count in counts.items()]
+    rows.append(("storages", ", ".join(decided) or "the step stores nothing for backward"))
+    kept, kept_bytes = kept_for_replays(plan)
+    if kept:
+        rows.append(("for replays alone", f"save {kept} ({format_bytes(kept_bytes)})"))
+    resident = format_bytes(plan.resident_bytes)
+    if graph is not None:
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
+        resident = f"{resident}: {parts}" if parts else resident
+    rows.append(("before the step", resident))
+    if graph is not None and graph.optimizer_step_bytes:
+        rows.append(
+            ("optimizer.step()", f"{format_bytes(graph.optimizer_step_bytes)} more for a moment, beside the peak")
+        )
+    rows.append(("taped", _TAPED.get(plan.region, plan.region)))
+    if measured is not None:
+        rows.extend(_evidence(measured))
+    return "\n".join(line for name, text in rows for line in _wrapped(name, text))
+
+
+def _evidence(measured: Measured) -> list[tuple[str, str]]:
+    rows = [("steps run", f"{measured.steps}, {measured.audited} replays audited, {len(measured.differing)} differed")]
+    rows.append(("drift", f"{measured.mismatched_ops} ops not as planned, {measured.unplanned_ops} ops unknown"))
+    if measured.bitwise_equal is not None:
+        equal = "bitwise equal" if measured.bitwise_equal else "DIFFERENT"
+        rows.append(("against plain", f"loss, gradients and buffers {equal}"))
+    return rows
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    lines, current = [], f"{name:<18} "
+    for i, word in enumerate(text.split(" ")):
+        if i and len(current) + 1 + len(word) > WIDTH:
+            lines.append(current)
+            current = " " * 19 + word
+        else:
+            current += word if i == 0 else f" {word}"
+    return [*lines, current]
+
+
+def _groups(title: str, groups: tuple[Group, ...]) -> str:
+    shown, rest = groups[:_GROUP_ROWS], groups[_GROUP_ROWS:]
+    if len(rest) == 1:
+        shown, rest = groups, ()
+    offload = any(g.other_count for g in groups)
+    head = [title, "save", "", "recompute", "", *(["offload", ""] if offload else []), "replay"]
+    rows = [head, *(_group_row(g.name, [g], offload) for g in shown)]
+    if rest:
+        rows.append(_group_row(f"{len(rest)} more", list(rest), offload))
+    if len(groups) > 1:
+        rows.append(_group_row("all", list(groups), offload))
+    rows[0][0] = title.ljust(_NAME_WIDTH)  # both tables line up
+    return "\n".join(columns(rows))
+
+
+def _group_row(name: str, groups: list[Group], offload: bool) -> list[str]:
+    def amount(kind: str) -> list[str]:
+        count = sum(getattr(g, f"{kind}_count") for g in groups)
+        size = sum(getattr(g, f"{kind}_bytes") for g in groups)
+        return [str(count), format_bytes(size)] if count else ["-", ""]
+
+    kinds = ["save", "recompute", *(["other"] if offload else [])]
+    ms = sum(g.recompute_ms for g in groups)
+    amounts = [cell for kind in kinds for cell in amount(kind)]
+    return [shorten(name, _NAME_WIDTH - 8 * offload), *amounts, f"{ms:.1f} ms" if ms else "-"]

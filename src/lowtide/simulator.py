@@ -1,0 +1,296 @@
+"""The judge: one training step replayed under a plan, as bytes and milliseconds. Shares no code with a solver.
+
+It counts references exactly as the tape does:
+
+- A storage that is not recomputed lives while Python holds it (RUN to FREE), autograd does (PACK to RELEASE), backward
+  does (UNPACK to DROP), or a recipe that has not run yet reads it.
+- A recomputed storage is stored as a *value*, which costs nothing until it is *materialised* by a replay. A value lives
+  while its original, a handle or a pending recipe refers to it; a materialised one costs its bytes until then.
+- A *recipe* is an op with at least one recomputed output. It is pending from its forward run until it is replayed, or
+  until all its values are dead; as long as it refers to what it reads, and keeps the generator state it needs.
+- The first unpack of a value runs a *burst*: every pending recipe it needs, in program order, each dropping its
+  references at once.
+
+Known weakness: an op's own temporaries count only as far as ``Op.workspace_bytes`` was measured, and two storages
+that share one allocator block count as two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.errors import PlanMismatchError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.plan import RECOMPUTE, SAVE, Plan
+
+_PENDING, _GONE = 1, 2  # a recipe: before its replay; replayed, or dropped unneeded
+
+
+class Replay(NamedTuple):
+    """One op run again in backward.
+
+    Attributes:
+        event: Index of the unpack event whose burst it belongs to.
+        op: Id of the forward op.
+        peak_bytes: Live bytes while it runs, its own outputs and workspace included.
+    """
+
+    event: int
+    op: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the step does with memory, by simulation. All bytes are absolute and allocated.
+
+    Attributes:
+        peak_bytes: Most live bytes at any moment, transients included.
+        step_ms: Forward and backward, replays and the tape's own work included.
+        recompute_ms: The part of ``step_ms`` that the plain step does not have.
+        live_bytes: Live bytes after each event of the graph.
+        event_peak_bytes: Most live bytes during each event.
+        replays: Ops in the order in which they run again.
+    """
+
+    peak_bytes: int
+    step_ms: float
+    recompute_ms: float
+    live_bytes: tuple[int, ...]
+    event_peak_bytes: tuple[int, ...]
+    replays: tuple[Replay, ...]
+
+    @property
+    def peak_event(self) -> int:
+        """Index of the first event at which the peak is reached."""
+        return self.event_peak_bytes.index(self.peak_bytes) if self.peak_bytes in self.event_peak_bytes else 0
+
+
+def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> Timeline:
+    """Run one training step under ``plan`` and return memory over time.
+
+    Args:
+        graph: Forward and backward ops in execution order.
+        costs: Milliseconds per op.
+        plan: A plan made for ``graph``, or actions by storage id; a storage without one is saved.
+
+    Raises:
+        PlanMismatchError: ``plan`` was made for another graph, or asks for what ``graph`` does not allow.
+    """
+    if isinstance(plan, Plan):
+        if plan.graph_fingerprint != graph.fingerprint:
+            raise PlanMismatchError(
+                f"the plan was made for graph {plan.graph_fingerprint}, this graph is {graph.fingerprint}. "
+                "Solve again for this graph, or load the graph that the plan was made for."
+            )
+        plan = plan.action_of()
+    _check(graph, plan)
+    return simulate_actions(graph, costs, plan)
+
+
+def simulate_actions(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> Timeline:
+    """``simulate`` for actions that are known to suit ``graph``: the inner loop of a search.
+
+    Raises:
+        PlanMismatchError: a value is unpacked whose recipe is gone.
+    """
+    run = _Step(_index(graph), actions)
+    run.play(graph.events)
+    replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in run.replays)
+    record_ms = costs.record_us / 1e3 * run.recorded
+    # The tape steps aside altogether when nothing is recomputed.
+    mode_ms = costs.mode_us / 1e3 * len(graph.forward_ops) if run.recomputed else 0.0
+    return Timeline(
+        peak_bytes=max(run.peaks, default=graph.resident_bytes),
+        step_ms=costs.plain_step_ms + replay_ms + record_ms + mode_ms,
+        recompute_ms=replay_ms + record_ms + mode_ms,
+        live_bytes=tuple(run.lives),
+        event_peak_bytes=tuple(run.peaks),
+        replays=tuple(run.replays),
+    )
+
+
+def _check(graph: StepGraph, actions: Mapping[int, str]) -> None:
+    for storage_id, action in actions.items():
+        if not 0 <= storage_id < len(graph.storages):
+            raise PlanMismatchError(
+                f"the plan decides on storage {storage_id}, the graph has {len(graph.storages)}. Solve again for it."
+            )
+        storage = graph.storages[storage_id]
+        if action == SAVE:
+            continue
+        if action != RECOMPUTE:
+            raise PlanMismatchError(
+                f"storage {storage_id}: action {action!r} cannot be simulated. Use {SAVE!r} or {RECOMPUTE!r}."
+            )
+        why = storage.fixed if storage.op is not None else "it was there before the step"
+        if storage.kind != "activation" and not why:
+            why = "it is made in backward"
+        for read in () if why else graph.ops[storage.op].reads:
+            source = graph.storages[read]
+            if source.kind != "activation" and (source.op is not None or source.fixed):
+                why = f"its op reads storage {read}, which {source.fixed or 'is made in backward'}"
+        if why:
+            raise PlanMismatchError(f"storage {storage_id} cannot be recomputed: {why}. Save it.")
+
+
+class _Index:
+    """What of a graph every simulation needs, looked up once."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.start = graph.resident_bytes
+        self.bytes = [s.bytes for s in graph.storages]
+        self.maker = [-1 if s.op is None else s.op for s in graph.storages]
+        self.saved = list(graph.saved)
+        self.makes = [op.makes for op in graph.ops]
+        self.made_bytes = [sum(self.bytes[s] for s in op.makes) for op in graph.ops]
+        # What was there before the step stays: referring to it costs nothing.
+        self.reads = [tuple(dict.fromkeys(s for s in op.reads if self.maker[s] >= 0)) for op in graph.ops]
+        self.workspace = [op.workspace_bytes for op in graph.ops]
+        self.rng = [op.rng_bytes for op in graph.ops]
+
+
+def _index(graph: StepGraph) -> _Index:
+    # Kept with the graph, like its cached properties: it lives as long and is derived from nothing else.
+    cache = vars(graph)
+    if "_simulator_index" not in cache:
+        cache["_simulator_index"] = _Index(graph)
+    return cache["_simulator_index"]
+
+
+class _Step:
+    """The state of one simulated step.
+
+    ``refs`` counts references to an original; ``value_refs`` those to the value of a recomputed storage, its living
+    original included.
+    """
+
+    def __init__(self, index: _Index, actions: Mapping[int, str]) -> None:
+        self.index = index
+        self.recomputed = {s for s, action in actions.items() if action == RECOMPUTE}
+        self.recipes = {index.maker[s] for s in self.recomputed}  # ops that leave a recipe
+        self.recorded = 0
+        self.state: dict[int, int] = {}  # op -> what became of its recipe
+        self.refs = [0] * len(index.bytes)
+        self.value_refs = dict.fromkeys(self.recomputed, 0)
+        self.materialised: set[int] = set()
+        self.live = index.start
+        self.lives: list[int] = []
+        self.peaks: list[int] = []
+        self.replays: list[Replay] = []
+
+    def play(self, events: tuple[tuple[int, int], ...]) -> None:
+        index, recomputed = self.index, self.recomputed
+        maker, saved, lives, peaks = index.maker, index.saved, self.lives, self.peaks
+        for at, (kind, number) in enumerate(events):
+            if kind == RUN:
+                peaks.append(self.run(number))
+                lives.append(self.live)
+                continue
+            before = len(self.replays)
+            storage = number if kind == FREE else saved[number]
+            if maker[storage] >= 0:
+                if kind == FREE:
+                    self.release(storage)
+                    if storage in recomputed:
+                        self.release_value(storage)
+                elif storage in recomputed:
+                    if kind == UNPACK and storage not in self.materialised:
+                        self.burst(storage, at)
+                    if kind in (PACK, UNPACK):
+                        self.value_refs[storage] += 1
+                    else:
+                        self.release_value(storage)
+                elif kind in (PACK, UNPACK):
+                    self.refer(storage)
+                else:
+                    self.release(storage)
+            lives.append(self.live)
+            peaks.append(max((r.peak_bytes for r in self.replays[before:]), default=0))
+            peaks[-1] = max(peaks[-1], self.live)
+
+    def run(self, op: int) -> int:
+        """Run ``op`` for the first time; return the most bytes live meanwhile."""
+        index = self.index
+        if op in self.recipes:
+            self.live += index.rng[op]  # taken before the op draws
+        self.live += index.made_bytes[op]
+        for storage in index.makes[op]:
+            self.refs[storage] = 1
+            if storage in self.recomputed:
+                self.value_refs[storage] = 1
+        peak = self.live + index.workspace[op]
+        if op in self.recipes:
+            self.recorded += 1
+            self.state[op] = _PENDING
+            for storage in index.reads[op]:
+                if storage in self.recomputed:
+                    self.value_refs[storage] += 1
+                else:
+                    self.refer(storage)
+        return peak
+
+    def refer(self, storage: int) -> None:
+        if self.refs[storage] == 0:
+            self.live += self.index.bytes[storage]
+        self.refs[storage] += 1
+
+    def release(self, storage: int) -> None:
+        self.refs[storage] -= 1
+        if self.refs[storage] == 0:
+            self.live -= self.index.bytes[storage]
+
+    def release_value(self, storage: int) -> None:
+        dying = [storage]
+        while dying:
+            storage = dying.pop()
+            self.value_refs[storage] -= 1
+            if self.value_refs[storage] > 0:
+                continue
+            if storage in self.materialised:
+                self.materialised.remove(storage)
+                self.live -= self.index.bytes[storage]
+            op = self.index.maker[storage]
+            if self.state[op] == _PENDING and not any(self.value_refs.get(s, 0) for s in self.index.makes[op]):
+                dying += self.forget(op)
+
+    def forget(self, op: int) -> list[int]:
+        """Drop the recipe of ``op``; return the values that lose a reference by it."""
+        self.state[op] = _GONE
+        self.live -= self.index.rng[op]
+        values = []
+        for storage in self.index.reads[op]:
+            if storage in self.recomputed:
+                values.append(storage)
+            else:
+                self.release(storage)
+        return values
+
+    def burst(self, storage: int, event: int) -> None:
+        """Materialise ``storage`` and, for as long as they are needed, all values between it and what is live."""
+        index = self.index
+        needed: set[int] = set()
+        wanted = [storage]
+        while wanted:
+            op = index.maker[wanted.pop()]
+            if op in needed:
+                continue
+            if self.state.get(op) != _PENDING:
+                raise PlanMismatchError(
+                    f"op {op} would have to be replayed twice (unpack event {event}). Save one of its outputs."
+                )
+            needed.add(op)
+            wanted += [s for s in index.reads[op] if s in self.recomputed and s not in self.materialised]
+        for op in sorted(needed):
+            self.live += index.made_bytes[op]
+            self.replays.append(Replay(event, op, self.live + index.workspace[op]))
+            for made in index.makes[op]:
+                if self.value_refs.get(made, 0) > 0:
+                    self.materialised.add(made)
+                else:
+                    self.live -= index.bytes[made]
+            for value in self.forget(op):
+                self.release_value(value)

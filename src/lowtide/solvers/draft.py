@@ -1,0 +1,110 @@
+"""From actions to a ``Plan``: the one place where a solver's choice is judged, priced and written down."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import RECOMPUTE, Decision, Plan, PlannedOp
+from lowtide.simulator import Timeline, simulate_actions
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A solver's answer before it is a plan.
+
+    Attributes:
+        bound_ms: No plan within the budget has a shorter step; None where the method has no bound.
+        status: ``optimal``, ``feasible`` or ``fixed``, as in ``Plan``.
+    """
+
+    actions: dict[int, str]
+    status: str = "fixed"
+    bound_ms: float | None = None
+    provenance: dict[str, str] = field(default_factory=dict)
+
+
+def finish(
+    graph: StepGraph, costs: Costs, draft: Draft, *, method: str, budget_bytes: int | None, start_s: float
+) -> Plan:
+    """Simulate ``draft`` and write it down; ``start_s`` is ``time.perf_counter()`` when solving began."""
+    timeline = simulate_actions(graph, costs, draft.actions)
+    plain = simulate_actions(graph, costs, {})
+    forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
+    decisions = []
+    for storage_id, action in sorted(draft.actions.items()):
+        storage = graph.storages[storage_id]
+        assert storage.op is not None
+        replay_ms = costs.op_ms[storage.op] + costs.replay_us / 1e3 if action == RECOMPUTE else 0.0
+        decisions.append(
+            Decision(
+                storage_id,
+                action,
+                storage.bytes,
+                forward[storage.op],
+                storage.output,
+                storage_id in graph.stored,
+                replay_ms,
+            )
+        )
+    bound_ms = draft.bound_ms
+    if bound_ms is not None:
+        # The bound is a float from another sum of the same terms.
+        bound_ms = min(bound_ms, timeline.step_ms)
+    return Plan(
+        method=method,
+        decisions=tuple(decisions),
+        frames=graph.frames,
+        ops=tuple(PlannedOp(op.name, op.frame, op.dynamic) for op in graph.forward_ops),
+        graph_fingerprint=graph.fingerprint,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        plain_peak_bytes=plain.peak_bytes,
+        resident_bytes=graph.resident_bytes,
+        predicted_step_ms=timeline.step_ms,
+        plain_step_ms=costs.plain_step_ms,
+        bound_ms=bound_ms,
+        status=draft.status,
+        solve_s=time.perf_counter() - start_s,
+        device=graph.device,
+        calls=graph.calls,
+        region=graph.region,
+        provenance={**graph.provenance, **draft.provenance},
+    )
+
+
+def infeasible(
+    graph: StepGraph, costs: Costs, budget_bytes: int, least: dict[int, str], *, method: str
+) -> BudgetInfeasibleError:
+    """The error for a budget below what ``least``, the leanest actions the method has, needs."""
+    timeline = simulate_actions(graph, costs, least)
+    need = format_bytes(timeline.peak_bytes)
+    every = "every plan" if method == "exact" else f"method={method!r}"
+    lines = [
+        f"no plan fits budget={format_bytes(budget_bytes)}: {every} needs at least {need} ({timeline.peak_bytes} bytes)."
+    ]
+    rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
+    rows.append(("bottleneck", _bottleneck(graph, timeline)))
+    width = max(len(name) for name, _ in rows)
+    lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+    other = "reduce the batch" if method == "exact" else 'use method="exact"'
+    lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.")
+    return BudgetInfeasibleError("\n".join(lines), budget_bytes=budget_bytes, least_bytes=timeline.peak_bytes)
+
+
+def _bottleneck(graph: StepGraph, timeline: Timeline) -> str:
+    """Module and op that run when the peak is reached."""
+    event = timeline.peak_event
+    during = [r for r in timeline.replays if r.event == event and r.peak_bytes == timeline.peak_bytes]
+    if during:
+        op = graph.ops[during[0].op]
+        return f"{graph.scope(op) or 'the step itself'} ({op.name}, run again in backward)"
+    runs = [number for kind, number in graph.events[: event + 1] if kind == 0]
+    if not runs:
+        return "the start of the step"
+    op = graph.ops[runs[-1]]
+    return f"{graph.scope(op) or 'the step itself'} ({op.name}, {'backward' if op.backward else 'forward'})"

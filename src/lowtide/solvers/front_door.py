@@ -1,0 +1,82 @@
+"""``solve``: a graph, its costs and a budget in, a plan out, whatever the method."""
+
+from __future__ import annotations
+
+import time
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.simulator import simulate_actions
+from lowtide.solvers.classics import CLASSICS, classic
+from lowtide.solvers.draft import Draft, finish, infeasible
+from lowtide.solvers.exact import Limits, exact
+from lowtide.units import parse_budget
+
+METHODS = ("exact", *CLASSICS)
+
+
+def solve(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int | str | None = None,
+    *,
+    method: str = "exact",
+    n: int | None = None,
+    time_limit_s: float = Limits.time_limit_s,
+    node_limit: int = Limits.node_limit,
+    gap: float | None = Limits.gap,
+) -> Plan:
+    """Decide for every stored storage whether to save or to recompute it, so that the step fits and is fastest.
+
+    Args:
+        budget: Peak allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of the plain step's activation memory.
+            The classic methods decide without one; given one, they are held to it.
+        method: ``exact``, ``none``, ``full``, ``every_n``, ``sqrt_n`` or ``selective``.
+        n: For ``every_n``: every how many layers (default 2).
+        time_limit_s: A safety net; a search that it ends may differ from run to run.
+        node_limit: Branch-and-bound nodes of one solve: the limit that keeps results reproducible.
+        gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
+
+    Returns:
+        A plan whose simulated peak is within the budget.
+
+    Raises:
+        BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
+        ValueError: ``budget``, ``method`` or ``n`` makes no sense.
+        TypeError: ``budget`` is neither an int nor a string.
+    """
+    start_s = time.perf_counter()
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not known. Use one of {', '.join(METHODS)}.")
+    if n is not None and method != "every_n":
+        raise ValueError(f'n={n!r} has no meaning for method={method!r}. Leave it out, or use method="every_n".')
+    if len(costs.op_ms) != len(graph.ops):
+        raise ValueError(
+            f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
+        )
+    budget_bytes = None if budget is None and method in CLASSICS else absolute_bytes(graph, costs, budget)
+    if method != "exact":
+        draft = Draft(classic(graph, method, n))
+        peak_bytes = simulate_actions(graph, costs, draft.actions).peak_bytes
+        if budget_bytes is not None and peak_bytes > budget_bytes:
+            raise infeasible(graph, costs, budget_bytes, draft.actions, method=method)
+    else:
+        draft = exact(graph, costs, budget_bytes, Limits(time_limit_s, node_limit, gap))
+    return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s)
+
+
+def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str | None) -> int:
+    """``budget`` as absolute peak bytes on the device.
+
+    Raises:
+        ValueError: it is ``"auto"``, which only the device can tell, or not an amount.
+        TypeError: it is neither an int nor a string.
+    """
+    parsed = parse_budget(budget)
+    if isinstance(parsed, str):
+        raise ValueError(f'budget={budget!r} depends on the device. Pass bytes, "6GiB" or "40%" to solve.')
+    if isinstance(parsed, float):
+        plain_bytes = simulate_actions(graph, costs, {}).peak_bytes
+        return graph.resident_bytes + int(parsed * (plain_bytes - graph.resident_bytes))
+    return parsed

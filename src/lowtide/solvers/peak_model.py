@@ -1,0 +1,297 @@
+"""The MILP of the exact method: least recomputation such that memory stays within a budget at every moment.
+
+After Checkmate (Jain et al. 2020, https://arxiv.org/abs/1910.02653), which cuts the step into stages and asks for each
+stage what is computed and what is kept. Differs: a tensor is replayed at most once and stays until its last use, so one
+step function per group replaces a triangular matrix; memory is counted as the tape counts it, Python's own references,
+recipes' references and transients included.
+
+Symbols (``groups.py`` says what a group, a piece, a decision, a trigger and a slot is):
+
+    s_x         1: decision x is kept, 0: recomputed                     binary
+    A_{g,t}     1: group g has been replayed by trigger t                rises with t; r_g = A_{g,last}
+    A_{x,t}     1: decision x is there because g was replayed by t       = A_{g,t} where g has one decision
+    y           1: a piece that autograd needs no more still waits for a replay that reads it
+
+    minimise    sum_g ms_g r_g
+    such that   A_{g,first(x)} + s_x >= 1                     what is dropped is back when backward first asks for it
+                A_{g,t} <= s_p + A_{p,t}                      a replay finds what it reads
+                base(q) + sum_x m_x live_{x,q} <= budget      at every slot q
+        live_{x,q} = s_x + A_{x,q}                            while autograd stores x
+        live_{x,q} >= s_x + A_{x,q} + r_j - A_{j,q} - 1       for each consumer j afterwards (y)
+
+Burst rows say the same of the moment when group k runs inside the burst of trigger t: groups before k in program order
+stand at t, the others at t-1, and k's own bytes count if it runs then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lowtide.solvers.groups import Decision, Group, Piece, Sketch
+from lowtide.solvers.highs import Program
+
+Terms = dict[int, float]
+StateOf = Callable[["Group | None"], int]  # the trigger at which a group stands
+_TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
+
+
+class PeakModel:
+    """Rows and columns for one sketch.
+
+    Args:
+        budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
+    """
+
+    def __init__(self, sketch: Sketch, budget_bytes: int | None) -> None:
+        self.sketch, self.budget_bytes = sketch, budget_bytes
+        self.program = Program()
+        self._memo: dict[tuple, int] = {}
+        self._rows: dict[tuple, int] = {}  # moment -> row
+        self._columns()
+        self._replay_rows()
+        if sketch.fine:
+            self._lazy_rows()
+        self._slot_rows()
+        if sketch.fine:
+            for group in sketch.groups:
+                for trigger in group.triggers:
+                    self.add_burst(group, trigger)
+
+    # Columns
+
+    def _columns(self) -> None:
+        sketch, program = self.sketch, self.program
+        total = sum(g.ms for g in sketch.groups) or 1.0
+        # Scaled so that HiGHS's absolute tolerances mean the same for a toy and for a giant.
+        self.ms_unit = total / 1e3
+        self.byte_unit = max(float(sketch.base_peak.max()) / 1e3, 1.0)
+        segments = max(sketch.segment_of.values(), default=0) + 1
+        minimise_time = self.budget_bytes is not None
+        self.s: dict[Decision, int] = {d: program.column(integer=True) for d in sketch.decisions if self._has_choice(d)}
+        self.A: dict[Group, list[int]] = {}
+        self.A_of: dict[Decision, list[int]] = {}
+        self.objective_slack = 0.0  # what the tie-breaks may add to the objective at most
+        for group in sketch.groups:
+            # Never more than the true time, so that the solver's bound stays one.
+            ms = group.ms / self.ms_unit * (1 - _TIE_BREAK * group.segment / segments)
+            lazy = 1e-6
+            steps = [program.column(lazy) for _ in group.triggers[:-1]]
+            if group.triggers:
+                steps.append(program.column(ms if minimise_time else 1e-6 * ms, integer=True))
+            self.objective_slack += lazy * len(steps[:-1])
+            self.A[group] = steps
+            for decision in group.decisions:
+                several = len(group.decisions) > 1
+                self.A_of[decision] = [program.column() for _ in steps] if several else steps
+        self.peak = None if minimise_time else program.column(1.0, upper=float("inf"))
+
+    def _has_choice(self, decision: Decision) -> bool:
+        return decision.group is not None or not decision.stored
+
+    # Rows without bytes
+
+    def _replay_rows(self) -> None:
+        row = self.program.row
+        for decision, s in self.s.items():
+            group = decision.group
+            if group is None:
+                continue
+            steps, first = self.A_of[decision], decision.first
+            if first is not None:
+                row({self.A[group][group.step_of(first)]: 1, s: 1}, lower=1)
+            if steps is not self.A[group]:
+                for mine, all_of_it in zip(steps, self.A[group], strict=True):
+                    row({mine: 1, all_of_it: -1}, upper=0)
+                    row({all_of_it: 1, mine: -1, s: -1}, upper=0)
+                    row({mine: 1, s: 1}, upper=1)
+            elif steps:
+                row({steps[-1]: 1, s: 1}, upper=1)
+        for group, steps in self.A.items():
+            for before, after in zip(steps, steps[1:]):
+                row({before: 1, after: -1}, upper=0)
+            for trigger, step in zip(group.triggers, steps, strict=True):
+                for piece in group.reads:
+                    source = piece.decision
+                    if source in self.s:
+                        row({step: 1, self.s[source]: -1, **self._back(source, trigger, -1)}, upper=0)
+
+    def _lazy_rows(self) -> None:
+        """A replay happens only when something asks for it: the tape would not replay early to free what it reads."""
+        row, column = self.program.row, self.program.column
+        for group, steps in self.A.items():
+            for trigger, step in zip(group.triggers, steps, strict=True):
+                causes: Terms = {}
+                for decision in group.decisions:
+                    asked: Terms = {}
+                    for piece in decision.pieces:
+                        for consumer in piece.consumers:
+                            asked.update(self._ran(consumer, trigger, -1))
+                    due = decision.first is not None and decision.first <= trigger
+                    if len(group.decisions) == 1 and not due:
+                        causes.update(asked)
+                        continue
+                    cause = column()
+                    causes[cause] = -1
+                    row({cause: 1, self.s[decision]: 1}, upper=1)
+                    if not due:
+                        row({cause: 1, **asked}, upper=0)
+                row({step: 1, **causes}, upper=0)
+
+    def _ran(self, group: Group, trigger: int, factor: float) -> Terms:
+        at = group.step_of(trigger)
+        return {self.A[group][at]: factor} if at >= 0 else {}
+
+    def _back(self, decision: Decision, trigger: int, factor: float) -> Terms:
+        at = decision.group.step_of(trigger) if decision.group is not None else -1
+        return {self.A_of[decision][at]: factor} if at >= 0 else {}
+
+    # Rows with bytes
+
+    def _slot_rows(self) -> None:
+        sketch = self.sketch
+        starts = np.array([slot.start for slot in sketch.slots])
+        terms: list[Terms] = [{} for _ in sketch.slots]
+        for piece, (begin, end) in self._lifetimes().items():
+            for number in range(*np.searchsorted(starts, (begin, end))):
+                slot = sketch.slots[number]
+                self._add_piece(terms[number], piece, slot.start, lambda _, trigger=slot.trigger: trigger)
+        for group in sketch.groups:
+            if group.rng_bytes and group.triggers:
+                end = sketch.trigger_events[group.triggers[-1]]
+                for number in range(*np.searchsorted(starts, (sketch.run_event[group.head], end))):
+                    self._add_rng(terms[number], group, sketch.slots[number].trigger)
+        seen: dict[tuple, int] = {}
+        for slot, found in zip(sketch.slots, terms, strict=True):
+            key = tuple(found.items())
+            moment = ("slot", slot.start)
+            if key in seen and self._constant(seen[key]) >= slot.base_bytes:
+                self._rows[moment] = seen[key]
+                continue
+            seen[key] = self._rows[moment] = self._memory_row(found, slot.base_bytes)
+
+    def _lifetimes(self) -> dict[Piece, tuple[int, int]]:
+        """From the first to one past the last event at which each piece may count beyond the base."""
+        sketch, spans = self.sketch, {}
+        for piece in sketch.pieces:
+            last = piece.direct_end
+            for consumer in piece.consumers:
+                if consumer.triggers:
+                    last = max(last, sketch.trigger_events[consumer.triggers[-1]])
+            first = piece.dead
+            if piece.group is not None and piece.group.triggers:
+                first = min(first, sketch.trigger_events[piece.group.triggers[0]])
+            if first <= last:
+                spans[piece] = (first, last + 1)
+        return spans
+
+    def _add_piece(self, terms: Terms, piece: Piece, event: int, at: StateOf) -> None:
+        """Add ``piece``'s bytes at ``event`` to ``terms``."""
+        decision = piece.decision
+        assert decision is not None
+        dead, direct = event > piece.dead, event <= piece.direct_end
+        kept = self.s.get(decision) if dead else None
+        back = self._back(decision, at(piece.group), 1.0) if piece.group is not None else {}
+        if piece.group is None and direct:
+            return  # in the base
+        if kept is None and not back and piece.group is not None:
+            return  # Python still holds the original and no replay has made another
+        if direct:
+            _add(terms, back, piece.bytes)
+            _add(terms, {kept: 1.0} if kept is not None else {}, piece.bytes)
+            return
+        waiting = []
+        for consumer in piece.consumers:
+            done = self._ran(consumer, at(consumer), -1.0)
+            will = {self.A[consumer][-1]: 1.0} if consumer.triggers else {}
+            if will and not done.keys() & will.keys():
+                waiting.append({**will, **done})
+        if not waiting or (piece.group is None and not dead):
+            return
+        if piece.group is None and len(waiting) == 1:
+            _add(terms, waiting[0], piece.bytes)
+        elif not back and not decision.stored and kept is not None and all(len(w) == 1 for w in waiting):
+            # Nothing has been replayed yet: it is there exactly if some replay will want it.
+            _add(terms, {kept: 1.0}, piece.bytes)
+        else:
+            key = (piece.storage, kept, *back, None, *(c for w in waiting for c in w))
+            if key not in self._memo:
+                self._memo[key] = y = self.program.column()
+                for wait in waiting:
+                    there = {} if piece.group is None else {**back, **({kept: 1.0} if kept is not None else {})}
+                    self.program.row({y: -1.0, **there, **wait}, upper=1.0 if there else 0.0)
+            _add(terms, {self._memo[key]: 1.0}, piece.bytes)
+
+    def _add_rng(self, terms: Terms, group: Group, trigger: int) -> None:
+        done = self._ran(group, trigger, -1.0)
+        will = {self.A[group][-1]: 1.0}
+        if not done.keys() & will.keys():
+            _add(terms, {**will, **done}, group.rng_bytes)
+
+    def _memory_row(self, terms: Terms, constant: int) -> int:
+        scaled = {c: v / self.byte_unit for c, v in terms.items()}
+        if self.peak is not None:
+            scaled[self.peak] = -1.0
+            return self.program.row(scaled, upper=-constant / self.byte_unit)
+        return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
+
+    def _constant(self, row: int) -> float:
+        return (self.budget_bytes or 0) - self.program.row_upper[row] * self.byte_unit
+
+    def add_burst(self, group: Group, trigger: int) -> None:
+        """The row for ``group`` running in the burst of ``trigger``."""
+        sketch = self.sketch
+        event = sketch.trigger_events[trigger]
+        terms: Terms = {}
+        _add(terms, self._ran(group, trigger, 1.0), group.burst_bytes)
+        _add(terms, self._ran(group, trigger - 1, -1.0), group.burst_bytes)
+
+        def at(other: Group | None) -> int:
+            return trigger if other is not None and other.head < group.head else trigger - 1
+
+        for piece, (begin, end) in self._lifetimes().items():
+            if begin <= event < end:
+                self._add_piece(terms, piece, event, at)
+        for other in sketch.groups:
+            if other.rng_bytes and other.triggers and sketch.run_event[other.head] < event:
+                self._add_rng(terms, other, at(other))
+        self._rows["burst", trigger, group.head] = self._memory_row(terms, int(sketch.base_live[event]))
+
+    # Cuts
+
+    def forbid(self, event: int, replayed_op: int | None, overshoot: int) -> None:
+        """Teach the model that memory at ``event`` (while ``replayed_op`` runs again) is above what its row says."""
+        sketch = self.sketch
+        if replayed_op is not None:
+            trigger, group = sketch.trigger_at(event), sketch.group_of.get(replayed_op)
+            if group is not None and trigger in group.triggers:
+                moment = ("burst", trigger, group.head)
+                if moment not in self._rows:
+                    return self.add_burst(group, trigger)
+                return self._raise(self._rows[moment], overshoot)
+        starts = [slot.start for slot in sketch.slots]
+        number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
+        self._raise(self._rows["slot", starts[number]], overshoot)
+
+    def _raise(self, row: int, overshoot: int) -> None:
+        self.program.row_upper[row] -= (overshoot + 1) / self.byte_unit
+
+    # Reading a solution
+
+    def choice(self, values: np.ndarray) -> tuple[list[int], list[int]]:
+        """Storages to recompute, and storages to keep although autograd does not store them."""
+        droppable = self.sketch.droppable
+        recomputed, kept = [], []
+        for decision, s in self.s.items():
+            for piece in decision.pieces:
+                if values[s] < 0.5 and piece.storage in droppable:
+                    recomputed.append(piece.storage)
+                elif values[s] > 0.5 and piece.direct_end < 0:
+                    kept.append(piece.storage)
+        return recomputed, kept
+
+
+def _add(terms: Terms, more: Terms, factor: float) -> None:
+    for column, value in more.items():
+        terms[column] = terms.get(column, 0.0) + value * factor

@@ -1,0 +1,90 @@
+"""What around an op decides its bits: generator state, global numeric flags, threads, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+class GeneratorState:
+    """State of the default generator of one device, taken before a random op ran."""
+
+    __slots__ = ("device", "state")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.state = _get(device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the generator is as it was; afterwards, as it is now."""
+        now = _get(self.device)
+        _set(self.device, self.state)
+        try:
+            yield
+        finally:
+            _set(self.device, now)
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+class Ambient:
+    """Global flags as they were in forward: another thread count, TF32 or determinism setting gives other bits."""
+
+    __slots__ = ("_flags",)
+
+    def __init__(self) -> None:
+        self._flags = _read()
+
+    def restored(self) -> AbstractContextManager[None]:
+        return nullcontext() if _read() == self._flags else self._restored()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        now = _read()
+        _write(self._flags)
+        try:
+            yield
+        finally:
+            _write(now)
+
+
+def _read() -> tuple[Any, ...]:
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
+
+
+def _write(flags: tuple[Any, ...]) -> None:
+    threads, deterministic, warn_only, precision, tf32, benchmark, cudnn_deterministic = flags
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if precision != torch.get_float32_matmul_precision():
+        torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = cudnn_deterministic
+
+
+def no_autocast() -> AbstractContextManager[None]:
+    """Casts are explicit in a recipe: an autocast region around ``backward()`` must not add its own."""
+    return torch._C._DisableAutocast()

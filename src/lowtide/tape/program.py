@@ -1,0 +1,91 @@
+"""A plan as the tape walks it: a tree of module calls, each with its ops in order and the outputs to drop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.plan import RECOMPUTE, SAVE, Plan
+
+
+class Slot:
+    """One planned forward op.
+
+    Attributes:
+        drops: (output, bytes) of the results to drop; empty for most ops.
+        audited: The replay has been compared bitwise with the original once.
+    """
+
+    __slots__ = ("audited", "drops", "dynamic", "func", "name", "random", "where")
+
+    def __init__(self, name: str, where: str, dynamic: bool) -> None:
+        self.name, self.where, self.dynamic = name, where, dynamic
+        self.func = resolve(name)
+        self.random = self.func is not None and torch.Tag.nondeterministic_seeded in self.func.tags
+        self.drops: tuple[tuple[int, int], ...] = ()
+        self.audited = False
+
+    def names(self, func: Any) -> bool:
+        """An operator that was not registered yet when the plan was loaded."""
+        if self.func is not None or str(func) != self.name:
+            return False
+        self.func = func
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        return True
+
+
+class Node:
+    """One planned module call."""
+
+    __slots__ = ("children", "path", "planned", "slots")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.slots: list[Slot] = []
+        self.children: dict[str, list[Node]] = {}
+        self.planned = False  # drops something itself; where nothing is dropped, ops are not matched
+
+
+class Program:
+    """A plan's decisions, and what audits and first sights have taught about them; outlives one ``apply``."""
+
+    def __init__(self, plan: Plan) -> None:
+        unknown = {d.action for d in plan.decisions} - {SAVE, RECOMPUTE}
+        if unknown:
+            raise ValueError(f"the plan asks for {sorted(unknown)}, which this tape does not carry out. Solve without offload.")
+        self.plan = plan
+        self.nodes = [Node(f.path) for f in plan.frames]
+        for number, frame in enumerate(plan.frames):
+            if number:
+                self.nodes[frame.parent].children.setdefault(frame.path, []).append(self.nodes[number])
+        self.slots: list[Slot] = []
+        for op in plan.ops:
+            slot = Slot(op.name, plan.frames[op.frame].path, op.dynamic)
+            self.nodes[op.frame].slots.append(slot)
+            self.slots.append(slot)
+        for d in plan.decisions:
+            if d.action == RECOMPUTE:
+                self.slots[d.op].drops += ((d.output, d.bytes),)
+                self.nodes[plan.ops[d.op].frame].planned = True
+
+    @property
+    def root(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def keeps_everything(self) -> bool:
+        return not any(slot.drops for slot in self.slots)
+
+    def unaudited(self) -> list[Slot]:
+        return [s for s in self.slots if s.drops and not s.audited]
+
+
+def resolve(name: str) -> Any:
+    """``"aten.mm.default"`` as the operator object; None if this build of PyTorch has none of that name."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        return None

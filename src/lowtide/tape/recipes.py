@@ -1,0 +1,294 @@
+"""Recipes: how to make a dropped tensor again, and the machine that runs them.
+
+    Value    one dropped storage. Autograd's handles and other recipes' arguments hold it; nothing else does.
+    Recipe   one recorded op: operator, arguments, generator state. Its dropped outputs' Values hold it.
+    Handle   what autograd keeps in place of a saved tensor: a Value and the view of it.
+
+Reference counts do the scheduling. A recipe that has run lets its arguments go; a Value that nobody holds is gone
+with its memory. So every result lives from the moment it is first needed to its last consumer, and runs once.
+Under ``retain_graph`` arguments stay, and results go when each known user has had them, or when backward ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from lowtide.errors import ReplayError
+from lowtide.tape import ambient
+from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.state import same_bits
+
+MARK = "_lowtide_value"  # on the storage's Python object, so it dies with the storage and no address is reused
+_lock = threading.RLock()
+
+
+class Value:
+    """One dropped storage, at one version.
+
+    Attributes:
+        recipe: Makes it; None once it has been made for good.
+        tensor: The output as replayed; None while it is dropped.
+        users: Handles and recipes that were given it.
+        original: The dropped tensor itself, kept beside while it is audited.
+    """
+
+    __slots__ = ("__weakref__", "left", "original", "output", "recipe", "run", "tensor", "users", "version")
+
+    def __init__(self, recipe: Recipe, output: int, version: int, run: object) -> None:
+        self.recipe: Recipe | None = recipe
+        self.output = output
+        self.version = version
+        self.run = run
+        self.tensor: torch.Tensor | None = None
+        self.original: torch.Tensor | None = None
+        self.users = 0
+        self.left = 0
+
+
+class View:
+    """A tensor as seen through its Value: ``as_strided`` metadata, dtype and the conjugate and negative bits."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Value, tensor: torch.Tensor) -> None:
+        value.users += 1
+        self.value = value
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        if base.dtype is self.dtype:
+            if base.size() == self.size and base.stride() == self.stride and base.storage_offset() == self.offset:
+                tensor = base
+            else:
+                tensor = base.as_strided(self.size, self.stride, self.offset)
+        else:
+            tensor = torch.empty(0, dtype=self.dtype, device=base.device)
+            tensor.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conj:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+class Handle(View):
+    """What autograd stores for a dropped tensor."""
+
+    __slots__ = ()
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor again, made if need be. Called by autograd inside backward.
+
+        Raises:
+            ReplayError: something it is made from was changed in place.
+        """
+        with _lock, torch.no_grad():
+            base = materialise(self.value)
+            tensor = self.of(base)
+            _used(self.value)
+            # A fresh alias: autograd attaches history to what it gets, and must not attach it to the cache.
+            return tensor.detach() if tensor is base else tensor
+
+
+class Kept:
+    """A recipe's argument that the plan keeps: the tensor, and the version it had when the op read it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = tensor._version
+        # Never hold what has a grad_fn: graph -> handle -> recipe -> tensor -> graph would never be freed.
+        self.tensor = tensor if tensor.grad_fn is None else sharing_version(tensor)
+
+
+def sharing_version(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without history, counting in-place writes together with it.
+
+    Inside ``__torch_dispatch__`` a plain ``detach`` gets a version counter of its own, and a guard on it never fires.
+    """
+    torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.ADInplaceOrView, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.ADInplaceOrView, True)
+
+
+class Recipe:
+    """One op of the forward pass, ready to run again.
+
+    Attributes:
+        number: Position in the forward pass; bursts run in this order.
+        where: Module path, for messages.
+        args, kwargs: With ``View`` and ``Kept`` in place of tensors; None once done for good.
+        inputs: The Values among them.
+    """
+
+    __slots__ = ("__weakref__", "ambient", "args", "func", "inputs", "kwargs", "number", "on_audit", "outputs", "rng", "where")
+
+    def __init__(self, number: int, func: Any, where: str, ambient: ambient.Ambient) -> None:
+        self.number, self.func, self.where, self.ambient = number, func, where, ambient
+        self.inputs: list[Value] = []
+        self.outputs: list[tuple[int, weakref.ref[Value]]] = []
+        self.rng: ambient.GeneratorState | None = None
+        self.on_audit: Callable[[Recipe, bool], None] | None = None
+        self.args: Any = None
+        self.kwargs: Any = None
+
+    def take(self, args: tuple, kwargs: dict, run: object) -> None:
+        """Note the arguments: values of this run by reference, everything else held."""
+        self.args = tuple([self._take(a, run) for a in args])
+        self.kwargs = {k: self._take(v, run) for k, v in kwargs.items()} if kwargs else None
+
+    def _take(self, argument: Any, run: object) -> Any:
+        if isinstance(argument, torch.Tensor):
+            value = value_of(argument, run)
+            if value is None:
+                return Kept(argument)
+            self.inputs.append(value)
+            return View(value, argument)
+        if isinstance(argument, (list, tuple)):
+            return [self._take(a, run) for a in argument]
+        return argument
+
+    def _give(self, argument: Any) -> Any:
+        if isinstance(argument, View):
+            base = argument.value.tensor
+            assert base is not None  # materialise runs inputs first
+            return argument.of(base)
+        if isinstance(argument, Kept):
+            if argument.tensor._version != argument.version:
+                raise ReplayError(
+                    f"{self.func} in {self.where or 'the model'} cannot be replayed: a tensor of shape "
+                    f"{list(argument.tensor.shape)} that it read was changed in place afterwards (version "
+                    f"{argument.tensor._version}, was {argument.version}).\n"
+                    "Change it before the forward pass or after backward, or fit the step that really runs."
+                )
+            return argument.tensor
+        if isinstance(argument, list):
+            return [self._give(a) for a in argument]
+        return argument
+
+    def replay(self, *, keep: bool) -> None:
+        """Run the op; hand its outputs to the Values that still live."""
+        args = [self._give(a) for a in self.args]
+        kwargs = {k: self._give(v) for k, v in self.kwargs.items()} if self.kwargs else {}
+        if self.rng is None:
+            result = self.func(*args, **kwargs)
+        else:
+            with self.rng.restored():
+                result = self.func(*args, **kwargs)
+        del args, kwargs
+        if not keep:
+            self.args = self.kwargs = None
+        spent = self.inputs
+        if not keep:
+            self.inputs = []
+        for value in spent:
+            _used(value)
+        for output, reference in self.outputs:
+            value = reference()
+            if value is None:
+                continue
+            value.tensor = nth_tensor(result, output)
+            value.left = value.users if keep else -1
+            if value.original is not None:
+                self._audit(value)
+            if not keep:
+                value.recipe = None
+
+    def _audit(self, value: Value) -> None:
+        """Compare the replay with the tensor that was kept beside it; where they differ, the kept one is right."""
+        original, value.original = value.original, None
+        assert original is not None and value.tensor is not None
+        equal = same_bits(value.tensor, original)
+        if not equal:
+            value.tensor = original
+        if self.on_audit is not None:
+            self.on_audit(self, equal)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()`` that no dispatch mode sees: the tape must not take its own aliases for ops of the step."""
+    torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.Python, True)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.Python, False)
+
+
+def nth_tensor(result: Any, output: int) -> torch.Tensor:
+    """The ``output``-th tensor of what an op returned, as the tracer counts them."""
+    return result if isinstance(result, torch.Tensor) else list(tensors_in(result))[output]
+
+
+def value_of(tensor: torch.Tensor, run: object) -> Value | None:
+    """The Value of a tensor dropped in this run and unchanged since; None: hold the tensor itself."""
+    try:
+        value = tensor.untyped_storage().__dict__.get(MARK)
+    except (NotImplementedError, RuntimeError):  # sparse, functorch: no plain storage
+        return None
+    if value is None or value.run is not run or value.version != tensor._version:
+        return None
+    return value
+
+
+def materialise(value: Value) -> torch.Tensor:
+    """The tensor of a Value, after replaying whatever it needs: iteratively, in program order, each op once."""
+    if value.tensor is not None:
+        return value.tensor
+    # Outside backward (someone looks at grad_fn._saved_self) nothing may be used up.
+    keep = torch._C._current_graph_task_id() == -1 or torch._C._autograd._get_current_graph_task_keep_graph()
+    burst: dict[int, Recipe] = {}
+    stack = [_recipe_of(value)]
+    while stack:
+        recipe = stack.pop()
+        if recipe.number not in burst:
+            burst[recipe.number] = recipe
+            stack.extend(_recipe_of(v) for v in recipe.inputs if v.tensor is None)
+    made: list[weakref.ref[Value]] = []
+    with ambient.no_autocast(), burst[min(burst)].ambient.restored():  # recipes refer to their own forward pass only
+        for number in sorted(burst):
+            recipe = burst.pop(number)
+            recipe.replay(keep=keep)
+            if keep:
+                made.extend(reference for _, reference in recipe.outputs)
+            del recipe
+    if keep:
+        _forget_after_backward(made)
+    assert value.tensor is not None
+    return value.tensor
+
+
+def _recipe_of(value: Value) -> Recipe:
+    if value.recipe is None:
+        raise ReplayError("a dropped tensor was asked for after it had been used up and freed.\nThis is a bug in lowtide.")
+    return value.recipe
+
+
+def _used(value: Value) -> None:
+    """One known user has had a Value that ``retain_graph`` keeps: after the last, drop it again."""
+    if value.left > 0:
+        value.left -= 1
+        if value.left == 0:
+            value.tensor = None
+
+
+def _forget_after_backward(made: list[weakref.ref[Value]]) -> None:
+    def forget() -> None:
+        for reference in made:
+            value = reference()
+            if value is not None and value.recipe is not None:
+                value.tensor = None
+
+    if torch._C._current_graph_task_id() == -1:
+        return  # nobody will call back; _used drops what a look outside backward made
+    torch.autograd.Variable._execution_engine.queue_callback(forget)

@@ -1,0 +1,330 @@
+"""The tape: carries a plan out in one forward pass, and answers autograd when backward asks.
+
+A dispatch mode sees each op below autograd and autocast; where the plan drops an output, a recipe is left. A pair
+of saved-tensor hooks gives autograd a handle for each dropped tensor and the tensor itself, with its version, for
+each kept one. Ops are matched by name and order within their module call; what does not match is saved and counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.tape.ambient import Ambient, GeneratorState
+from lowtide.tape.program import Node, Program, Slot
+from lowtide.tape.recipes import MARK, Handle, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
+from lowtide.tracing import scopes
+
+
+@dataclass
+class Counts:
+    """What the tape met, over all steps.
+
+    Attributes:
+        steps: Forward passes taped.
+        dropped: Tensors left as recipes.
+        mismatched: Planned ops that did not come, came in another form, or could not be dropped: saved instead.
+        unplanned: Ops where the plan has none (a loss outside the model, say): saved.
+    """
+
+    steps: int = 0
+    dropped: int = 0
+    mismatched: int = 0
+    unplanned: int = 0
+
+
+class _Frame:
+    __slots__ = ("calls", "next", "node")
+
+    def __init__(self, node: Node | None) -> None:
+        self.node = node
+        self.next = 0
+        self.calls: dict[str, int] = {}
+
+
+class Audit:
+    """Which dropped tensors are kept beside their recipes in this pass, to be compared at replay.
+
+    Attributes:
+        allowance_bytes: How much may be kept beside.
+        differed: Slots whose replay differed; they are saved from then on.
+    """
+
+    def __init__(self, program: Program, allowance_bytes: int, on_difference: Callable[[Slot], None]) -> None:
+        self.left = allowance_bytes
+        self.on_difference = on_difference
+        self.pending = {id(s) for s in program.unaudited()}
+
+    def wants(self, slot: Slot, size: int) -> bool:
+        if id(slot) not in self.pending or size > self.left:
+            return False
+        self.left -= size
+        return True
+
+    def result(self, slot: Slot, equal: bool) -> None:
+        slot.audited = True
+        if not equal:
+            slot.drops = ()
+            self.on_difference(slot)
+
+
+class Tape(TorchDispatchMode):
+    """One program on one model. ``with tape.region(node)`` tapes what runs forward inside."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper PyTorch puts around a mode otherwise imports the compiler and costs microseconds an op.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else compiled code under the mode silently runs as eager
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.counts = Counts()
+        self.audit: Audit | None = None
+        self._frame = _Frame(None)
+        self._stack: list[_Frame] = []
+        self._marked: list[weakref.ref] = []
+        self._run: object = None  # identity of the present forward pass
+        self._ambient = Ambient()
+        self._outer: Any = None
+        self._number = 0
+        self._off = 0
+        self._step_over = False  # in a region that holds whole steps: backward has begun
+        self._whole_step = False
+
+    # -- regions ------------------------------------------------------------------------------------------------
+
+    def region(self, node: Node, *, whole_step: bool) -> _Region:
+        """Tape what runs inside as ``node``; ``whole_step`` regions may hold several steps, backward included."""
+        return _Region(self, node, whole_step)
+
+    def begin(self, node: Node) -> None:
+        """A new forward pass starts."""
+        self._frame, self._stack = _Frame(node), []
+        self._run = object()
+        self._ambient = Ambient()
+        self._number = 0
+        self._step_over = False
+        self.counts.steps += 1
+
+    def end(self) -> None:
+        """The forward pass is over: storages that still live stop holding their recipes, which hold kept tensors."""
+        for reference in self._marked:
+            storage = reference()
+            if storage is not None:
+                storage.__dict__.pop(MARK, None)
+        self._marked = []
+
+    # -- module calls -------------------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> None:
+        if self._step_over and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._next_step()
+        frame = self._frame
+        node = None
+        if frame.node is not None:
+            ordinal = frame.calls.get(path, 0)
+            frame.calls[path] = ordinal + 1
+            calls = frame.node.children.get(path)
+            if calls is not None and ordinal < len(calls):
+                node = calls[ordinal]
+        self._stack.append(frame)
+        self._frame = _Frame(node)
+
+    def leave(self) -> None:
+        frame = self._frame
+        self._close(frame)
+        self._frame = self._stack.pop()
+
+    def _close(self, frame: _Frame) -> None:
+        node = frame.node
+        if node is not None and node.planned and frame.next < len(node.slots):
+            self.counts.mismatched += sum(bool(s.drops) for s in node.slots[frame.next :])
+            frame.next = len(node.slots)
+
+    def pause(self) -> None:
+        """What runs until ``resume`` is not part of the step (a pass without gradients, say)."""
+        self._off += 1
+
+    def resume(self) -> None:
+        self._off -= 1
+
+    def _next_step(self) -> None:
+        self.end()
+        self.begin(self.program.root)
+
+    # -- operators ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if torch._C._current_graph_task_id() != -1 or self._off:
+            return func(*args, **kwargs)
+        if self._step_over:
+            if not torch.is_grad_enabled():  # the optimizer's own work between two steps
+                return func(*args, **kwargs)
+            self._next_step()
+        frame = self._frame
+        node = frame.node
+        if node is None:
+            self.counts.unplanned += 1
+            return func(*args, **kwargs)
+        if not node.planned:
+            return func(*args, **kwargs)
+        if frame.next < len(node.slots):
+            slot = node.slots[frame.next]
+            if slot.func is func or slot.names(func):
+                frame.next += 1
+                if not slot.drops:
+                    return func(*args, **kwargs)
+                return self._record(slot, func, args, kwargs)
+        self._lose(frame, node)
+        return func(*args, **kwargs)
+
+    def _lose(self, frame: _Frame, node: Node) -> None:
+        """The ops of this module call are not the planned ones: save the rest of them."""
+        self._close(frame)
+        self.counts.unplanned += 1
+
+    def _record(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
+        recipe = Recipe(self._number, func, slot.where, self._ambient)
+        self._number += 1
+        recipe.take(args, kwargs, self._run)
+        if slot.random:
+            device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+            recipe.rng = GeneratorState(device)
+        result = func(*args, **kwargs)
+        for output, size in slot.drops:
+            tensor = nth_tensor(result, output)
+            storage = tensor.untyped_storage()
+            unlike = storage.nbytes() != size and not slot.dynamic
+            if unlike or MARK in storage.__dict__ or _is_among(storage, args):
+                self.counts.mismatched += 1
+                continue
+            value = Value(recipe, output, tensor._version, self._run)
+            recipe.outputs.append((output, weakref.ref(value)))
+            storage.__dict__[MARK] = value
+            self._marked.append(weakref.ref(storage))
+            self.counts.dropped += 1
+            if self.audit is not None and self.audit.wants(slot, size):
+                value.original = sharing_version(tensor)
+                audit = self.audit
+                recipe.on_audit = lambda _, equal: audit.result(slot, equal)
+        return result
+
+    # -- autograd -----------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd stores ``tensor``: a handle if it was dropped, else the tensor and its version."""
+        value = value_of(tensor, self._run)
+        if value is not None:
+            return Handle(value, tensor)
+        if self._outer is not None:
+            return _Outer(self._outer[1], self._outer[0](tensor))
+        if tensor.is_inference():
+            return tensor
+        return Kept(tensor if isinstance(tensor, torch.nn.Parameter) else detached(tensor))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Backward wants it back.
+
+        Raises:
+            RuntimeError: as plain autograd does, a kept tensor was changed in place (hooks switch its own check off).
+            ReplayError: a dropped one cannot be made again exactly.
+        """
+        if self._whole_step and not self._stack and not self._step_over:
+            self.end()
+            self._step_over = True
+        if isinstance(packed, Handle):
+            return packed.tensor()
+        if isinstance(packed, Kept):
+            if packed.tensor._version != packed.version:
+                raise _modified_in_place(packed)
+            return packed.tensor
+        return packed.unpack() if isinstance(packed, _Outer) else packed
+
+
+class _Outer:
+    """A kept tensor that an outer pair of hooks (``save_on_cpu``, say) has in its care, as without the tape."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+class _Region:
+    """Entering puts mode, hooks and watcher in place; leaving takes all of them away, whatever happened inside."""
+
+    __slots__ = ("before", "hooks", "node", "tape", "whole_step")
+
+    def __init__(self, tape: Tape, node: Node, whole_step: bool) -> None:
+        self.tape, self.node, self.whole_step = tape, node, whole_step
+
+    def __enter__(self) -> Tape:
+        tape = self.tape
+        tape._whole_step = self.whole_step
+        tape._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        tape.begin(self.node)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack)
+        self.hooks.__enter__()
+        try:
+            tape.__enter__()
+        except BaseException:
+            self.hooks.__exit__()
+            raise
+        self.before = scopes.active.watcher
+        scopes.active.watcher = tape
+        return tape
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tape = self.tape
+        scopes.active.watcher = self.before
+        try:
+            tape.__exit__(kind, error, trace)
+        finally:
+            self.hooks.__exit__()
+            while tape._stack:  # an exception may have left module calls open
+                tape._frame = tape._stack.pop()
+            if error is None and not tape._step_over:
+                tape._close(tape._frame)
+            tape.end()
+            tape._outer = None
+
+
+def _is_among(storage: torch.UntypedStorage, args: tuple) -> bool:
+    """The op gave back memory it was given: an alias that the schema may not declare."""
+    key = storage._cdata
+    return any(isinstance(a, torch.Tensor) and _cdata(a) == key for a in args)
+
+
+def _cdata(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _modified_in_place(kept: Kept) -> RuntimeError:
+    kind = f"{kept.tensor.type()} {list(kept.tensor.shape)}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind}] is at version {kept.tensor._version}; expected version {kept.version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

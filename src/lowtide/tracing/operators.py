@@ -1,0 +1,107 @@
+"""What the dispatcher shows of one op, and which operators must never be replayed, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+# These write running statistics without an alias annotation and without a version bump: replayed with
+# ``training=True`` the statistics move twice.
+HIDDEN_BUFFER_WRITERS = frozenset({
+    "aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm", "aten._native_batch_norm_legit",
+    "aten._batch_norm_with_update", "aten._batch_norm_impl_index", "aten.batch_norm_update_stats",
+    "aten.batch_norm_gather_stats", "aten.batch_norm_gather_stats_with_counts", "aten.instance_norm",
+})  # fmt: skip
+# Known to give other bits in another run, whatever the inputs.
+NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty",
+                              "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in an argument or a result, nested sequences included, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that the schema says are written; out= variants included."""
+    arguments = func._schema.arguments
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for position, name in written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found.extend(tensors_in(value))
+    return found
+
+
+@cache
+def draws_random_numbers(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def shape_depends_on_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
+    """The reason that this op must not run a second time; "" if it may."""
+    packet = str(func.overloadpacket) if hasattr(func, "overloadpacket") else str(func)
+    if packet in HIDDEN_BUFFER_WRITERS and (True in args or kwargs.get("training") or packet.endswith("_stats")):
+        return "moves running statistics"
+    if written_arguments(func):
+        return "writes in place"
+    if packet in NONDETERMINISTIC:
+        return "makes uninitialised memory"
+    if func.namespace in COLLECTIVES:
+        return "is a collective"
+    if kwargs.get("generator") is not None or any(isinstance(a, torch.Generator) for a in args):
+        return "draws from a private generator"
+    return ""
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The one plain storage under ``tensor``; None for sparse, nested, quantised, meta or functorch tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # functorch wrappers have none
+        return None
+
+
+def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Position-weighted sums of a tensor's bits, chunk by chunk: equal bits give equal sums, a change shows.
+
+    Constant extra memory (a clone would double a step's largest tensors just when memory is short). Sums are
+    modulo 2^64 with odd weights, so flips of signs or swaps of elements do not cancel as they would in a XOR.
+    """
+    storage = storage_of(tensor)
+    if storage is None or storage.nbytes() == 0:
+        return ()
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    whole = raw[: raw.numel() // 4 * 4].view(torch.int32)
+    sums: list[torch.Tensor] = []
+    chunk = 1 << 18
+    weights = torch.arange(1, 2 * chunk, 2, dtype=torch.int64, device=raw.device)
+    for i, part in enumerate(whole.split(chunk)):
+        sums.append((part * weights[: part.numel()]).sum() * (2 * i + 1))
+    tail = raw[whole.numel() * 4 :].to(torch.int64).sum()
+    total = torch.stack([*sums, tail]) if sums else tail[None]
+    return tuple(total.cpu().tolist())

@@ -1,0 +1,58 @@
+"""Bytes that an optimizer keeps between steps and needs during one, before its first step has made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.meters import peak_bytes
+from lowtide.tracing.operators import tensors_in
+
+_BY_NAME = {"sgd": (torch.optim.SGD, {}), "adam": (torch.optim.Adam, {}), "adamw": (torch.optim.AdamW, {}),
+            "adagrad": (torch.optim.Adagrad, {}), "rmsprop": (torch.optim.RMSprop, {})}  # fmt: skip
+_SIDE = 64  # the probe's parameter is _SIDE x _SIDE: large beside per-parameter scalars such as Adam's step
+
+
+def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tuple[int, int]:
+    """(state, temporaries of one ``step()``) in bytes for ``parameters``.
+
+    State that exists is counted; state still to come is read off one step of a small optimizer of the same class
+    and settings, as bytes per parameter element.
+
+    Raises:
+        TypeError: neither an ``Optimizer`` nor a known name.
+    """
+    if optimizer is None:
+        return 0, 0
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in _BY_NAME:
+            raise ValueError(f"optimizer={optimizer!r} is not one of {sorted(_BY_NAME)}. Pass the optimizer itself.")
+        kind, settings = _BY_NAME[optimizer.lower()]
+    elif hasattr(optimizer, "param_groups") and hasattr(optimizer, "state"):
+        kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    else:
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'.")
+    elements = sum(p.numel() for p in parameters)
+    state_each, step_each = _probe(kind, settings, parameters[0] if parameters else None)
+    existing = 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
+    state = existing or round(state_each * elements)
+    return state, round(step_each * elements)
+
+
+def _probe(kind: type, settings: dict, like: torch.nn.Parameter | None) -> tuple[float, float]:
+    """(state, step temporaries) in bytes per element."""
+    dtype = like.dtype if like is not None else torch.float32
+    device = like.device if like is not None else torch.device("cpu")
+    probe = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype, device=device))
+    known = {k: v for k, v in settings.items() if k in kind.__init__.__code__.co_varnames}
+    small = kind([probe], **known)
+    probe.grad = torch.zeros_like(probe)
+    small.step()
+    state = sum(_tensor_bytes(s) for s in small.state.values() if s)
+    temporaries = peak_bytes(small.step, device)
+    return state / probe.numel(), temporaries / probe.numel()
+
+
+def _tensor_bytes(state: dict) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_in(state) if t.numel() > 1)

@@ -1,0 +1,336 @@
+"""Watches one step below autograd and writes it down as a StepGraph.
+
+Nothing that autograd stores is held while the step is recorded: the pack hook keeps a tensor's description, and
+backward gets a blank one of the same shape. So memory stays far below the plain step's, a storage's death shows
+its pure Python lifetime, and the gradients, which nobody needs, are wrong. Integer and boolean tensors are held
+as copies: backward uses them as indices.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.costs.signatures import describe
+from lowtide.errors import UnsupportedModelError
+from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
+from lowtide.meters import run_with_workspace
+from lowtide.tracing.operators import (
+    PLAIN_TYPES,
+    draws_random_numbers,
+    fingerprint,
+    shape_depends_on_values,
+    storage_of,
+    tensors_in,
+    why_not_replayed,
+    written_tensors,
+)
+
+
+class _Ghost:
+    """What autograd holds in place of a saved tensor while tracing."""
+
+    __slots__ = ("copy", "device", "dtype", "elements", "recorder", "saved", "size", "stride")
+
+    def __init__(self, recorder: Recorder, saved: int, tensor: torch.Tensor, *, exact: bool) -> None:
+        self.recorder, self.saved = recorder, saved
+        self.copy = tensor.detach().clone() if exact else None
+        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+        self.elements = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True) if n)
+
+    def blank(self) -> torch.Tensor:
+        return torch.zeros(self.elements, dtype=self.dtype, device=self.device).as_strided(self.size, self.stride)
+
+    def __del__(self) -> None:
+        self.recorder.event(RELEASE, self.saved)
+
+
+class _Held:
+    """A saved tensor that the plain step holds and the tracer may as well: it was there before the step."""
+
+    __slots__ = ("recorder", "saved", "tensor")
+
+    def __init__(self, recorder: Recorder, saved: int, tensor: torch.Tensor) -> None:
+        self.recorder, self.saved, self.tensor = recorder, saved, tensor
+
+    def __del__(self) -> None:
+        self.recorder.event(RELEASE, self.saved)
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode, a pair of saved-tensor hooks and a module watcher in one; ``finish`` gives the parts of a graph."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper PyTorch puts around a mode otherwise imports the compiler and costs microseconds an op.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else compiled code under the mode silently runs as eager
+
+    def __init__(self, device: torch.device, *, region: str) -> None:
+        super().__init__()
+        self.device = device
+        self.region = region
+        self.storages: list[dict[str, Any]] = []
+        self.ops: list[Op] = []
+        self.saved: list[int] = []
+        self.events: list[tuple[int, int]] = []
+        self.frames: list[Frame] = [Frame(-1, "", 0)]
+        self.signatures: list[dict] = []
+        self.calls: list[str] = []
+        self.outputs: list[Any] = []
+        self._signature_ids: dict[str, int] = {}
+        self._workspaces: list[int] = []  # bytes, by signature
+        self._hidden_writes: dict[int, list[int]] = {}  # signature -> inputs it changes without saying so
+        self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
+        self._ids: dict[int, int] = {}  # StorageImpl address -> storage id; entries go when the storage dies
+        self._watch: dict[int, weakref.ref] = {}
+        self._tainted: set[int] = set()  # storages whose shape depends on values
+        self._children: dict[tuple[int, str], int] = {}
+        self._stack = [0]
+        self._backward = False
+        self._paused = False
+        self._recording = True
+
+    # -- module calls -------------------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> None:
+        parent = self._stack[-1]
+        ordinal = self._children.get((parent, path), 0)
+        self._children[parent, path] = ordinal + 1
+        self.frames.append(Frame(parent, path, ordinal))
+        self._stack.append(len(self.frames) - 1)
+
+    def leave(self) -> None:
+        self._stack.pop()
+
+    # -- storages -----------------------------------------------------------------------------------------------
+
+    def event(self, kind: int, number: int) -> None:
+        if self._recording:
+            self.events.append((kind, number))
+
+    def know(self, tensor: torch.Tensor, kind: str) -> int | None:
+        """The id of a tensor's storage; a storage never seen before was there before the step."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return None
+        key = storage._cdata
+        if key not in self._ids:
+            self._new(storage, kind, None, 0, "")
+        return self._ids[key]
+
+    def _new(self, storage: torch.UntypedStorage, kind: str, op: int | None, output: int, fixed: str) -> int:
+        number, key = len(self.storages), storage._cdata
+        size = storage.nbytes()
+        if storage.device.type == "cuda":
+            size = -(-size // 512) * 512
+        self.storages.append({"bytes": size, "kind": kind, "op": op, "output": output, "fixed": fixed})
+        self._ids[key] = number
+
+        def died(_: Any, number: int = number, key: int = key) -> None:
+            self._ids.pop(key, None)
+            self._watch.pop(number, None)
+            if op is not None:
+                self.event(FREE, number)
+
+        self._watch[number] = weakref.ref(storage, died)
+        return number
+
+    def _fix(self, number: int, reason: str) -> None:
+        if not self.storages[number]["fixed"]:
+            self.storages[number]["fixed"] = reason
+
+    # -- operators ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or not self._recording:
+            return func(*args, **kwargs)
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+        for tensor in inputs:
+            if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
+                raise UnsupportedModelError(
+                    f"{func} got a {type(tensor).__module__}.{type(tensor).__qualname__} in module "
+                    f"{self._path() or '(the step)'}.\n  Tensor subclasses (DTensor, quantised weights) are not "
+                    "taped yet.\nTrain this model without lowtide, or unwrap the tensor before the step."
+                )
+        reads = tuple(dict.fromkeys(n for n in (self.know(t, "other") for t in inputs) if n is not None))
+        opaque = any(storage_of(t) is None for t in inputs)
+        written = tuple(
+            dict.fromkeys(n for t in written_tensors(func, args, kwargs) if (n := self.know(t, "other")) is not None)
+        )
+        signature, first = self._signature(func, args, kwargs)
+        reason = why_not_replayed(func, args, kwargs)
+        random = draws_random_numbers(func)
+        state = self._rng_state() if random else None
+        if first:
+            result = self._first_run(signature, func, args, kwargs, inputs)
+        else:
+            result = func(*args, **kwargs)
+        rng_bytes = state.numel() if state is not None and not torch.equal(state, self._rng_state()) else 0
+        if hidden := self._hidden_writes.get(signature):
+            hidden_ids = {self.know(inputs[i], "other") for i in hidden} - {None, *written}
+            if hidden_ids:
+                reason = reason or "changes an input that its schema says it only reads"
+                written += tuple(sorted(hidden_ids))
+        self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
+        return result
+
+    def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
+        """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
+        self._paused = True
+        before = [fingerprint(t) for t in inputs]
+        result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self.device)
+        self._hidden_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
+        self._paused = False
+        self._workspaces.append(workspace or 0)
+        return result
+
+    def _rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+
+    def _signature(self, func: Any, args: tuple, kwargs: dict) -> tuple[int, bool]:
+        body = describe(func, args, kwargs)
+        text = json.dumps(body, sort_keys=True)
+        if text in self._signature_ids:
+            return self._signature_ids[text], False
+        number = self._signature_ids[text] = len(self.signatures)
+        self.signatures.append(body)
+        return number, True
+
+    def _record(
+        self, func: Any, result: Any, reads: tuple[int, ...], written: tuple[int, ...], reason: str, opaque: bool,
+        signature: int, rng_bytes: int,
+    ) -> None:  # fmt: skip
+        number = len(self.ops)
+        frame = self._stack[-1]
+        backward = self._backward or torch._C._current_graph_task_id() != -1
+        fixed = ""
+        if not backward:
+            for s in reads:
+                self._readers.setdefault(s, []).append(number)
+            fixed = reason
+            if opaque:
+                fixed = fixed or "reads a tensor without one plain storage"
+            if any(self.storages[s]["fixed"] and self.storages[s]["op"] is None for s in reads):
+                fixed = fixed or "reads memory that is written during the step"
+            if self.region == "model" and frame == 0:
+                fixed = fixed or "runs outside the model"
+        makes: list[int] = []
+        self.events.append((RUN, number))
+        for output, tensor in enumerate(tensors_in(result)):
+            storage = storage_of(tensor)
+            if storage is None or storage._cdata in self._ids:
+                continue
+            if tensor.is_inference():
+                fixed = fixed or "made in inference mode"
+            makes.append(
+                self._new(storage, "backward" if backward else "activation", number, output, fixed)
+            )
+        if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
+            self._tainted.update(makes)
+        for s in written:
+            self._written(s)
+        dynamic = bool(makes) and makes[0] in self._tainted
+        self.ops.append(
+            Op(number, str(func), frame, backward, reads, tuple(makes), written,
+               self._workspaces[signature], rng_bytes, signature, dynamic)
+        )  # fmt: skip
+
+    def _written(self, storage: int) -> None:
+        """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
+        if self.storages[storage]["kind"] == "gradient":
+            return
+        self._fix(storage, "written during the step")
+        for earlier in self._readers.pop(storage, ()):
+            if earlier < len(self.ops):
+                for made in self.ops[earlier].makes:
+                    self._fix(made, "was computed from memory that is written later in the step")
+
+    def _path(self) -> str:
+        return self.frames[self._stack[-1]].path
+
+    # -- autograd -----------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd stores ``tensor``; outside the tape's region the plan must leave it alone."""
+        number = self.know(tensor, "other")
+        if number is None:
+            return tensor.detach()
+        handle = len(self.saved)
+        self.saved.append(number)
+        self.event(PACK, handle)
+        if self.region == "model" and self._stack[-1] == 0:
+            self._fix(number, "stored outside the model")
+        self._paused = True
+        try:
+            if self.storages[number]["op"] is None:
+                return _Held(self, handle, tensor.detach())
+            small = tensor.untyped_storage().nbytes() <= 1024
+            with torch.no_grad():
+                return _Ghost(
+                    self, handle, tensor, exact=small or not (tensor.is_floating_point() or tensor.is_complex())
+                )
+        finally:
+            self._paused = False
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self.event(UNPACK, packed.saved)
+        if isinstance(packed, _Held):
+            self.event(DROP, packed.saved)
+            return packed.tensor
+        if packed.copy is not None:
+            self.event(DROP, packed.saved)
+            self._alias(packed.copy, packed)
+            return packed.copy
+        self._paused = True
+        blank = packed.blank()
+        self._paused = False
+        self._alias(blank, packed, dropped=True)
+        return blank
+
+    def _alias(self, tensor: torch.Tensor, ghost: _Ghost, *, dropped: bool = False) -> None:
+        """Backward ops that touch ``tensor`` touch the storage it stands for."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._ids:
+            return
+        self._ids[key] = self.saved[ghost.saved]
+        marker = -1 - ghost.saved
+
+        def died(_: Any) -> None:
+            self._ids.pop(key, None)
+            self._watch.pop(marker, None)
+            if dropped:
+                self.event(DROP, ghost_saved)
+
+        ghost_saved = ghost.saved
+        self._watch[marker] = weakref.ref(storage, died)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def start_backward(self) -> None:
+        self._backward = True
+
+    def finish(self) -> tuple[Storage, ...]:
+        """Stop recording; the storages as they ended up."""
+        self._recording = False
+        self._watch.clear()
+        return tuple(Storage(i, **s) for i, s in enumerate(self.storages))
+
+
+def _is_plain_parameter(tensor: torch.Tensor) -> bool:
+    """Parameter subclasses that only carry attributes dispatch like a Parameter: no ``__torch_dispatch__`` of their own."""
+    return (
+        isinstance(tensor, torch.nn.Parameter)
+        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    )

@@ -1,0 +1,284 @@
+"""``trace``: one rehearsal of a training step, as a StepGraph.
+
+Runs the step once on the real tensors, with everything autograd stores left out (see ``recorder``), so it works
+where the plain step would not fit. Leaves gradients, buffers, batch and random generators as it found them.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import LowtideError, StepError, UnsupportedModelError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.tracing import scopes
+from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.tracing.operators import storage_of, tensors_in
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.state import rehearsal
+
+Step = Callable[[nn.Module, Any], torch.Tensor]
+_WRAPPERS = frozenset({
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule",
+    "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
+})  # fmt: skip
+
+
+class Call:
+    """A batch that is already spelt as positional and keyword arguments."""
+
+    def __init__(self, args: tuple, kwargs: dict) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def values(self) -> list:
+        return [*self.args, *self.kwargs.values()]
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """A mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``."""
+    if isinstance(batch, Call):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    if hasattr(batch, "keys") and not isinstance(batch, torch.Tensor):
+        return model(**batch)
+    return model(batch)
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The output's ``.loss``, else the mean of squares of its first floating-point tensor."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if isinstance(loss, torch.Tensor):
+        return loss
+    values = output if isinstance(output, torch.Tensor) else list(output.values() if hasattr(output, "values") else output)
+    for tensor in tensors_in(values):
+        if tensor.is_floating_point() and tensor.requires_grad:
+            return tensor.float().square().mean()
+    raise StepError(
+        f"the model returned no floating-point tensor that requires a gradient (it returned {type(output).__name__}).\n"
+        "Pass step=lambda model, batch: ... that returns the scalar loss."
+    )
+
+
+def run_step(model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Tensor, Any]:
+    """The loss, and what the caller of a bare model would still hold while backward runs.
+
+    Raises:
+        StepError: the model rejects the batch, or what comes back is no scalar that requires a gradient.
+    """
+    try:
+        output = None if step is not None else call_model(model, batch)
+        loss = step(model, batch) if step is not None else default_loss(output)
+    except (LowtideError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise StepError(
+            f"the step failed on this batch: {type(error).__name__}: {error}\n  batch  {describe_batch(batch)}\n"
+            "Make the step run without lowtide first; the traceback above is the model's own."
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+        raise StepError(f"the step returned {got}, not a scalar loss.\nReturn one number that backward can start from.")
+    if not loss.requires_grad:
+        raise StepError(
+            "the step's loss requires no gradient: nothing would be trained.\n"
+            "Leave no_grad, and train at least one parameter that the loss depends on."
+        )
+    return loss, output
+
+
+def describe_batch(batch: Any) -> str:
+    if isinstance(batch, Call):
+        batch = {**dict(enumerate(batch.args)), **batch.kwargs}
+    if hasattr(batch, "items"):
+        return ", ".join(f"{k}: {_shape(v)}" for k, v in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return ", ".join(map(_shape, batch))
+    return _shape(batch)
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse by name what the tape would not carry out exactly.
+
+    Raises:
+        TypeError: ``model`` is no module. UnsupportedModelError: wrapped, compiled or sharded.
+        StepError: it has no trainable parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest.")
+    for path, module in model.named_modules():
+        kinds = {c.__name__ for c in type(module).__mro__}
+        if found := kinds & _WRAPPERS:
+            raise UnsupportedModelError(
+                f"{path or 'the model'} is a {sorted(found)[0]}, which the tape does not carry out yet.\n"
+                "Fit the module inside it, or train without lowtide."
+            )
+        call = module._compiled_call_impl
+        if isinstance(call, scopes.ScopedCall) or getattr(call, "lowtide", False):
+            raise LowtideError(
+                f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
+                "Call fit.remove() (or leave lowtide.apply) first."
+            )
+        if call is not None:
+            raise UnsupportedModelError(
+                f"{path or 'the model'} is compiled ({type(module).__name__}.compile was called).\n"
+                "Planning around compiled regions is not carried out yet. Fit the model before compiling nothing of it."
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "__tensor_flatten__") or type(parameter.data) is not torch.Tensor:
+            raise UnsupportedModelError(
+                f"parameter {name} is a {type(parameter.data).__name__}: sharded and subclass parameters are not taped "
+                "yet.\nFit the model before it is sharded or quantised, or train without lowtide."
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of the model's parameters."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model's parameters are on {sorted(map(str, devices))}: plans are per device, one is carried out so far.\n"
+            "Put the model on one device."
+        )
+    return devices.pop()
+
+
+def trace(
+    model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: Any = None
+) -> StepGraph:
+    """Record one training step, forward and backward, below autograd.
+
+    Args:
+        model: On the device where it trains, in the mode (train or eval) it trains in.
+        batch: One batch; a mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``.
+        step: ``(model, batch) -> loss``, where the loss is not the model's own output.
+        optimizer: Counts the state it has or will have. An ``Optimizer``, or a name such as ``"adamw"``.
+
+    Returns:
+        The step's ops, storages, lifetimes and what autograd stores. What the model returned counts as held until
+        backward ends, unless ``step`` lets it go.
+
+    Raises:
+        StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
+        UnsupportedModelError: wrapped, compiled, sharded, or on several devices.
+    """
+    check_supported(model)
+    device = device_of(model)
+    recorder = Recorder(device, region="model" if step is None else "step")
+    received: set[int] = set()
+    had_grad = {id(p) for p in model.parameters() if p.grad is not None}
+    with rehearsal(model, batch):
+        undo = scopes.install(model, _RootCall(model, recorder))
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: received.add(id(p)))
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+        try:
+            _know_residents(recorder, model, batch)
+            before = scopes.active.watcher
+            scopes.active.watcher = recorder
+            try:
+                with torch.enable_grad(), recorder:
+                    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+                        loss, output = run_step(model, batch, step)
+                    recorder.start_backward()
+                    loss.backward()
+            finally:
+                scopes.active.watcher = before
+            storages = recorder.finish()
+            del loss, output
+        finally:
+            recorder.finish()
+            undo()
+            for hook in hooks:
+                hook.remove()
+            gc.collect()
+    resident = _resident_bytes(model, batch, device, received | had_grad)
+    state_bytes, step_bytes = optimizer_bytes(optimizer, [p for p in model.parameters() if id(p) in received])
+    resident["optimizer"] = state_bytes
+    return StepGraph(
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        resident=resident,
+        signatures=tuple(recorder.signatures),
+        frames=tuple(recorder.frames),
+        storages=storages,
+        ops=tuple(recorder.ops),
+        saved=tuple(recorder.saved),
+        events=tuple(recorder.events),
+        calls=tuple(recorder.calls),
+        region=recorder.region,
+        optimizer_step_bytes=step_bytes,
+        provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
+    )
+
+
+class _RootCall:
+    """The model's own call while tracing: a scope that also notes what it was called with."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self.model, self.recorder = model, recorder
+        self.lowtide = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if scopes.active.watcher is not self.recorder:
+            return self.model._call_impl(*args, **kwargs)
+        if len(self.recorder._stack) == 1:
+            self.recorder.calls.append(scopes.call_signature(self.model, args, kwargs))
+        self.recorder.enter("" if torch.is_grad_enabled() else scopes.NO_GRAD)
+        try:
+            return self.model._call_impl(*args, **kwargs)
+        finally:
+            self.recorder.leave()
+
+
+def _know_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
+    for p in model.parameters():
+        recorder.know(p, "parameter")
+        if p.grad is not None:
+            recorder.know(p.grad, "gradient")
+    for b in model.buffers():
+        recorder.know(b, "buffer")
+    values = list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
+    for t in tensors_in(values):
+        recorder.know(t, "input")
+
+
+def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[int]) -> dict[str, int]:
+    """Live bytes through the whole step by part, each storage once."""
+    values = list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
+    seen: set[int] = set()
+
+    def total(tensors: Any) -> int:
+        count = 0
+        for t in tensors:
+            storage = storage_of(t)
+            if storage is None or storage.device != device or storage._cdata in seen:
+                continue
+            seen.add(storage._cdata)
+            count += storage.nbytes() if device.type == "cpu" else -(-storage.nbytes() // 512) * 512
+        return count
+
+    parts = {"parameters": total(model.parameters()), "buffers": total(model.buffers()), "batch": total(tensors_in(values))}
+    grads = [p.numel() * p.element_size() for p in model.parameters() if id(p) in with_grad]
+    parts["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
+    parts["other"] = 0
+    if device.type == "cuda":
+        existing = total(p.grad for p in model.parameters() if p.grad is not None)
+        known = parts["parameters"] + parts["buffers"] + parts["batch"] + existing
+        parts["other"] = max(0, torch.cuda.memory_allocated(device) - known)
+    return parts

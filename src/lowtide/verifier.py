@@ -1,0 +1,207 @@
+"""Planned step against plain step: loss, every gradient, every buffer, bit by bit; predicted peak against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.meters import available_bytes, compare_times, peak_bytes
+from lowtide.plan import Plan
+from lowtide.tape import attach
+from lowtide.tracing.state import rehearsal, same_bits
+from lowtide.tracing.tracer import Step, device_of, run_step
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` found.
+
+    Attributes:
+        loss_bitwise_equal, gradients_bitwise_equal, buffers_bitwise_equal: Against the plain step from the same
+            random state.
+        differing: Names of what differed.
+        predicted_peak_bytes, measured_peak_bytes: Absolute allocated bytes under the plan.
+        plain_peak_bytes: Measured, absolute.
+        overhead: Measured step time under the plan / plain step time - 1; NaN when not timed.
+        predicted_overhead: By the plan.
+        audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
+        mismatched_ops, unplanned_ops: What the tape met that the plan did not say; saved.
+        note: What was done differently from the step that was asked for, "" if nothing.
+    """
+
+    loss_bitwise_equal: bool
+    gradients_bitwise_equal: bool
+    buffers_bitwise_equal: bool
+    differing: tuple[str, ...]
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    plain_peak_bytes: int
+    overhead: float
+    predicted_overhead: float
+    audited_ops: int
+    dropped_ops: int
+    mismatched_ops: int
+    unplanned_ops: int
+    note: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.loss_bitwise_equal and self.gradients_bitwise_equal and self.buffers_bitwise_equal
+
+
+def verify(
+    model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
+) -> Verification:
+    """Run the plain and the planned step from the same state and compare them bit by bit.
+
+    Args:
+        batch: As for ``trace``. Where the plain step would not fit in memory, a batch cut down until it does is
+            compared, under a plan of the same fraction made for it, and ``note`` says so.
+        step: As for ``trace``; the step the plan was made with.
+        rounds: Interleaved timings of both steps, medians compared; 0 times nothing.
+
+    Raises:
+        PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
+    """
+    note = ""
+    with suspended(model):
+        attach.check_plan_fits(model, plan)
+        device = device_of(model)
+        if plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device):
+            batch, plan, note = _cut_down(model, batch, plan, step, device)
+        plain = _outcome(model, batch, step, None)
+        ours = _outcome(model, batch, step, plan)
+        differing = [name for name in plain if not _same(plain[name], ours.get(name))]
+        del plain, ours
+        measured = _peak(model, batch, step, plan, device)
+        plain_measured = _peak(model, batch, step, None, device)
+        overhead = float("nan")
+        if rounds:
+            with rehearsal(model, batch):
+                times = compare_times(
+                    {
+                        "plain": lambda: _run(model, batch, step, None),
+                        "plan": lambda: _run(model, batch, step, plan),
+                    },
+                    rounds=rounds,
+                    device=device,
+                )
+            overhead = times["plan"].median_ms / times["plain"].median_ms - 1
+        program = attach.program_of(plan)
+        with rehearsal(model, batch), attach.apply(model, plan) as applied:
+            loss, output = run_step(model, batch, step)
+            del output
+        loss.backward()
+        del loss
+    dropped = [s for s in program.slots if s.drops]
+    return Verification(
+        loss_bitwise_equal=not any(n == "loss" for n in differing),
+        gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),
+        buffers_bitwise_equal=not any(n.startswith("buffer") for n in differing),
+        differing=tuple(differing),
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=plan.resident_bytes + measured,
+        plain_peak_bytes=plan.resident_bytes + plain_measured,
+        overhead=overhead,
+        predicted_overhead=plan.predicted_overhead,
+        audited_ops=sum(s.audited for s in dropped),
+        dropped_ops=len(dropped),
+        mismatched_ops=applied.counts.mismatched,
+        unplanned_ops=applied.counts.unplanned,
+        note=note,
+    )
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Inside, a fitted model is as it was before ``fit``."""
+    if not isinstance(model, nn.Module) or not getattr(model._compiled_call_impl, "lowtide", False):
+        yield
+        return
+    calls = [(m, m._compiled_call_impl) for m in model.modules()]
+    for module, _ in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module._compiled_call_impl = call
+
+
+def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> None:
+    """One step as a training loop runs it: forward taped, backward outside."""
+    with torch.enable_grad():
+        with attach.apply(model, plan) if plan is not None else nullcontext():
+            loss, output = run_step(model, batch, step)
+        loss.backward()
+        del output
+
+
+def _outcome(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> dict[str, Any]:
+    """Loss, gradients and buffers after one step from the present state, by name."""
+    with rehearsal(model, batch, zero_grads=False):
+        with torch.enable_grad():
+            with attach.apply(model, plan) if plan is not None else nullcontext():
+                loss, output = run_step(model, batch, step)
+            loss.backward()
+            del output
+        found: dict[str, Any] = {"loss": loss.detach().clone()}
+        found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
+        found |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.layout is not torch.strided:
+        return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
+    return same_bits(a, b)
+
+
+def _peak(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, device: torch.device) -> int:
+    """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
+    with rehearsal(model, batch):
+        return peak_bytes(lambda: _run(model, batch, step, plan), device)
+
+
+def _cut_down(
+    model: nn.Module, batch: Any, plan: Plan, step: Step | None, device: torch.device
+) -> tuple[Any, Plan, str]:
+    """Halve the batch until its plain step fits, and plan for it at the same fraction."""
+    from lowtide.costs.measurer import measure
+    from lowtide.solvers.front_door import solve
+    from lowtide.tracing.tracer import trace
+
+    size = _batch_size(batch)
+    need = plan.plain_peak_bytes - plan.resident_bytes
+    rows = size
+    while rows > 1 and need * rows / max(size, 1) > available_bytes(device):
+        rows //= 2
+    cut = _narrow(batch, size, rows)
+    graph = trace(model, cut, step=step)
+    small = solve(graph, measure(graph), budget=f"{100 * plan.predicted_fraction:.4f}%")
+    return cut, small, f"the plain step does not fit: compared on {rows} of {size} rows, at the same fraction"
+
+
+def _batch_size(batch: Any) -> int:
+    from lowtide.tracing.operators import tensors_in
+
+    values = list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
+    return next((t.shape[0] for t in tensors_in(values) if t.dim()), 1)
+
+
+def _narrow(batch: Any, size: int, rows: int) -> Any:
+    narrow: Callable[[Any], Any] = lambda t: (  # noqa: E731
+        t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size else t
+    )
+    if isinstance(batch, torch.Tensor):
+        return narrow(batch)
+    if hasattr(batch, "items"):
+        return {k: narrow(v) for k, v in batch.items()}
+    return type(batch)(narrow(v) for v in batch)

@@ -1,0 +1,115 @@
+"""A module imports only from the stages above its own, and plain data stays free of torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
+
+# docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
+STAGES = (
+    "errors", "units", "graph", "plan", "simulator", "solvers", "meters", "costs", "tracing", "tape", "verifier",
+    "runtime", "doctor", "integrations", "inference", "reports",
+)  # fmt: skip
+# They put the stages together, so they see all of them.
+ANYTHING = ("__init__", "__main__", "api", "cli", "demo")
+# These run from JSON on a machine without torch, and can be fuzzed.
+PLAIN = STAGES[: STAGES.index("meters")]
+PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "estimate", "frontier"}
+
+MODULES = sorted(p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for p in SOURCE.rglob("*.py"))
+
+
+def stage_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imports_of(module: str, source: str) -> set[str]:
+    """Every dotted name that ``source`` imports anywhere, functions and type-checking blocks included."""
+    package = ["lowtide", *module.split(".")][:-1]
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            # "from lowtide import plan" imports a stage, "from lowtide.plan import Plan" a name of one.
+            names.update([f"{origin}.{a.name}" for a in node.names] if origin == "lowtide" else [origin])
+    return names
+
+
+def complaints(module: str, source: str) -> list[str]:
+    """What the import rules have against ``source`` standing at ``module``."""
+    stage = stage_of(module)
+    imported = imports_of(module, source)
+    found = []
+    if stage in PLAIN:
+        found += [f"{stage} holds plain data, but imports {n}" for n in imported if n.split(".")[0].startswith("torch")]
+    if stage in ANYTHING:
+        return found
+    for name in sorted(imported):
+        if name.split(".")[0] != "lowtide":
+            continue
+        target = name.split(".")[1] if "." in name else "__init__"
+        if target not in STAGES or STAGES.index(target) > STAGES.index(stage):
+            found.append(f"{stage} imports {name}, which stands below it")
+    return found
+
+
+def test_there_is_something_to_check():
+    assert {"errors", "graph.step_graph", "meters"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_has_a_place_and_imports_only_from_above(module):
+    assert stage_of(module) in STAGES + ANYTHING, f"give {module} a place in STAGES"
+
+    path = SOURCE / (module.replace(".", "/") + ".py")
+
+    assert complaints(module, path.read_text()) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_bears_the_name_of_a_public_function(module):
+    assert not PUBLIC_FUNCTIONS & set(module.split("."))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("graph.serial", "import torch"),
+        ("graph.serial", "def f():\n    from torch.nn import Module"),
+        ("plan", "from lowtide.simulator import simulate"),
+        ("solvers.exact", "from lowtide import tracing"),
+        ("solvers.exact", "from ..tape import record"),
+        ("tape.replay", "import lowtide.verifier"),
+        ("costs.measurer", "from lowtide import fit"),
+        ("reports.html", "from lowtide.cli import main"),
+    ],
+)
+def test_the_check_itself_catches(module, source):
+    assert len(complaints(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("solvers.exact", "from lowtide.solvers.bound import b\nfrom . import bound\nfrom ..graph import costs"),
+        ("tracing.tracer", "import torch\nfrom lowtide.costs.signatures import describe"),
+        ("api", "from lowtide.cli import main"),
+        ("plan", "from lowtide import errors"),
+    ],
+)
+def test_the_check_itself_lets_pass(module, source):
+    assert complaints(module, source) == []
+
+
+def test_plain_data_runs_without_torch_in_the_process():
+    plain = [f"lowtide.{m.removesuffix('.__init__')}" for m in MODULES if stage_of(m) in PLAIN]
+    script = f"import sys\nfor name in {plain!r}: __import__(name)\nassert 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
