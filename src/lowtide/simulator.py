@@ -5,7 +5,7 @@ It counts references exactly as the tape does:
 - A storage that is not recomputed lives while Python holds it (RUN to FREE), autograd does (PACK to RELEASE), backward
   does (UNPACK to DROP), or a recipe that has not run yet reads it.
 - A recomputed storage is stored as a *value*, which costs nothing until it is *materialised* by a replay. A value lives
-  while its original, a handle or a pending recipe refers to it; a materialised one costs its bytes until then.
+  while a handle, a pending recipe or, during forward, its original refers to it; a materialised one costs its bytes until then.
 - A *recipe* is an op with at least one recomputed output. It is pending from its forward run until it is replayed, or
   until all its values are dead; as long as it refers to what it reads, and keeps the generator state it needs.
 - The first unpack of a value runs a *burst*: every pending recipe it needs, in program order, each dropping its
@@ -151,6 +151,8 @@ class _Index:
         self.reads = [tuple(dict.fromkeys(s for s in op.reads if self.maker[s] >= 0)) for op in graph.ops]
         self.workspace = [op.workspace_bytes for op in graph.ops]
         self.rng = [op.rng_bytes for op in graph.ops]
+        backward = (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward)
+        self.backward_at = next(backward, len(graph.events))
 
 
 def _index(graph: StepGraph) -> _Index:
@@ -176,6 +178,7 @@ class _Step:
         self.state: dict[int, int] = {}  # op -> what became of its recipe
         self.refs = [0] * len(index.bytes)
         self.value_refs = dict.fromkeys(self.recomputed, 0)
+        self.originals: set[int] = set()  # recomputed storages whose living original holds the value
         self.materialised: set[int] = set()
         self.live = index.start
         self.lives: list[int] = []
@@ -186,6 +189,8 @@ class _Step:
         index, recomputed = self.index, self.recomputed
         maker, saved, lives, peaks = index.maker, index.saved, self.lives, self.peaks
         for at, (kind, number) in enumerate(events):
+            if at == index.backward_at:
+                self.forget_originals()
             if kind == RUN:
                 peaks.append(self.run(number))
                 lives.append(self.live)
@@ -195,7 +200,8 @@ class _Step:
             if maker[storage] >= 0:
                 if kind == FREE:
                     self.release(storage)
-                    if storage in recomputed:
+                    if storage in self.originals:
+                        self.originals.remove(storage)
                         self.release_value(storage)
                 elif storage in recomputed:
                     if kind == UNPACK and storage not in self.materialised:
@@ -222,6 +228,7 @@ class _Step:
             self.refs[storage] = 1
             if storage in self.recomputed:
                 self.value_refs[storage] = 1
+                self.originals.add(storage)
         peak = self.live + index.workspace[op]
         if op in self.recipes:
             self.recorded += 1
@@ -232,6 +239,12 @@ class _Step:
                 else:
                     self.refer(storage)
         return peak
+
+    def forget_originals(self) -> None:
+        """Backward begins: an original that still lives (what the model returned, say) holds its value no longer."""
+        for storage in sorted(self.originals):
+            self.release_value(storage)
+        self.originals.clear()
 
     def refer(self, storage: int) -> None:
         if self.refs[storage] == 0:

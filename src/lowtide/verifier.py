@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.meters import available_bytes, compare_times, peak_bytes
 from lowtide.plan import Plan
 from lowtide.tape import attach
+from lowtide.tape.tape import Counts
 from lowtide.tracing.state import rehearsal, same_bits
 from lowtide.tracing.tracer import Step, device_of, run_step
 
@@ -74,8 +75,8 @@ def verify(
         device = device_of(model)
         if plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device):
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        plain = _outcome(model, batch, step, None)
-        ours = _outcome(model, batch, step, plan)
+        plain, _ = _outcome(model, batch, step, None)
+        ours, counts = _outcome(model, batch, step, plan)
         differing = [name for name in plain if not _same(plain[name], ours.get(name))]
         del plain, ours
         measured = _peak(model, batch, step, plan, device)
@@ -92,13 +93,7 @@ def verify(
                     device=device,
                 )
             overhead = times["plan"].median_ms / times["plain"].median_ms - 1
-        program = attach.program_of(plan)
-        with rehearsal(model, batch), attach.apply(model, plan) as applied:
-            loss, output = run_step(model, batch, step)
-            del output
-        loss.backward()
-        del loss
-    dropped = [s for s in program.slots if s.drops]
+    dropped = [s for s in attach.program_of(plan).slots if s.drops]
     return Verification(
         loss_bitwise_equal=not any(n == "loss" for n in differing),
         gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),
@@ -111,8 +106,8 @@ def verify(
         predicted_overhead=plan.predicted_overhead,
         audited_ops=sum(s.audited for s in dropped),
         dropped_ops=len(dropped),
-        mismatched_ops=applied.counts.mismatched,
-        unplanned_ops=applied.counts.unplanned,
+        mismatched_ops=counts.mismatched,
+        unplanned_ops=counts.unplanned,
         note=note,
     )
 
@@ -142,18 +137,23 @@ def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> 
         del output
 
 
-def _outcome(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> dict[str, Any]:
-    """Loss, gradients and buffers after one step from the present state, by name."""
+def _outcome(
+    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None
+) -> tuple[dict[str, Any], Counts]:
+    """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
+    counts = Counts()
     with rehearsal(model, batch, zero_grads=False):
         with torch.enable_grad():
-            with attach.apply(model, plan) if plan is not None else nullcontext():
+            with attach.apply(model, plan) if plan is not None else nullcontext() as applied:
                 loss, output = run_step(model, batch, step)
             loss.backward()
             del output
+        if applied is not None:
+            counts = applied.counts
         found: dict[str, Any] = {"loss": loss.detach().clone()}
         found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
         found |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
-    return found
+    return found, counts
 
 
 def _same(a: Any, b: Any) -> bool:

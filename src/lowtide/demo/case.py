@@ -18,6 +18,7 @@ class Case:
         facts: One line: model, objective, precision.
         step: ``step(model, batch)`` returns the loss; nothing else outlives it.
         batch: The batch of the table.
+        budgets: Of the table, as fractions of the plain step's activation memory; training runs under the second.
         training: Batches of the training run, in order, taken again from the start when they run out.
     """
 
@@ -29,7 +30,7 @@ class Case:
     training: tuple[dict[str, torch.Tensor], ...]
     training_steps: int
     learning_rate: float
-    budgets: tuple[str, ...] = ("60%", "40%", "25%")
+    budgets: tuple[str, ...]
 
     @property
     def parameters(self) -> int:

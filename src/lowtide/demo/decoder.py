@@ -32,7 +32,7 @@ def decoder_case(*, quick: bool = False) -> Case:
     """
     transformers = quiet_transformers()
     sizes = _QUICK_SIZES if quick else _SIZES
-    vocabulary, length, short = (512, 64, 32) if quick else (8192, 512, 128)
+    vocabulary, length, short = (512, 64, 32) if quick else (4096, 512, 128)
     heads = sizes["num_attention_heads"] // 2
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=heads, vocab_size=vocabulary, use_cache=False)
     torch.manual_seed(0)
@@ -47,4 +47,5 @@ def decoder_case(*, quick: bool = False) -> Case:
         training=tuple(islice(token_batches(ids, 2, short), 12)),
         training_steps=4 if quick else 24,
         learning_rate=3e-4,
+        budgets=("70%", "60%", "50%") if quick else ("60%", "45%", "33%"),
     )

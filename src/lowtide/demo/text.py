@@ -44,5 +44,5 @@ def token_batches(ids: torch.Tensor, rows: int, length: int) -> Iterator[dict[st
     """Consecutive pieces of the text as ``rows`` x ``length`` batches whose labels are the tokens themselves."""
     size = rows * length
     for start in range(0, len(ids) - size + 1, size):
-        batch = ids[start : start + size].view(rows, length)
+        batch = ids[start : start + size].view(rows, length).clone()  # else it would hold the whole text
         yield {"input_ids": batch, "labels": batch}

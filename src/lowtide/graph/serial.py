@@ -33,7 +33,7 @@ from lowtide.graph.step_graph import (
 
 COSTS_VERSION = 1
 MADE_KINDS = ("activation", "backward")
-RESIDENT_KINDS = ("parameter", "buffer", "input", "other")
+RESIDENT_KINDS = ("parameter", "gradient", "buffer", "input", "other")
 REGIONS = ("model", "step")
 SOURCES = ("measured", "estimated")
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.curves import memory_curves
-from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, warnings
+from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, percent
+from lowtide.reports.summary import warnings as own_warnings
 from lowtide.reports.svg import bar_chart, memory_chart
-from lowtide.reports.terminal import percent
 from lowtide.units import format_bytes
 
 _CSS = """
@@ -53,7 +54,12 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def html_report(
-    plan: Plan, graph: StepGraph | None = None, measured: Measured | None = None, *, costs: Costs | None = None
+    plan: Plan,
+    graph: StepGraph | None = None,
+    measured: Measured | None = None,
+    *,
+    costs: Costs | None = None,
+    warnings: Sequence[str] = (),
 ) -> str:
     """Return the page; memory over time is on it when ``graph`` is at hand, otherwise the peaks alone.
 
@@ -65,7 +71,7 @@ def html_report(
         f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
         _tiles(plan, measured),
-        _warnings(plan, measured),
+        _warnings([*own_warnings(plan, measured), *warnings]),
         "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
         _picture(plan, graph, measured, costs),
         "<h2>Decisions by module</h2>",
@@ -111,8 +117,8 @@ def _tiles(plan: Plan, measured: Measured | None) -> str:
     if measured is not None and measured.peak_bytes is not None:
         share = f"{100 * fraction(plan, measured.peak_bytes):.1f} % of plain activations"
         tiles.append((format_bytes(measured.peak_bytes), "measured peak", share))
-    if measured is not None and measured.overhead is not None:
-        tiles.append((percent(measured.overhead), "measured step time", f"{measured.steps} steps"))
+    if measured is not None and measured.overhead_text != "-":
+        tiles.append((measured.overhead_text, "measured step time", "beside the plain step, in one process"))
     cells = [
         f'<div class="tile"><span>{name}</span><b>{escape(v)}</b><span>{note}</span></div>' for v, name, note in tiles
     ]
@@ -120,8 +126,7 @@ def _tiles(plan: Plan, measured: Measured | None) -> str:
     return f'<div class="tiles" style="grid-template-columns: repeat({across}, 1fr)">{"".join(cells)}</div>'
 
 
-def _warnings(plan: Plan, measured: Measured | None) -> str:
-    found = warnings(plan, measured)
+def _warnings(found: list[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in found)
     return f'<div class="warn"><ul>{items}</ul></div>' if found else ""
 
@@ -182,9 +187,6 @@ def _evidence(plan: Plan, graph: StepGraph | None, measured: Measured | None) ->
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
         facts["before the step"] += f" ({parts})" if parts else ""
     if measured is not None:
-        facts["steps run"] = f"{measured.steps}, {measured.audited} replays audited, {len(measured.differing)} differed"
-        facts["drift"] = f"{measured.mismatched_ops} ops not as planned, {measured.unplanned_ops} ops unknown"
-    if measured is not None and measured.bitwise_equal is not None:
-        facts["against the plain step"] = "bitwise equal" if measured.bitwise_equal else "different"
+        facts.update(measured.evidence)
     facts.update(plan.provenance)
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
@@ -18,27 +18,51 @@ _REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
 
 @dataclass(frozen=True)
 class Measured:
-    """What real steps under a plan showed; every field has an honest "not measured".
+    """What real steps under a plan showed; None is an honest "not measured".
 
     Attributes:
-        peak_bytes: Absolute allocated peak; None if it was not measured.
-        overhead: Step time under the plan / plain step time - 1; None if it was not measured.
-        steps: Steps that ran under the plan.
+        peak_bytes, plain_peak_bytes: Absolute allocated peaks, under the plan and of the plain step.
+        overhead: Step time under the plan / plain step time - 1; NaN where nothing was timed.
+        bitwise_equal: Loss, gradients and buffers against the plain step's.
+        steps: Steps that ran under the plan, of all shapes.
         mismatched_ops: Planned ops that did not come as planned; what they make was saved.
         unplanned_ops: Ops that no plan knew; what they make was saved.
-        audited: Replays compared bitwise with the tensor they stand for.
-        differing: Module paths where such a comparison failed; saved from then on.
-        bitwise_equal: Loss, gradients and buffers against the plain step; None if not compared.
+        audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
+        shapes: Input shapes that have a plan.
+        trace_s, measure_s: How long those took.
     """
 
     peak_bytes: int | None = None
+    plain_peak_bytes: int | None = None
     overhead: float | None = None
+    bitwise_equal: bool | None = None
     steps: int = 0
     mismatched_ops: int = 0
     unplanned_ops: int = 0
-    audited: int = 0
-    differing: tuple[str, ...] = ()
-    bitwise_equal: bool | None = None
+    audited_ops: int = 0
+    dropped_ops: int = 0
+    shapes: int = 1
+    trace_s: float | None = None
+    measure_s: float | None = None
+
+    @property
+    def overhead_text(self) -> str:
+        """``+4.9 %``, or a dash where nothing was timed."""
+        return "-" if self.overhead is None or math.isnan(self.overhead) else percent(self.overhead)
+
+    @property
+    def evidence(self) -> list[tuple[str, str]]:
+        """Facts beyond peaks and times, as lines of a name and a sentence."""
+        audited = f"{self.audited_ops} of {self.dropped_ops} dropped ops replayed and compared bit by bit"
+        rows = [("audit", audited)]
+        if self.bitwise_equal is not None:
+            equal = "bitwise equal" if self.bitwise_equal else "DIFFERENT"
+            rows.append(("against plain", f"loss, gradients and buffers {equal}"))
+        drift = f"{self.mismatched_ops} ops not as planned, {self.unplanned_ops} unknown to the plan"
+        rows.append(("drift", f"{drift}, in {_count(self.steps, 'step')} of {_count(self.shapes, 'input shape')}"))
+        if self.trace_s is not None and self.measure_s is not None:
+            rows.append(("preparation", f"trace {self.trace_s:.1f} s, measure {self.measure_s:.1f} s"))
+        return rows
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,11 @@ def by_op(plan: Plan) -> tuple[Group, ...]:
     return group_decisions(plan.decisions, lambda d: short_op(plan.ops[d.op].name))
 
 
+def percent(value: float) -> str:
+    """``0.049 -> "+4.9 %"``: a change."""
+    return f"{100 * value:+.1f} %"
+
+
 def kept_for_replays(plan: Plan) -> tuple[int, int]:
     """Count and bytes of storages that the plain step would not store and that replays read."""
     kept = [d.bytes for d in plan.decisions if not d.stored and d.action == SAVE]
@@ -123,8 +152,6 @@ def warnings(plan: Plan, measured: Measured | None) -> list[str]:
         return found
     if measured.mismatched_ops or measured.unplanned_ops:
         found.append("Steps differ from the traced one: what did not match was saved, so the peak may be higher.")
-    if measured.differing:
-        found.append(f"Replay was not bitwise equal in {', '.join(measured.differing)}: saved from then on.")
     if measured.bitwise_equal is False:
         found.append("Gradients differ from the plain step's: do not train with this plan; report the model, please.")
     if plan.budget_bytes is not None and measured.peak_bytes is not None and measured.peak_bytes > plan.budget_bytes:
@@ -132,7 +159,7 @@ def warnings(plan: Plan, measured: Measured | None) -> list[str]:
     return found
 
 
-def summary(plan: Plan, measured: Measured | None = None) -> dict:
+def summary(plan: Plan, measured: Measured | None = None, more_warnings: Sequence[str] = ()) -> dict:
     """The report as one JSON object; NaN and unknown are null."""
     kept_count, kept_bytes = kept_for_replays(plan)
     return {
@@ -157,7 +184,15 @@ def summary(plan: Plan, measured: Measured | None = None) -> dict:
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
         "by_module": [asdict(g) for g in by_module(plan)],
         "by_op": [asdict(g) for g in by_op(plan)],
-        "measured": None if measured is None else asdict(measured),
-        "warnings": warnings(plan, measured),
+        "measured": None if measured is None else _json_numbers(asdict(measured)),
+        "warnings": [*warnings(plan, measured), *more_warnings],
         "provenance": dict(plan.provenance),
     }
+
+
+def _json_numbers(values: dict) -> dict:
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

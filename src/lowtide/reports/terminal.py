@@ -6,11 +6,13 @@ No colour and no box drawing: the report is pasted into issues and read through 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, warnings
+from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, percent
+from lowtide.reports.summary import warnings as own_warnings
 from lowtide.units import format_bytes
 
 WIDTH = 100
@@ -22,20 +24,27 @@ _TAPED = {
 }
 
 
-def fit_report(plan: Plan, graph: StepGraph | None = None, measured: Measured | None = None) -> str:
+def fit_report(
+    plan: Plan,
+    graph: StepGraph | None = None,
+    measured: Measured | None = None,
+    *,
+    warnings: Sequence[str] = (),
+) -> str:
     """Return the report on one plan.
 
     Args:
         plan: Decisions and their evidence; enough for everything but the parts of resident memory.
         graph: The traced step, if at hand: names the device and what lives through the whole step.
         measured: What real steps showed.
+        warnings: More of them, one line each.
     """
     blocks = [_headline(plan, graph), _peaks(plan, measured), _facts(plan, graph, measured)]
     blocks.append(_groups("by module", by_module(plan)))
     blocks.append(_groups("by operator", by_op(plan)))
-    found = warnings(plan, measured)
+    found = [*own_warnings(plan, measured), *warnings]
     if found:
-        blocks.append("\n".join(["warnings", *(f"  - {line}" for line in found)]))
+        blocks.append("\n".join(["warnings", *(line for text in found for line in _wrapped("  -", text, indent=4))]))
     return "\n\n".join(blocks)
 
 
@@ -47,11 +56,6 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
         cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
         lines.append(gap.join(cells).rstrip())
     return lines
-
-
-def percent(value: float) -> str:
-    """``0.049 -> "+4.9 %"``: a change."""
-    return f"{100 * value:+.1f} %"
 
 
 def shorten(text: str, width: int) -> str:
@@ -76,15 +80,13 @@ def _peaks(plan: Plan, measured: Measured | None) -> str:
 
     rows = [["", "peak", "activations", "step", "overhead"]]
     rows.append(row("plain", plan.plain_peak_bytes, f"{plan.plain_step_ms:.1f} ms"))
+    if measured is not None and measured.plain_peak_bytes is not None:
+        rows.append(row("plain, measured", measured.plain_peak_bytes))
     rows.append(row("budget", plan.budget_bytes))
-    rows.append(
-        row(
-            "predicted", plan.predicted_peak_bytes, f"{plan.predicted_step_ms:.1f} ms", percent(plan.predicted_overhead)
-        )
-    )
-    peak, overhead = (None, None) if measured is None else (measured.peak_bytes, measured.overhead)
+    overhead = percent(plan.predicted_overhead)
+    rows.append(row("predicted", plan.predicted_peak_bytes, f"{plan.predicted_step_ms:.1f} ms", overhead))
     if measured is not None:
-        rows.append(row("measured", peak, "", "-" if overhead is None else percent(overhead)))
+        rows.append(row("measured", measured.peak_bytes, "", measured.overhead_text))
     return "\n".join(columns(rows))
 
 
@@ -114,28 +116,14 @@ def _facts(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> st
         )
     rows.append(("taped", _TAPED.get(plan.region, plan.region)))
     if measured is not None:
-        rows.extend(_evidence(measured))
+        rows.extend(measured.evidence)
     return "\n".join(line for name, text in rows for line in _wrapped(name, text))
 
 
-def _evidence(measured: Measured) -> list[tuple[str, str]]:
-    rows = [("steps run", f"{measured.steps}, {measured.audited} replays audited, {len(measured.differing)} differed")]
-    rows.append(("drift", f"{measured.mismatched_ops} ops not as planned, {measured.unplanned_ops} ops unknown"))
-    if measured.bitwise_equal is not None:
-        equal = "bitwise equal" if measured.bitwise_equal else "DIFFERENT"
-        rows.append(("against plain", f"loss, gradients and buffers {equal}"))
-    return rows
-
-
-def _wrapped(name: str, text: str) -> list[str]:
-    lines, current = [], f"{name:<18} "
-    for i, word in enumerate(text.split(" ")):
-        if i and len(current) + 1 + len(word) > WIDTH:
-            lines.append(current)
-            current = " " * 19 + word
-        else:
-            current += word if i == 0 else f" {word}"
-    return [*lines, current]
+def _wrapped(name: str, text: str, indent: int = 19) -> list[str]:
+    """``text`` beside ``name``, as many lines as it takes."""
+    lines = textwrap.wrap(text, WIDTH - indent) or [""]
+    return [f"{name:<{indent - 1}} {lines[0]}".rstrip(), *(" " * indent + line for line in lines[1:])]
 
 
 def _groups(title: str, groups: tuple[Group, ...]) -> str:

@@ -5,22 +5,21 @@ model becomes a cut, until they agree. What comes back never exceeds the budget 
 
 The bound is that of the first, uncut model. It holds for all plans of that model: every plan on a graph small enough
 to be modelled op by op; on larger ones those that replay each group of ops as a whole, at most once, and reach back no
-further than ``reach`` segments.
+further than the model's segments.
 
-Known weaknesses: never replays an op twice; least peak is the best found, not proven.
+Known weaknesses: an op is never replayed twice; on large graphs the least peak is the best found, not proven.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import highspy
+import numpy as np
 
-from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline, simulate_actions
 from lowtide.solvers.classics import classic_actions
@@ -31,28 +30,27 @@ from lowtide.solvers.peak_model import PeakModel
 from lowtide.solvers.structure import close
 
 _ROUNDS = 12
-_FULL_REACH = 5000  # replay moments (groups x triggers) up to which replays may reach back over the whole step
-_LARGE_GAP = 0.01  # tolerated on the recompute time of graphs that are not modelled op by op
 _CUTS_A_ROUND = 40
+_FULL_REACH_SIZE = 2000  # models up to this size may reach back over the whole step,
+_ONE_SEGMENT_SIZE = 6000  # up to this size over one segment; larger ones do so only where nothing else fits
+_GAP = 0.01  # tolerated on graphs that are not modelled op by op
+_LEAN_NODES = 10  # for the least peak: good answers come from the root, a proof from thousands of nodes
+_CLEAN_UP_TRIES = 200
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to search. ``gap`` is relative to the recompute time; None: 0 on tiny graphs, 1 % on others."""
+    """How long to search.
+
+    Attributes:
+        time_limit_s: For each stage of a search; a safety net, since what it cuts off differs from run to run.
+        node_limit: Branch-and-bound nodes of one MILP.
+        gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
+    """
 
     time_limit_s: float = 120.0
     node_limit: int = 4000
     gap: float | None = None
-
-
-@dataclass(frozen=True)
-class _Found:
-    actions: dict[int, str]
-    timeline: Timeline
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        return self.timeline.step_ms, self.timeline.peak_bytes
 
 
 def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Draft:
@@ -63,121 +61,171 @@ def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> 
     """
     search = _Search(graph, costs, limits)
     plain = search.judge(close(graph, ()))
-    if plain.timeline.peak_bytes <= budget_bytes:
+    if plain.peak_bytes <= budget_bytes:
         return search.draft(plain, "optimal", costs.plain_step_ms)
-    found, status, bound_ms = search.fastest(budget_bytes)
-    classics = [search.judge(a) for a in classic_actions(graph)]
-    fitting = [f for f in (*found, *classics) if f.timeline.peak_bytes <= budget_bytes]
-    if not fitting:
-        least = search.leanest((*classics, plain))
-        if least.timeline.peak_bytes > budget_bytes:
+    known = [plain, *(search.judge(actions) for actions in classic_actions(graph))]
+    for reach in search.reaches:
+        result = search.fastest(budget_bytes, reach)
+        fitting = [j for j in (*known, *result.judged) if j.peak_bytes <= budget_bytes]
+        if fitting:
+            break
+    else:
+        least = search.leanest(known)
+        if least.peak_bytes > budget_bytes:
             raise infeasible(graph, costs, budget_bytes, least.actions, method="exact")
-        fitting, status = [least], "feasible"
-    best = search.save_what_fits(min(fitting, key=lambda f: f.rank), budget_bytes)
-    return search.draft(best, status, bound_ms)
+        fitting = [least]
+    best = min(fitting, key=lambda j: j.rank)
+    status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
+    best = search.save_what_fits(search.lower_peak(best), budget_bytes)
+    return search.draft(best, status, result.bound_ms)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Actions and what the simulator says of them."""
+
+    actions: dict[int, str]
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Faster is better; of equally fast ones the one with the lower peak."""
+        return self.timeline.step_ms, self.timeline.peak_bytes
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What ``fastest`` tried, the last one within the budget if any is; ``proven``: nothing in the model is faster."""
+
+    judged: list[_Judged]
+    proven: bool
+    bound_ms: float
+
+    @property
+    def best_ms(self) -> float:
+        return self.judged[-1].timeline.step_ms if self.judged else 0.0
 
 
 class _Search:
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         self.graph, self.costs, self.limits = graph, costs, limits
-        self.deadline = time.perf_counter() + limits.time_limit_s
         # Whatever is recomputed, the tape's watching of forward is paid in full.
         self.floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
+        whole, near = Sketch(graph, costs), Sketch(graph, costs, reach=1)
+        self.fine = whole.fine
+        self._sketches: dict[int | None, Sketch] = {None: whole, 1: near}
+        self.reaches: tuple[int | None, ...] = (0, 1)
+        if whole.size <= _FULL_REACH_SIZE:
+            self.reaches = (None,)
+        elif near.size <= _ONE_SEGMENT_SIZE:
+            self.reaches = (1,)
 
-    def judge(self, actions: dict[int, str]) -> _Found:
-        return _Found(actions, simulate_actions(self.graph, self.costs, actions))
+    def sketch(self, reach: int | None) -> Sketch:
+        if reach not in self._sketches:
+            self._sketches[reach] = Sketch(self.graph, self.costs, reach=reach)
+        return self._sketches[reach]
 
-    def draft(self, found: _Found, status: str, bound_ms: float) -> Draft:
-        provenance = {"solver": f"HiGHS {highspy.Highs().version()}"}
-        return Draft(found.actions, status, bound_ms, provenance)
+    def judge(self, actions: dict[int, str]) -> _Judged:
+        return _Judged(actions, simulate_actions(self.graph, self.costs, actions))
 
-    def sketch(self) -> Sketch:
-        sketch = Sketch(self.graph, self.costs)
-        if sum(len(g.triggers) for g in sketch.groups) > _FULL_REACH:
-            sketch = Sketch(self.graph, self.costs, reach=0)
-        return sketch
+    def draft(self, judged: _Judged, status: str, bound_ms: float) -> Draft:
+        return Draft(judged.actions, status, bound_ms, {"solver": f"HiGHS {highspy.Highs().version()}"})
 
-    def answer(self, model: PeakModel, start=None) -> Answer:
-        gap = self.limits.gap
-        if gap is None:
-            gap = 0.0 if model.sketch.fine else _LARGE_GAP
-        left_s = max(self.deadline - time.perf_counter(), 0.1)
-        return model.program.minimise(gap=gap, node_limit=self.limits.node_limit, time_limit_s=left_s, start=start)
-
-    def fastest(self, budget_bytes: int) -> tuple[list[_Found], str, float]:
-        """What was found (the last one fits if any does), ``optimal`` or ``feasible``, and the bound in ms."""
-        model = PeakModel(self.sketch(), budget_bytes)
-        found: list[_Found] = []
-        bound_ms, status = self.floor_ms, "optimal"
+    def fastest(self, budget_bytes: int, reach: int | None) -> _Result:
+        """Solve, judge, cut, until the judge agrees."""
+        model = PeakModel(self.sketch(reach), budget_bytes)
+        judged: list[_Judged] = []
+        bound_ms, proven = self.floor_ms, True
+        deadline = time.perf_counter() + self.limits.time_limit_s
         for round_ in range(_ROUNDS):
-            answer = self.answer(model)
+            answer = self._minimise(model, deadline)
             if round_ == 0 and answer.status != "infeasible":
-                bound = max(answer.bound - model.objective_slack, 0.0)
-                bound_ms += bound * model.ms_unit
-            if answer.status != "optimal":
-                status = "feasible"
+                bound_ms += max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
+            # A cut from the judge may take better plans with it, unless the model knows each moment exactly.
+            proven &= answer.status == "optimal" and (round_ == 0 or self.fine)
             if not len(answer.values):
                 break
-            found.append(self.judge(close(self.graph, *model.choice(answer.values))))
-            if found[-1].timeline.peak_bytes <= budget_bytes or time.perf_counter() > self.deadline:
+            judged.append(self.judge(close(self.graph, *model.choice(answer.values))))
+            if judged[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
                 break
-            if not model.sketch.fine:
-                status = "feasible"  # a cut may have removed better plans
-            self.cut(model, found[-1].timeline, budget_bytes)
-        return found, status, bound_ms
+            self._cut(model, judged[-1].timeline, budget_bytes)
+        return _Result(judged, proven, bound_ms)
 
-    def cut(self, model: PeakModel, timeline: Timeline, budget_bytes: int) -> None:
-        """Forbid every moment above the budget, the worst of each burst only."""
-        worst: dict[int, tuple[int, int | None]] = {}
-        for event, peak in enumerate(timeline.event_peak_bytes):
-            if peak > budget_bytes:
-                worst[event] = (peak, None)
-        for replay in timeline.replays:
-            if replay.event in worst and replay.peak_bytes == worst[replay.event][0]:
-                worst[replay.event] = (replay.peak_bytes, replay.op)
-        ranked = sorted(worst.items(), key=lambda item: -item[1][0])
-        for event, (peak, op) in ranked[:_CUTS_A_ROUND]:
-            model.forbid(event, op, peak - budget_bytes)
-
-    def leanest(self, known: Iterable[_Found]) -> _Found:
+    def leanest(self, known: list[_Judged]) -> _Judged:
         """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        model = PeakModel(self.sketch(), None)
-        best: list[_Found] = [f for f in known]
-        for _ in range(3):
-            answer = self.answer(model)
+        model = PeakModel(self.sketch(self.reaches[-1]), None)
+        judged = list(known)
+        deadline = time.perf_counter() + self.limits.time_limit_s
+        for _ in range(_ROUNDS if self.fine else 2):
+            answer = self._minimise(model, deadline, nodes=None if self.fine else _LEAN_NODES)
             if not len(answer.values):
                 break
-            best.append(self.judge(close(self.graph, *model.choice(answer.values))))
-            claimed = answer.objective * model.byte_unit
-            if best[-1].timeline.peak_bytes <= claimed * (1 + 1e-9) + 1:
+            judged.append(self.judge(close(self.graph, *model.choice(answer.values))))
+            claimed_bytes = model.claimed_peak_bytes(answer.values)
+            if judged[-1].peak_bytes <= claimed_bytes:
                 break
-            self.cut(model, best[-1].timeline, int(claimed))
-        return min(best, key=lambda f: (f.timeline.peak_bytes, f.timeline.step_ms))
+            self._cut(model, judged[-1].timeline, claimed_bytes)
+        return min(judged, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
 
-    def save_what_fits(self, found: _Found, budget_bytes: int) -> _Found:
+    def lower_peak(self, judged: _Judged) -> _Judged:
+        """Of all actions that are as fast the ones with the least peak; only on graphs that are modelled op by op."""
+        if not self.fine:
+            return judged
+        model = PeakModel(self.sketch(None), None, most_ms=judged.timeline.step_ms - self.floor_ms)
+        answer = self._minimise(model, time.perf_counter() + self.limits.time_limit_s)
+        if not len(answer.values):
+            return judged
+        return min(judged, self.judge(close(self.graph, *model.choice(answer.values))), key=lambda j: j.rank)
+
+    def save_what_fits(self, judged: _Judged, budget_bytes: int) -> _Judged:
         """Save every storage whose replay the budget does not need, the dearest first."""
-        graph = self.graph
-        dropped = [s for s, a in found.actions.items() if a == RECOMPUTE and s in graph.stored]
-        kept = [s for s, a in found.actions.items() if a == SAVE and s not in graph.stored]
-        spare = budget_bytes - min(found.timeline.peak_bytes, budget_bytes)
-        ops = self.graph.storages
-        dropped.sort(key=lambda s: (-self.costs.op_ms[ops[s].op or 0], s))
+        graph, ops = self.graph, self.costs.op_ms
+        dropped = [s for s, action in judged.actions.items() if action == RECOMPUTE and s in graph.stored]
+        kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
+        made, asked = self._spans()
+        dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
         tries = 0
         for storage in list(dropped):
-            if ops[storage].bytes > spare and self._room(found, storage, budget_bytes) < ops[storage].bytes:
+            span = slice(made[storage], asked.get(storage))
+            room = budget_bytes - max(judged.timeline.event_peak_bytes[span], default=0)
+            if room < graph.storages[storage].bytes or tries == _CLEAN_UP_TRIES:
                 continue
             tries += 1
-            if tries > 200:
-                break
-            rest = [s for s in dropped if s != storage]
-            trial = self.judge(close(graph, rest, kept))
-            if trial.timeline.peak_bytes <= budget_bytes and trial.rank <= found.rank:
-                found, dropped = trial, rest
-        return found
+            fewer = [s for s in dropped if s != storage]
+            trial = self.judge(close(graph, fewer, kept))
+            if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
+                judged, dropped = trial, fewer
+        return judged
 
-    def _room(self, found: _Found, storage: int, budget_bytes: int) -> int:
-        """Bytes free throughout the time that ``storage`` would additionally be live, roughly."""
-        graph = self.graph
-        made = next(e for e, (kind, n) in enumerate(graph.events) if kind == 0 and n == graph.storages[storage].op)
-        asked = next(e for e, (kind, n) in enumerate(graph.events) if kind == 3 and graph.saved[n] == storage)
-        return budget_bytes - max(found.timeline.event_peak_bytes[made:asked], default=0)
+    def _spans(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Event at which each stored storage is made, and at which backward first asks for it."""
+        made: dict[int, int] = {}
+        asked: dict[int, int] = {}
+        for event, (kind, number) in enumerate(self.graph.events):
+            if kind == RUN:
+                made.update(dict.fromkeys(self.graph.ops[number].makes, event))
+            elif kind == UNPACK:
+                asked.setdefault(self.graph.saved[number], event)
+        return made, asked
+
+    def _minimise(self, model: PeakModel, deadline: float, *, nodes: int | None = None) -> Answer:
+        gap = self.limits.gap
+        if gap is None:
+            gap = 0.0 if self.fine else _GAP
+        nodes = min(nodes or self.limits.node_limit, self.limits.node_limit)
+        left_s = max(deadline - time.perf_counter(), 0.1)
+        return model.program.minimise(gap=gap, node_limit=nodes, time_limit_s=left_s)
+
+    def _cut(self, model: PeakModel, timeline: Timeline, limit_bytes: int) -> None:
+        """Forbid the highest of the moments above ``limit_bytes``, one for each burst."""
+        peaks = np.array(timeline.event_peak_bytes)
+        above = np.flatnonzero(peaks > limit_bytes)
+        above = above[np.argsort(-peaks[above], kind="stable")][:_CUTS_A_ROUND]
+        replayed = {(r.event, r.peak_bytes): r.op for r in timeline.replays}
+        for event in above.tolist():
+            peak = timeline.event_peak_bytes[event]
+            model.forbid(event, replayed.get((event, peak)), peak - limit_bytes)

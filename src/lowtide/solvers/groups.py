@@ -133,6 +133,11 @@ class Sketch:
         self.base_live, self.base_peak = self._base()
         self.slots = self._slots()
 
+    @property
+    def size(self) -> int:
+        """Moments at which some group may be replayed, over all groups: what the model grows with."""
+        return sum(len(group.triggers) for group in self.groups)
+
     def trigger_at(self, event: int) -> int:
         """The last trigger at or before ``event``; -1 before the first."""
         return bisect_right(self.trigger_events, event) - 1

@@ -58,7 +58,7 @@ class Program:
         self.row_upper.append(upper)
         return len(self.row_upper) - 1
 
-    def minimise(self, *, gap: float, node_limit: int, time_limit_s: float, start: np.ndarray | None = None) -> Answer:
+    def minimise(self, *, gap: float, node_limit: int, time_limit_s: float) -> Answer:
         """Solve; the same program and node limit give the same answer as long as time does not run out."""
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
@@ -69,10 +69,6 @@ class Program:
         solver.setOptionValue("mip_max_nodes", node_limit)
         solver.setOptionValue("time_limit", time_limit_s)
         solver.passModel(self._model())
-        if start is not None:
-            known = highspy.HighsSolution()
-            known.col_value = start.tolist()
-            solver.setSolution(known)
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

@@ -26,6 +26,7 @@ stand at t, the others at t-1, and k's own bytes count if it runs then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,15 +43,20 @@ class PeakModel:
 
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
+        most_ms: Recompute time to stay within.
     """
 
-    def __init__(self, sketch: Sketch, budget_bytes: int | None) -> None:
+    def __init__(self, sketch: Sketch, budget_bytes: int | None, *, most_ms: float | None = None) -> None:
         self.sketch, self.budget_bytes = sketch, budget_bytes
+        self._resident = sketch.graph.resident_bytes
         self.program = Program()
         self._memo: dict[tuple, int] = {}
         self._rows: dict[tuple, int] = {}  # moment -> row
         self._columns()
         self._replay_rows()
+        if most_ms is not None:
+            times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
+            self.program.row(times, upper=most_ms / self.ms_unit + 1e-6)
         if sketch.fine:
             self._lazy_rows()
         self._slot_rows()
@@ -66,7 +72,7 @@ class PeakModel:
         total = sum(g.ms for g in sketch.groups) or 1.0
         # Scaled so that HiGHS's absolute tolerances mean the same for a toy and for a giant.
         self.ms_unit = total / 1e3
-        self.byte_unit = max(float(sketch.base_peak.max()) / 1e3, 1.0)
+        self.byte_unit = max(float(sketch.base_peak.max() - self._resident) / 1e3, 1.0)
         segments = max(sketch.segment_of.values(), default=0) + 1
         minimise_time = self.budget_bytes is not None
         self.s: dict[Decision, int] = {d: program.column(integer=True) for d in sketch.decisions if self._has_choice(d)}
@@ -109,7 +115,7 @@ class PeakModel:
             elif steps:
                 row({steps[-1]: 1, s: 1}, upper=1)
         for group, steps in self.A.items():
-            for before, after in zip(steps, steps[1:]):
+            for before, after in pairwise(steps):
                 row({before: 1, after: -1}, upper=0)
             for trigger, step in zip(group.triggers, steps, strict=True):
                 for piece in group.reads:
@@ -162,14 +168,16 @@ class PeakModel:
                 end = sketch.trigger_events[group.triggers[-1]]
                 for number in range(*np.searchsorted(starts, (sketch.run_event[group.head], end))):
                     self._add_rng(terms[number], group, sketch.slots[number].trigger)
-        seen: dict[tuple, int] = {}
+        highest: dict[tuple, int] = {}
         for slot, found in zip(sketch.slots, terms, strict=True):
             key = tuple(found.items())
-            moment = ("slot", slot.start)
-            if key in seen and self._constant(seen[key]) >= slot.base_bytes:
-                self._rows[moment] = seen[key]
-                continue
-            seen[key] = self._rows[moment] = self._memory_row(found, slot.base_bytes)
+            highest[key] = max(highest.get(key, 0), slot.base_bytes)
+        rows: dict[tuple, int] = {}
+        for slot, found in zip(sketch.slots, terms, strict=True):
+            key = tuple(found.items())
+            if key not in rows:  # slots that differ in their base alone share the highest one's row
+                rows[key] = self._memory_row(found, highest[key])
+            self._rows["slot", slot.start] = rows[key]
 
     def _lifetimes(self) -> dict[Piece, tuple[int, int]]:
         """From the first to one past the last event at which each piece may count beyond the base."""
@@ -233,11 +241,8 @@ class PeakModel:
         scaled = {c: v / self.byte_unit for c, v in terms.items()}
         if self.peak is not None:
             scaled[self.peak] = -1.0
-            return self.program.row(scaled, upper=-constant / self.byte_unit)
+            return self.program.row(scaled, upper=(self._resident - constant) / self.byte_unit)
         return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
-
-    def _constant(self, row: int) -> float:
-        return (self.budget_bytes or 0) - self.program.row_upper[row] * self.byte_unit
 
     def add_burst(self, group: Group, trigger: int) -> None:
         """The row for ``group`` running in the burst of ``trigger``."""
@@ -278,6 +283,11 @@ class PeakModel:
         self.program.row_upper[row] -= (overshoot + 1) / self.byte_unit
 
     # Reading a solution
+
+    def claimed_peak_bytes(self, values: np.ndarray) -> int:
+        """The peak as the model sees it; only where the peak is what was minimised."""
+        assert self.peak is not None
+        return round(values[self.peak] * self.byte_unit) + self._resident
 
     def choice(self, values: np.ndarray) -> tuple[list[int], list[int]]:
         """Storages to recompute, and storages to keep although autograd does not store them."""

@@ -40,7 +40,8 @@ class GuardedCall:
             return model._call_impl(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
-            return model._call_impl(*args, **kwargs)
+            opened = scopes.active.watcher  # choosing may have begun a region for the whole step
+            return model._call_impl(*args, **kwargs) if opened is None else _inside(opened, model, args, kwargs)
         tape, node = chosen
         with tape.region(node, whole_step=False):
             return model._call_impl(*args, **kwargs)

@@ -204,6 +204,8 @@ class Tape(TorchDispatchMode):
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
             recipe.rng = GeneratorState(device)
         result = func(*args, **kwargs)
+        if recipe.rng is not None and not recipe.rng.moved():
+            recipe.rng = None
         for output, size in slot.drops:
             tensor = nth_tensor(result, output)
             storage = tensor.untyped_storage()

@@ -20,6 +20,9 @@ HIDDEN_BUFFER_WRITERS = frozenset({
 # Known to give other bits in another run, whatever the inputs.
 NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty",
                               "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
+# Their reserve or workspace output belongs to the one run that filled it (seen: a replayed LSTM layer on CPU gave
+# gradients that differ).
+OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"})
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 
 
@@ -63,12 +66,15 @@ def shape_depends_on_values(func: Any) -> bool:
 def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     """The reason that this op must not run a second time; "" if it may."""
     packet = str(func.overloadpacket) if hasattr(func, "overloadpacket") else str(func)
-    if packet in HIDDEN_BUFFER_WRITERS and (True in args or kwargs.get("training") or packet.endswith("_stats")):
+    training = any(a is True for a in args) or kwargs.get("training") is True or packet.endswith("_stats")
+    if packet in HIDDEN_BUFFER_WRITERS and training:
         return "moves running statistics"
     if written_arguments(func):
         return "writes in place"
     if packet in NONDETERMINISTIC:
         return "makes uninitialised memory"
+    if packet in OPAQUE_WORKSPACE:
+        return "leaves a workspace for its own backward only"
     if func.namespace in COLLECTIVES:
         return "is a collective"
     if kwargs.get("generator") is not None or any(isinstance(a, torch.Generator) for a in args):
@@ -84,6 +90,14 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # functorch wrappers have none
         return None
+
+
+def fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Dense and without overlap, in some order of its dimensions."""
+    storage = storage_of(tensor)
+    if storage is None or storage.nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    return all(stride or size <= 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:

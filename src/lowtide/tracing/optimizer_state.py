@@ -33,25 +33,27 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
         kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     else:
         raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'.")
-    elements = sum(p.numel() for p in parameters)
-    state_each, step_each = _probe(kind, settings, parameters[0] if parameters else None)
+    sizes = [p.numel() for p in parameters]
+    like = parameters[0] if parameters else torch.zeros(1)
+    state_each, one = _probe(kind, settings, like, 1)
+    _, two = _probe(kind, settings, like, 2)
+    together = two > 1.5 * one  # foreach and fused kernels hold temporaries of all parameters, a loop those of one
     existing = 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
-    state = existing or round(state_each * elements)
-    return state, round(step_each * elements)
+    state = existing or round(state_each * sum(sizes))
+    return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
 
 
-def _probe(kind: type, settings: dict, like: torch.nn.Parameter | None) -> tuple[float, float]:
-    """(state, step temporaries) in bytes per element."""
-    dtype = like.dtype if like is not None else torch.float32
-    device = like.device if like is not None else torch.device("cpu")
-    probe = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype, device=device))
+def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[float, float]:
+    """(state, step temporaries) of an optimizer over ``count`` small parameters, in bytes per element of one."""
+    probes = [torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device)) for _ in range(count)]
     known = {k: v for k, v in settings.items() if k in kind.__init__.__code__.co_varnames}
-    small = kind([probe], **known)
-    probe.grad = torch.zeros_like(probe)
+    small = kind(probes, **known)
+    for probe in probes:
+        probe.grad = torch.zeros_like(probe)
     small.step()
     state = sum(_tensor_bytes(s) for s in small.state.values() if s)
-    temporaries = peak_bytes(small.step, device)
-    return state / probe.numel(), temporaries / probe.numel()
+    temporaries = peak_bytes(small.step, like.device)
+    return state / probes[0].numel(), temporaries / probes[0].numel()
 
 
 def _tensor_bytes(state: dict) -> int:

@@ -19,9 +19,11 @@ from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
 from lowtide.meters import run_with_workspace
+from lowtide.tracing.accumulation import fold
 from lowtide.tracing.operators import (
     PLAIN_TYPES,
     draws_random_numbers,
+    fills_its_storage,
     fingerprint,
     shape_depends_on_values,
     storage_of,
@@ -92,6 +94,8 @@ class Recorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}  # StorageImpl address -> storage id; entries go when the storage dies
         self._watch: dict[int, weakref.ref] = {}
         self._tainted: set[int] = set()  # storages whose shape depends on values
+        self._sums: dict[int, tuple[int, ...]] = {}  # the engine's own additions of gradients
+        self._made_under: dict[int | None, int | None] = {}  # storage -> autograd node that was running
         self._children: dict[tuple[int, str], int] = {}
         self._stack = [0]
         self._backward = False
@@ -180,6 +184,11 @@ class Recorder(TorchDispatchMode):
             if hidden_ids:
                 reason = reason or "changes an input that its schema says it only reads"
                 written += tuple(sorted(hidden_ids))
+        if self._backward and func is torch.ops.aten.add.Tensor:
+            parts = [self.know(t, "other") for t in inputs if fills_its_storage(t)]
+            # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
+            if any(self._made_under.get(n) not in (None, _node()) for n in parts):
+                self._sums[len(self.ops)] = tuple(n for n in parts if n is not None)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
         return result
 
@@ -234,6 +243,8 @@ class Recorder(TorchDispatchMode):
             makes.append(
                 self._new(storage, "backward" if backward else "activation", number, output, fixed)
             )
+        if backward:
+            self._made_under.update(dict.fromkeys(makes, _node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
             self._tainted.update(makes)
         for s in written:
@@ -323,9 +334,17 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> tuple[Storage, ...]:
         """Stop recording; the storages as they ended up."""
-        self._recording = False
-        self._watch.clear()
+        if self._recording:
+            self._recording = False
+            self._watch.clear()
+            self.ops, self.events = fold(self.ops, self.events, self._sums, [s["bytes"] for s in self.storages])
         return tuple(Storage(i, **s) for i, s in enumerate(self.storages))
+
+
+def _node() -> int | None:
+    """Which autograd node runs now, or ran last."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:

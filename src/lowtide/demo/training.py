@@ -1,0 +1,112 @@
+"""Two copies of a model trained side by side, plainly and under a plan: the losses must agree to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.demo.case import Case, shape_of
+from lowtide.demo.table import Steps, affordable
+from lowtide.tracing.state import same_bits
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LEAST_STEPS = 12
+
+
+class PausableSteps(Steps, Protocol):
+    """Progress that can leave the terminal to somebody else for a while."""
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """What both runs showed.
+
+    Attributes:
+        shapes: Input shapes in the order met; the planned run made a plan for each.
+        losses_bitwise_equal: Every loss of the planned run against the plain run's.
+        weights_bitwise_equal: Every parameter after the last step.
+    """
+
+    budget_bytes: int
+    steps: int
+    shapes: tuple[tuple[int, ...], ...]
+    plain_losses: tuple[float, ...]
+    planned_losses: tuple[float, ...]
+    losses_bitwise_equal: bool
+    weights_bitwise_equal: bool
+    report: str
+
+
+def train_both(case: Case, budget_bytes: int, seconds: float, steps: PausableSteps) -> Training:
+    """Train with AdamW from the same weights and random states, as many steps as fit into ``seconds``.
+
+    Args:
+        budget_bytes: For parameters, gradients and activations; what AdamW keeps comes on top.
+    """
+    planned, plain = case.model, copy.deepcopy(case.model)
+    optimizers = {
+        model: torch.optim.AdamW(model.parameters(), lr=case.learning_rate, weight_decay=0.0)
+        for model in (plain, planned)
+    }
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+    budget_bytes += sum(2 * p.nbytes + 4 for p in planned.parameters())  # two moments and a step count
+    with steps.paused():
+        fit = lowtide.fit(
+            planned, case.batch, step=case.step, budget=budget_bytes, optimizer=optimizers[planned]
+        )
+    losses: dict[nn.Module, list[torch.Tensor]] = {plain: [], planned: []}
+    shapes = {shape_of(case.batch): None}
+    count, i = case.training_steps, 0
+    steps.expect(2 * count)
+    try:
+        while i < count:
+            start = time.perf_counter()
+            batch = case.training[i % len(case.training)]
+            new = shape_of(batch) not in shapes
+            shapes[shape_of(batch)] = None
+            for model in (plain, planned):
+                torch.manual_seed(i)
+                # A shape not met before is planned for inside the call, with a progress display of its own.
+                with steps.paused() if new and model is planned else nullcontext():
+                    with fit.step_region() if model is planned else nullcontext():
+                        loss = case.step(model, batch)
+                loss.backward()
+                optimizers[model].step()
+                optimizers[model].zero_grad()
+                losses[model].append(loss.detach())
+                steps.done()
+            i += 1
+            if i == 1:  # now it is known what a step takes
+                each_s = time.perf_counter() - start
+                count = affordable(seconds, each_s, least=min(_LEAST_STEPS, count), most=count)
+                steps.expect(2 * (count - case.training_steps))
+        report = fit.report(measure=False)
+    finally:
+        fit.remove()
+    return Training(
+        budget_bytes=budget_bytes,
+        steps=count,
+        shapes=tuple(shapes),
+        plain_losses=tuple(loss.item() for loss in losses[plain]),
+        planned_losses=tuple(loss.item() for loss in losses[planned]),
+        losses_bitwise_equal=all(same_bits(a, b) for a, b in zip(losses[plain], losses[planned], strict=True)),
+        weights_bitwise_equal=all(same_bits(a, b) for a, b in zip(plain.parameters(), planned.parameters(), strict=True)),
+        report=report,
+    )
+
+
+def sparkline(values: tuple[float, ...]) -> str:
+    """One character a value, lowest to highest."""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
