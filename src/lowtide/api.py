@@ -20,15 +20,16 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.meters import available_bytes
 from lowtide.plan import Plan
 from lowtide.reports.progress import Stages
-from lowtide.reports.terminal import Measured, fit_report
+from lowtide.reports.summary import Measured
+from lowtide.reports.terminal import fit_report
 from lowtide.solvers.front_door import solve
 from lowtide.tape import attach
 from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.tape import Audit, Tape
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.state import rehearsal
-from lowtide.tracing.tracer import Call, Step, device_of, run_step, trace
+from lowtide.tracing.tracer import Step, device_of, run_step, trace
 from lowtide.units import format_bytes, parse_budget
 from lowtide.verifier import Verification, suspended, verify
 
@@ -362,16 +363,14 @@ def fit(
     """
     fitted = Fit(model, _Settings(parse_budget(budget), optimizer, method, options), step)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest.")
+        raise TypeError(
+            f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
+        )
     fitted._remember(fitted._make(batch, step))
-    if sum(t.numel() * t.element_size() for t in tensors_in(_values(batch))) < 0.01 * fitted.plan.plain_peak_bytes:
+    if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
         fitted._batch = batch
     fitted._attach()
     return fitted
-
-
-def _values(batch: Any) -> Any:
-    return list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
 
 
 @contextmanager

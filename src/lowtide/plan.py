@@ -1,4 +1,4 @@
-"""A plan: one decision per storage, what it predicts, and how it knows. JSON in and out; needs no graph to be applied."""
+"""A plan: one decision per storage, what it predicts, how it knows. JSON in and out; needs no graph to be applied."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ class Plan:
         except json.JSONDecodeError as error:
             raise GraphFormatError(f"not a plan: the file is not JSON ({error}). Write it with plan.save().") from error
         if not isinstance(body, dict) or body.pop("version", None) != VERSION:
-            raise GraphFormatError(f"not a plan: field 'version' is not {VERSION}. Make the plan again with this lowtide.")
+            raise GraphFormatError(
+                f"not a plan: field 'version' is not {VERSION}. Make the plan again with this lowtide."
+            )
         try:
             body["decisions"] = tuple(Decision(*d) for d in body["decisions"])
             body["frames"] = tuple(Frame(*f) for f in body["frames"])

@@ -5,7 +5,8 @@ It counts references exactly as the tape does:
 - A storage that is not recomputed lives while Python holds it (RUN to FREE), autograd does (PACK to RELEASE), backward
   does (UNPACK to DROP), or a recipe that has not run yet reads it.
 - A recomputed storage is stored as a *value*, which costs nothing until it is *materialised* by a replay. A value lives
-  while a handle, a pending recipe or, during forward, its original refers to it; a materialised one costs its bytes until then.
+  while a handle, a pending recipe or, until backward begins, its original refers to it; a materialised one costs its
+  bytes until then.
 - A *recipe* is an op with at least one recomputed output. It is pending from its forward run until it is replayed, or
   until all its values are dead; as long as it refers to what it reads, and keeps the generator state it needs.
 - The first unpack of a value runs a *burst*: every pending recipe it needs, in program order, each dropping its
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import FREE, PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, Plan
 
 _PENDING, _GONE = 1, 2  # a recipe: before its replay; replayed, or dropped unneeded
@@ -129,7 +130,7 @@ def _check(graph: StepGraph, actions: Mapping[int, str]) -> None:
         why = storage.fixed if storage.op is not None else "it was there before the step"
         if storage.kind != "activation" and not why:
             why = "it is made in backward"
-        for read in () if why else graph.ops[storage.op].reads:
+        for read in () if why or storage.op is None else graph.ops[storage.op].reads:
             source = graph.storages[read]
             if source.kind != "activation" and (source.op is not None or source.fixed):
                 why = f"its op reads storage {read}, which {source.fixed or 'is made in backward'}"
@@ -166,8 +167,7 @@ def _index(graph: StepGraph) -> _Index:
 class _Step:
     """The state of one simulated step.
 
-    ``refs`` counts references to an original; ``value_refs`` those to the value of a recomputed storage, its living
-    original included.
+    ``refs`` counts references to an original, ``value_refs`` those to the value of a recomputed storage.
     """
 
     def __init__(self, index: _Index, actions: Mapping[int, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from lowtide.meters import available_bytes, compare_times, peak_bytes
 from lowtide.plan import Plan
 from lowtide.tape import attach
 from lowtide.tape.tape import Counts
+from lowtide.tracing.batches import first_rows, rows
 from lowtide.tracing.state import rehearsal, same_bits
 from lowtide.tracing.tracer import Step, device_of, run_step
 
@@ -55,9 +56,7 @@ class Verification:
         return self.loss_bitwise_equal and self.gradients_bitwise_equal and self.buffers_bitwise_equal
 
 
-def verify(
-    model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
-) -> Verification:
+def verify(model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
     Args:
@@ -137,9 +136,7 @@ def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> 
         del output
 
 
-def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None
-) -> tuple[dict[str, Any], Counts]:
+def _outcome(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> tuple[dict[str, Any], Counts]:
     """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
     counts = Counts()
     with rehearsal(model, batch, zero_grads=False):
@@ -178,30 +175,11 @@ def _cut_down(
     from lowtide.solvers.front_door import solve
     from lowtide.tracing.tracer import trace
 
-    size = _batch_size(batch)
+    have = left = rows(batch)
     need = plan.plain_peak_bytes - plan.resident_bytes
-    rows = size
-    while rows > 1 and need * rows / max(size, 1) > available_bytes(device):
-        rows //= 2
-    cut = _narrow(batch, size, rows)
+    while left > 1 and need * left / have > available_bytes(device):
+        left //= 2
+    cut = first_rows(batch, left)
     graph = trace(model, cut, step=step)
     small = solve(graph, measure(graph), budget=f"{100 * plan.predicted_fraction:.4f}%")
-    return cut, small, f"the plain step does not fit: compared on {rows} of {size} rows, at the same fraction"
-
-
-def _batch_size(batch: Any) -> int:
-    from lowtide.tracing.operators import tensors_in
-
-    values = list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
-    return next((t.shape[0] for t in tensors_in(values) if t.dim()), 1)
-
-
-def _narrow(batch: Any, size: int, rows: int) -> Any:
-    narrow: Callable[[Any], Any] = lambda t: (  # noqa: E731
-        t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size else t
-    )
-    if isinstance(batch, torch.Tensor):
-        return narrow(batch)
-    if hasattr(batch, "items"):
-        return {k: narrow(v) for k, v in batch.items()}
-    return type(batch)(narrow(v) for v in batch)
+    return cut, small, f"the plain step does not fit: compared on {left} of {have} rows, at the same fraction"

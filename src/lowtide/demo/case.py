@@ -18,7 +18,7 @@ class Case:
         facts: One line: model, objective, precision.
         step: ``step(model, batch)`` returns the loss; nothing else outlives it.
         batch: The batch of the table.
-        budgets: Of the table, as fractions of the plain step's activation memory; training runs under the second.
+        budgets: Of the table, as fractions of the plain step's activation memory; training runs under the last.
         training: Batches of the training run, in order, taken again from the start when they run out.
     """
 

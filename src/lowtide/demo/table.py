@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 import lowtide
 from lowtide.demo.case import Case
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
 from lowtide.meters import compare_times, peak_bytes
 from lowtide.plan import Plan
 from lowtide.tracing.state import same_bits
 
-PLAIN, FULL = "plain", "transformers, full"
+PLAIN, FULL, AS_FULL = "plain", "transformers, full", "lowtide, its peak"
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,16 @@ class Steps(Protocol):
 class Methods:
     """Every method as one call on the same weights, from the same random state, with gradients zeroed in place."""
 
-    def __init__(self, case: Case, plans: dict[str, Plan], on_step: Callable[[], None]) -> None:
+    def __init__(self, case: Case, on_step: Callable[[], None]) -> None:
         self._case, self._on_step = case, on_step
         self.calls: dict[str, Callable[[], torch.Tensor]] = {PLAIN: self._step, FULL: self._fully_checkpointed}
-        for name, plan in plans.items():
-            self.calls[name] = lambda plan=plan: self._planned(plan)
         for parameter in case.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
+
+    def add(self, plans: dict[str, Plan]) -> None:
+        """Plans by the name of their method."""
+        for name, plan in plans.items():
+            self.calls[name] = partial(self._planned, plan)
 
     def prepare(self) -> None:
         """Before each measurement."""
@@ -105,22 +111,27 @@ class Methods:
 
     def _planned(self, plan: Plan) -> torch.Tensor:
         with lowtide.apply(self._case.model, plan):
-            return self._step()
+            loss = self._case.step(self._case.model, self._case.batch)
+        loss.backward()
+        return loss.detach()
 
     def outcome(self, name: str) -> tuple[int, dict[str, torch.Tensor]]:
         """One run: activation memory in bytes, and clones of the loss and of every gradient."""
         self.prepare()
         losses: list[torch.Tensor] = []
-        activation_bytes = peak_bytes(lambda: losses.append(self.calls[name]()), next(self._case.model.parameters()).device)
+        activation_bytes = peak_bytes(
+            lambda: losses.append(self.calls[name]()), next(self._case.model.parameters()).device
+        )
         self._on_step()
         found = {n: p.grad.clone() for n, p in self._case.model.named_parameters()}
         return activation_bytes, {"loss": losses[0], **found}
 
 
 def measure_table(case: Case, seconds: float, steps: Steps) -> Table:
-    """Plan for every budget of the case and measure all methods, as many rounds as fit into ``seconds``.
+    """Plan for each budget of the case and for the peak of full checkpointing, and measure all methods.
 
     Args:
+        seconds: As many interleaved rounds of timing as fit, two at least.
         steps: Progress: told how many steps there will be, and of each one done.
     """
     begin = time.perf_counter()
@@ -128,19 +139,26 @@ def measure_table(case: Case, seconds: float, steps: Steps) -> Table:
     traced = time.perf_counter()
     costs = lowtide.measure(graph)
     measured = time.perf_counter()
-    plans = {f"lowtide {budget}": lowtide.solve(graph, costs, budget) for budget in case.budgets}
-    methods = Methods(case, plans, steps.done)
 
+    methods = Methods(case, steps.done)
+    steps.expect(2)
     start = time.perf_counter()
-    outcomes: dict[str, tuple[int, bool]] = {}
     plain_bytes, reference = methods.outcome(PLAIN)
-    outcomes[PLAIN] = plain_bytes, True
-    rounds = affordable(seconds, (time.perf_counter() - start) * len(methods.calls), least=3, most=9) - 1
-    steps.expect(len(methods.calls) * (rounds + 1) - 1)
-    for name in methods.calls:
-        if name != PLAIN:
-            activation_bytes, found = methods.outcome(name)
-            outcomes[name] = activation_bytes, same_outcome(found, reference)
+    full_bytes, full = methods.outcome(FULL)
+    each_s = (time.perf_counter() - start) / 2
+    outcomes = {PLAIN: (plain_bytes, True), FULL: (full_bytes, same_outcome(full, reference))}
+    del full
+    budgets: dict[str, int | str] = {f"lowtide {budget}": budget for budget in case.budgets}
+    plans = {name: plan_within(graph, costs, budget) for name, budget in budgets.items()}
+    plans[AS_FULL] = plan_within(graph, costs, graph.resident_bytes + full_bytes)
+    methods.add(plans)
+
+    rounds = affordable(seconds - each_s * len(plans), each_s * len(methods.calls), least=2, most=9)
+    steps.expect(len(plans) + len(methods.calls) * rounds)
+    for name in plans:
+        activation_bytes, found = methods.outcome(name)
+        outcomes[name] = activation_bytes, same_outcome(found, reference)
+    del reference
     times = compare_times({name: methods.timed(name) for name in methods.calls}, rounds=rounds, warmup=0)
     plain_ms = times[PLAIN].median_ms
     rows = [
@@ -158,6 +176,14 @@ def measure_table(case: Case, seconds: float, steps: Steps) -> Table:
     ]
     solve_s = sum(plan.solve_s for plan in plans.values())
     return Table(tuple(rows), rounds, plain_ms, traced - begin, measured - traced, solve_s)
+
+
+def plan_within(graph: StepGraph, costs: Costs, budget: int | str) -> Plan:
+    """The exact plan for ``budget``, or for the least peak there is where that is more."""
+    try:
+        return lowtide.solve(graph, costs, budget)
+    except lowtide.BudgetInfeasibleError as error:
+        return lowtide.solve(graph, costs, error.least_bytes)
 
 
 def same_outcome(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -36,7 +36,7 @@ class Training:
         weights_bitwise_equal: Every parameter after the last step.
     """
 
-    budget_bytes: int
+    budget_bytes: int | None
     steps: int
     shapes: tuple[tuple[int, ...], ...]
     plain_losses: tuple[float, ...]
@@ -46,11 +46,11 @@ class Training:
     report: str
 
 
-def train_both(case: Case, budget_bytes: int, seconds: float, steps: PausableSteps) -> Training:
+def train_both(case: Case, budget: int | str, seconds: float, steps: PausableSteps) -> Training:
     """Train with AdamW from the same weights and random states, as many steps as fit into ``seconds``.
 
     Args:
-        budget_bytes: For parameters, gradients and activations; what AdamW keeps comes on top.
+        budget: As for ``fit``, AdamW's state included.
     """
     planned, plain = case.model, copy.deepcopy(case.model)
     optimizers = {
@@ -59,13 +59,11 @@ def train_both(case: Case, budget_bytes: int, seconds: float, steps: PausableSte
     }
     for optimizer in optimizers.values():
         optimizer.zero_grad()
-    budget_bytes += sum(2 * p.nbytes + 4 for p in planned.parameters())  # two moments and a step count
+    longest = max(case.training, key=lambda batch: batch["input_ids"].numel())
     with steps.paused():
-        fit = lowtide.fit(
-            planned, case.batch, step=case.step, budget=budget_bytes, optimizer=optimizers[planned]
-        )
+        fit = lowtide.fit(planned, longest, step=case.step, budget=budget, optimizer=optimizers[planned])
     losses: dict[nn.Module, list[torch.Tensor]] = {plain: [], planned: []}
-    shapes = {shape_of(case.batch): None}
+    shapes = {shape_of(longest): None}
     count, i = case.training_steps, 0
     steps.expect(2 * count)
     try:
@@ -90,7 +88,7 @@ def train_both(case: Case, budget_bytes: int, seconds: float, steps: PausableSte
                 each_s = time.perf_counter() - start
                 count = affordable(seconds, each_s, least=min(_LEAST_STEPS, count), most=count)
                 steps.expect(2 * (count - case.training_steps))
-        report = fit.report(measure=False)
+        report, budget_bytes = fit.report(measure=False), fit.plan.budget_bytes
     finally:
         fit.remove()
     return Training(
@@ -100,7 +98,9 @@ def train_both(case: Case, budget_bytes: int, seconds: float, steps: PausableSte
         plain_losses=tuple(loss.item() for loss in losses[plain]),
         planned_losses=tuple(loss.item() for loss in losses[planned]),
         losses_bitwise_equal=all(same_bits(a, b) for a, b in zip(losses[plain], losses[planned], strict=True)),
-        weights_bitwise_equal=all(same_bits(a, b) for a, b in zip(plain.parameters(), planned.parameters(), strict=True)),
+        weights_bitwise_equal=all(
+            same_bits(a, b) for a, b in zip(plain.parameters(), planned.parameters(), strict=True)
+        ),
         report=report,
     )
 

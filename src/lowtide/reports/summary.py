@@ -147,7 +147,9 @@ def warnings(plan: Plan, measured: Measured | None) -> list[str]:
     """What a user should know before trusting the numbers, each with the way out; empty when all is well."""
     found = []
     if plan.status == "feasible":
-        found.append("The solver hit its time limit: the plan holds the budget, the gap says what it may cost in time.")
+        found.append(
+            "The solver stopped before it had a proof: the plan holds the budget, the gap says what it may cost."
+        )
     if measured is None:
         return found
     if measured.mismatched_ops or measured.unplanned_ops:

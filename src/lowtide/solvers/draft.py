@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, Op, StepGraph
 from lowtide.plan import RECOMPUTE, Decision, Plan, PlannedOp
 from lowtide.simulator import Timeline, simulate_actions
 from lowtide.units import format_bytes
@@ -84,9 +84,8 @@ def infeasible(
     timeline = simulate_actions(graph, costs, least)
     need = format_bytes(timeline.peak_bytes)
     every = "every plan" if method == "exact" else f"method={method!r}"
-    lines = [
-        f"no plan fits budget={format_bytes(budget_bytes)}: {every} needs at least {need} ({timeline.peak_bytes} bytes)."
-    ]
+    asked = format_bytes(budget_bytes)
+    lines = [f"no plan fits budget={asked}: {every} needs at least {need} ({timeline.peak_bytes} bytes)."]
     rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
     rows.append(("bottleneck", _bottleneck(graph, timeline)))
     width = max(len(name) for name, _ in rows)
@@ -99,12 +98,21 @@ def infeasible(
 def _bottleneck(graph: StepGraph, timeline: Timeline) -> str:
     """Module and op that run when the peak is reached."""
     event = timeline.peak_event
-    during = [r for r in timeline.replays if r.event == event and r.peak_bytes == timeline.peak_bytes]
-    if during:
-        op = graph.ops[during[0].op]
-        return f"{graph.scope(op) or 'the step itself'} ({op.name}, run again in backward)"
-    runs = [number for kind, number in graph.events[: event + 1] if kind == 0]
+    during = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == timeline.peak_bytes]
+    runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
     if not runs:
         return "the start of the step"
-    op = graph.ops[runs[-1]]
-    return f"{graph.scope(op) or 'the step itself'} ({op.name}, {'backward' if op.backward else 'forward'})"
+    op = graph.ops[(during or runs)[-1]]
+    if during:
+        how = "run again in backward"
+    else:
+        how = "backward" if op.backward else "forward"
+    return f"{_module(graph, op) or 'the step itself'} ({op.name}, {how})"
+
+
+def _module(graph: StepGraph, op: Op) -> str:
+    """Module path of ``op``; of a backward op outside all modules that of the forward op whose output it reads."""
+    if op.backward and not graph.scope(op):
+        makers = [graph.storages[s].op for s in op.reads if graph.storages[s].kind == "activation"]
+        return next((graph.scope(graph.ops[m]) for m in makers if m is not None), "")
+    return graph.scope(op)

@@ -31,8 +31,7 @@ from lowtide.solvers.structure import close
 
 _ROUNDS = 12
 _CUTS_A_ROUND = 40
-_FULL_REACH_SIZE = 2000  # models up to this size may reach back over the whole step,
-_ONE_SEGMENT_SIZE = 6000  # up to this size over one segment; larger ones do so only where nothing else fits
+_FULL_REACH_SIZE = 2000  # models up to this size (``Sketch.size``) may replay back over the whole step
 _GAP = 0.01  # tolerated on graphs that are not modelled op by op
 _LEAN_NODES = 10  # for the least peak: good answers come from the root, a proof from thousands of nodes
 _CLEAN_UP_TRIES = 200
@@ -115,14 +114,11 @@ class _Search:
         self.graph, self.costs, self.limits = graph, costs, limits
         # Whatever is recomputed, the tape's watching of forward is paid in full.
         self.floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
-        whole, near = Sketch(graph, costs), Sketch(graph, costs, reach=1)
+        whole = Sketch(graph, costs)
         self.fine = whole.fine
-        self._sketches: dict[int | None, Sketch] = {None: whole, 1: near}
-        self.reaches: tuple[int | None, ...] = (0, 1)
-        if whole.size <= _FULL_REACH_SIZE:
-            self.reaches = (None,)
-        elif near.size <= _ONE_SEGMENT_SIZE:
-            self.reaches = (1,)
+        # Replays that stay in their own segment are all it takes, except near the least peak.
+        self.reaches: tuple[int | None, ...] = (None,) if whole.size <= _FULL_REACH_SIZE else (0, 1)
+        self._sketches: dict[int | None, Sketch] = {None: whole}
 
     def sketch(self, reach: int | None) -> Sketch:
         if reach not in self._sketches:

@@ -55,18 +55,20 @@ def solve(
         raise ValueError(
             f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
         )
-    budget_bytes = None if budget is None and method in CLASSICS else absolute_bytes(graph, costs, budget)
+    budget_bytes = None if budget is None else absolute_bytes(graph, costs, budget)
     if method != "exact":
         draft = Draft(classic(graph, method, n))
         peak_bytes = simulate_actions(graph, costs, draft.actions).peak_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
             raise infeasible(graph, costs, budget_bytes, draft.actions, method=method)
+    elif budget_bytes is None:
+        raise ValueError('budget=None: method="exact" needs one. Pass bytes, "6GiB" or "40%".')
     else:
         draft = exact(graph, costs, budget_bytes, Limits(time_limit_s, node_limit, gap))
     return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s)
 
 
-def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str | None) -> int:
+def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:
     """``budget`` as absolute peak bytes on the device.
 
     Raises:

@@ -9,14 +9,15 @@ Words used by the model (``peak_model.py``):
 - *decision*: pieces of one group that are kept or recomputed together. Secondary outputs that are tiny beside the
   group's others (the statistics of a norm, attention's logsumexp) have no decision of their own.
 - *trigger*: a moment in backward at which replays may start: something dropped is unpacked for the first time.
-- *slot*: a stretch of the step in which neither what is dead in Python nor what is still stored changes. Memory there is
-  a constant, the largest over the slot, plus what the decisions add.
+- *slot*: a stretch of the step in which neither what is dead in Python nor what is still stored changes. Memory there
+  is a constant, the largest over the slot, plus what the decisions add.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -178,16 +179,24 @@ class Sketch:
     def _segments(self) -> dict[int, int]:
         """Contiguous runs of forward ops of one layer; small ones joined to the run before."""
         layer_of, worth = layers(self.graph), set(self.ops)
+        runs = [[op.id for op in run] for _, run in groupby(self.graph.forward_ops, lambda op: layer_of.get(op.id))]
+        for run, following in pairwise(runs):
+            # A norm at the end of a layer belongs with its readers: they can all be replayed from what it reads.
+            while len(run) > 1 and self._ends_what_it_could_begin(run[-1]):
+                following.insert(0, run.pop())
         segment_of: dict[int, int] = {}
-        segment, size, current = 0, 0, None
-        for op in self.graph.forward_ops:
-            layer = layer_of.get(op.id)
-            if layer != current and size >= _SEGMENT_OPS:
+        segment = size = 0
+        for run in runs:
+            if size >= _SEGMENT_OPS:
                 segment, size = segment + 1, 0
-            current = layer
-            size += op.id in worth
-            segment_of[op.id] = segment
+            size += len(worth.intersection(run))
+            segment_of.update(dict.fromkeys(run, segment))
         return segment_of
+
+    def _ends_what_it_could_begin(self, op: int) -> bool:
+        """Whether ``op`` makes nothing, or makes it from one stored activation alone."""
+        read = {s for s in self.graph.ops[op].reads if self.graph.storages[s].op is not None}
+        return not self.graph.ops[op].makes or (len(read) == 1 and read <= self.graph.stored)
 
     def _triggers(self) -> tuple[list[int], dict[int, int]]:
         """Events at which replays may start, and the trigger of each droppable storage.
@@ -210,7 +219,7 @@ class Sketch:
 
     def _groups(self) -> list[Group]:
         graph, consumers = self.graph, readers(self.graph)
-        worth, head_of = set(self.ops), {}
+        worth, head_of = set(self.ops), dict[int, int]()
         stored = graph.stored
         for number in reversed(self.ops):
             op = graph.ops[number]

@@ -26,6 +26,7 @@ stand at t, the others at t-1, and k's own bytes count if it runs then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -162,7 +163,7 @@ class PeakModel:
         for piece, (begin, end) in self._lifetimes().items():
             for number in range(*np.searchsorted(starts, (begin, end))):
                 slot = sketch.slots[number]
-                self._add_piece(terms[number], piece, slot.start, lambda _, trigger=slot.trigger: trigger)
+                self._add_piece(terms[number], piece, slot.start, partial(_everyone_at, slot.trigger))
         for group in sketch.groups:
             if group.rng_bytes and group.triggers:
                 end = sketch.trigger_events[group.triggers[-1]]
@@ -242,6 +243,7 @@ class PeakModel:
         if self.peak is not None:
             scaled[self.peak] = -1.0
             return self.program.row(scaled, upper=(self._resident - constant) / self.byte_unit)
+        assert self.budget_bytes is not None
         return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
 
     def add_burst(self, group: Group, trigger: int) -> None:
@@ -300,6 +302,10 @@ class PeakModel:
                 elif values[s] > 0.5 and piece.direct_end < 0:
                     kept.append(piece.storage)
         return recomputed, kept
+
+
+def _everyone_at(trigger: int, group: Group | None) -> int:
+    return trigger
 
 
 def _add(terms: Terms, more: Terms, factor: float) -> None:

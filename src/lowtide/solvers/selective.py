@@ -1,4 +1,4 @@
-"""Selective checkpointing: matrix products, convolutions and attention are kept, what is cheap beside them is recomputed.
+"""Selective checkpointing: matrix products, convolutions and attention are kept, the cheap rest is recomputed.
 
 The policy of PyTorch's ``create_selective_checkpoint_contexts`` as published in
 https://pytorch.org/blog/activation-checkpointing-techniques/, applied to every repeated layer (to the whole step where

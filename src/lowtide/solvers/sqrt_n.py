@@ -2,8 +2,8 @@
 
 Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost", https://arxiv.org/abs/1604.06174
 
-Differs: segments are equal in layers (in ops where no layer repeats), not in bytes, and a value is replayed when backward
-asks for it, not a whole segment at once.
+Differs: segments are equal in layers (in ops where no layer repeats), not in bytes, and a value is replayed when
+backward asks for it, not a whole segment at once.
 """
 
 from __future__ import annotations

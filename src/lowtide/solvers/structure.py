@@ -78,9 +78,9 @@ def layers(graph: StepGraph) -> dict[int, int]:
     numbers: dict[tuple[str, int], int] = {}
     layer_of = {}
     for op, entries in candidates.items():
-        entry = next((entry for container, entry in entries if len(members[container]) > 1), None)
-        if entry is not None:
-            layer_of[op] = numbers.setdefault(entry, len(numbers))
+        repeated = [entry for container, entry in entries if len(members[container]) > 1]
+        if repeated:
+            layer_of[op] = numbers.setdefault(repeated[0], len(numbers))
     return layer_of
 
 
@@ -119,7 +119,7 @@ def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int]
     Args:
         segment_of: Segment of each checkpointed forward op; ops without one run plainly.
     """
-    kept, inside = set(keep), set()
+    kept, inside = set(keep), set[int]()
     for storage, ops in readers(graph).items():
         maker = graph.storages[storage].op
         if maker is not None and any(segment_of.get(op) != segment_of.get(maker) for op in ops):

@@ -53,7 +53,9 @@ class Program:
     def __init__(self, plan: Plan) -> None:
         unknown = {d.action for d in plan.decisions} - {SAVE, RECOMPUTE}
         if unknown:
-            raise ValueError(f"the plan asks for {sorted(unknown)}, which this tape does not carry out. Solve without offload.")
+            raise ValueError(
+                f"the plan asks for {sorted(unknown)}, which this tape does not carry out. Solve without offload."
+            )
         self.plan = plan
         self.nodes = [Node(f.path) for f in plan.frames]
         for number, frame in enumerate(plan.frames):

@@ -20,7 +20,7 @@ import torch
 from torch._C import DispatchKey
 
 from lowtide.errors import ReplayError
-from lowtide.tape import ambient
+from lowtide.tape.ambient import Ambient, GeneratorState, no_autocast
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.state import same_bits
 
@@ -91,12 +91,14 @@ class Handle(View):
         Raises:
             ReplayError: something it is made from was changed in place.
         """
-        with _lock, torch.no_grad():
+        if torch.is_grad_enabled():  # under create_graph
+            with torch.no_grad():
+                return self.tensor()
+        with _lock:
             base = materialise(self.value)
             tensor = self.of(base)
             _used(self.value)
-            # A fresh alias: autograd attaches history to what it gets, and must not attach it to the cache.
-            return tensor.detach() if tensor is base else tensor
+            return tensor  # autograd makes a shallow copy before it attaches history
 
 
 class Kept:
@@ -132,14 +134,26 @@ class Recipe:
         inputs: The Values among them.
     """
 
-    __slots__ = ("__weakref__", "ambient", "args", "func", "inputs", "kwargs", "number", "on_audit", "outputs", "rng", "where")
+    __slots__ = (
+        "__weakref__",
+        "ambient",
+        "args",
+        "func",
+        "inputs",
+        "kwargs",
+        "number",
+        "on_audit",
+        "outputs",
+        "rng",
+        "where",
+    )
 
-    def __init__(self, number: int, func: Any, where: str, ambient: ambient.Ambient) -> None:
+    def __init__(self, number: int, func: Any, where: str, ambient: Ambient) -> None:
         self.number, self.func, self.where, self.ambient = number, func, where, ambient
         self.inputs: list[Value] = []
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
-        self.rng: ambient.GeneratorState | None = None
-        self.on_audit: Callable[[Recipe, bool], None] | None = None
+        self.rng: GeneratorState | None = None
+        self.on_audit: Callable[[bool], None] | None = None
         self.args: Any = None
         self.kwargs: Any = None
 
@@ -195,15 +209,15 @@ class Recipe:
         for value in spent:
             _used(value)
         for output, reference in self.outputs:
-            value = reference()
-            if value is None:
+            made = reference()
+            if made is None:
                 continue
-            value.tensor = nth_tensor(result, output)
-            value.left = value.users if keep else -1
-            if value.original is not None:
-                self._audit(value)
+            made.tensor = nth_tensor(result, output)
+            made.left = made.users if keep else -1
+            if made.original is not None:
+                self._audit(made)
             if not keep:
-                value.recipe = None
+                made.recipe = None
 
     def _audit(self, value: Value) -> None:
         """Compare the replay with the tensor that was kept beside it; where they differ, the kept one is right."""
@@ -213,7 +227,7 @@ class Recipe:
         if not equal:
             value.tensor = original
         if self.on_audit is not None:
-            self.on_audit(self, equal)
+            self.on_audit(equal)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,8 +257,13 @@ def value_of(tensor: torch.Tensor, run: object) -> Value | None:
 
 def materialise(value: Value) -> torch.Tensor:
     """The tensor of a Value, after replaying whatever it needs: iteratively, in program order, each op once."""
-    if value.tensor is not None:
-        return value.tensor
+    if value.tensor is None:
+        _replay_into(value)
+    assert value.tensor is not None
+    return value.tensor
+
+
+def _replay_into(value: Value) -> None:
     # Outside backward (someone looks at grad_fn._saved_self) nothing may be used up.
     keep = torch._C._current_graph_task_id() == -1 or torch._C._autograd._get_current_graph_task_keep_graph()
     burst: dict[int, Recipe] = {}
@@ -255,7 +274,7 @@ def materialise(value: Value) -> torch.Tensor:
             burst[recipe.number] = recipe
             stack.extend(_recipe_of(v) for v in recipe.inputs if v.tensor is None)
     made: list[weakref.ref[Value]] = []
-    with ambient.no_autocast(), burst[min(burst)].ambient.restored():  # recipes refer to their own forward pass only
+    with no_autocast(), burst[min(burst)].ambient.restored():  # recipes refer to their own forward pass only
         for number in sorted(burst):
             recipe = burst.pop(number)
             recipe.replay(keep=keep)
@@ -264,13 +283,13 @@ def materialise(value: Value) -> torch.Tensor:
             del recipe
     if keep:
         _forget_after_backward(made)
-    assert value.tensor is not None
-    return value.tensor
 
 
 def _recipe_of(value: Value) -> Recipe:
     if value.recipe is None:
-        raise ReplayError("a dropped tensor was asked for after it had been used up and freed.\nThis is a bug in lowtide.")
+        raise ReplayError(
+            "a dropped tensor was asked for after it had been used up and freed.\nThis is a bug in lowtide."
+        )
     return value.recipe
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -220,8 +221,7 @@ class Tape(TorchDispatchMode):
             self.counts.dropped += 1
             if self.audit is not None and self.audit.wants(slot, size):
                 value.original = sharing_version(tensor)
-                audit = self.audit
-                recipe.on_audit = lambda _, equal: audit.result(slot, equal)
+                recipe.on_audit = partial(self.audit.result, slot)
         return result
 
     # -- autograd -----------------------------------------------------------------------------------------------

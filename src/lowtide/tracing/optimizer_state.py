@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import torch
 from lowtide.meters import peak_bytes
 from lowtide.tracing.operators import tensors_in
 
-_BY_NAME = {"sgd": (torch.optim.SGD, {}), "adam": (torch.optim.Adam, {}), "adamw": (torch.optim.AdamW, {}),
-            "adagrad": (torch.optim.Adagrad, {}), "rmsprop": (torch.optim.RMSprop, {})}  # fmt: skip
+_BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
+}  # fmt: skip
 _SIDE = 64  # the probe's parameter is _SIDE x _SIDE: large beside per-parameter scalars such as Adam's step
 
 
@@ -28,11 +31,13 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     if isinstance(optimizer, str):
         if optimizer.lower() not in _BY_NAME:
             raise ValueError(f"optimizer={optimizer!r} is not one of {sorted(_BY_NAME)}. Pass the optimizer itself.")
-        kind, settings = _BY_NAME[optimizer.lower()]
+        kind, settings = _BY_NAME[optimizer.lower()], {}
     elif hasattr(optimizer, "param_groups") and hasattr(optimizer, "state"):
         kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     else:
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'.")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'."
+        )
     sizes = [p.numel() for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
     state_each, one = _probe(kind, settings, like, 1)
@@ -46,7 +51,7 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
 def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[float, float]:
     """(state, step temporaries) of an optimizer over ``count`` small parameters, in bytes per element of one."""
     probes = [torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device)) for _ in range(count)]
-    known = {k: v for k, v in settings.items() if k in kind.__init__.__code__.co_varnames}
+    known = {k: v for k, v in settings.items() if k in inspect.signature(kind).parameters}
     small = kind(probes, **known)
     for probe in probes:
         probe.grad = torch.zeros_like(probe)

@@ -64,7 +64,7 @@ class _Held:
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode, a pair of saved-tensor hooks and a module watcher in one; ``finish`` gives the parts of a graph."""
+    """A dispatch mode, a pair of saved-tensor hooks and a module watcher in one; ``finish`` ends it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -180,7 +180,8 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         rng_bytes = state.numel() if state is not None and not torch.equal(state, self._rng_state()) else 0
         if hidden := self._hidden_writes.get(signature):
-            hidden_ids = {self.know(inputs[i], "other") for i in hidden} - {None, *written}
+            ids = (self.know(inputs[i], "other") for i in hidden)
+            hidden_ids = {n for n in ids if n is not None} - set(written)
             if hidden_ids:
                 reason = reason or "changes an input that its schema says it only reads"
                 written += tuple(sorted(hidden_ids))
@@ -240,9 +241,7 @@ class Recorder(TorchDispatchMode):
                 continue
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
-            makes.append(
-                self._new(storage, "backward" if backward else "activation", number, output, fixed)
-            )
+            makes.append(self._new(storage, "backward" if backward else "activation", number, output, fixed))
         if backward:
             self._made_under.update(dict.fromkeys(makes, _node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
@@ -348,7 +347,7 @@ def _node() -> int | None:
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:
-    """Parameter subclasses that only carry attributes dispatch like a Parameter: no ``__torch_dispatch__`` of their own."""
+    """A Parameter subclass that only carries attributes dispatches like a Parameter."""
     return (
         isinstance(tensor, torch.nn.Parameter)
         and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tracing.operators import storage_of, tensors_in
+from lowtide.tracing.batches import batch_tensors
+from lowtide.tracing.operators import storage_of
 
 
 def rng_state(cuda: bool) -> tuple:
@@ -44,9 +45,9 @@ def rehearsal(model: nn.Module, batch: Any, *, zero_grads: bool = True) -> Itera
     rng = rng_state(cuda)
     grads = [p.grad for p in parameters]
     hooks = [p._post_accumulate_grad_hooks for p in parameters]
-    leaves = [t for t in tensors_in(_values(batch)) if t.is_leaf and t.requires_grad]
+    leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
     leaf_grads = [t.grad for t in leaves]
-    data = [t for t in [*model.buffers(), *tensors_in(_values(batch))] if storage_of(t) is not None]
+    data = [t for t in [*model.buffers(), *batch_tensors(batch)] if storage_of(t) is not None]
     with torch.no_grad():
         before = [t.detach().clone() for t in data]
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -83,8 +84,3 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         a, b = a.contiguous().view(as_int), b.contiguous().view(as_int)
     return torch.equal(a, b)
-
-
-def _values(batch: Any) -> Any:
-    """A mapping-like batch (transformers' BatchEncoding is no dict) as its values."""
-    return list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch

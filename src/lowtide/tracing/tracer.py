@@ -17,8 +17,9 @@ from torch import nn
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tracing import scopes
-from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
 from lowtide.tracing.operators import storage_of, tensors_in
+from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.state import rehearsal
 
@@ -29,27 +30,6 @@ _WRAPPERS = frozenset({
 })  # fmt: skip
 
 
-class Call:
-    """A batch that is already spelt as positional and keyword arguments."""
-
-    def __init__(self, args: tuple, kwargs: dict) -> None:
-        self.args, self.kwargs = args, kwargs
-
-    def values(self) -> list:
-        return [*self.args, *self.kwargs.values()]
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """A mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``."""
-    if isinstance(batch, Call):
-        return model(*batch.args, **batch.kwargs)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    if hasattr(batch, "keys") and not isinstance(batch, torch.Tensor):
-        return model(**batch)
-    return model(batch)
-
-
 def default_loss(output: Any) -> torch.Tensor:
     """The output's ``.loss``, else the mean of squares of its first floating-point tensor."""
     loss = getattr(output, "loss", None)
@@ -57,7 +37,9 @@ def default_loss(output: Any) -> torch.Tensor:
         loss = output.get("loss")
     if isinstance(loss, torch.Tensor):
         return loss
-    values = output if isinstance(output, torch.Tensor) else list(output.values() if hasattr(output, "values") else output)
+    values = (
+        output if isinstance(output, torch.Tensor) else list(output.values() if hasattr(output, "values") else output)
+    )
     for tensor in tensors_in(values):
         if tensor.is_floating_point() and tensor.requires_grad:
             return tensor.float().square().mean()
@@ -94,20 +76,6 @@ def run_step(model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Ten
     return loss, output
 
 
-def describe_batch(batch: Any) -> str:
-    if isinstance(batch, Call):
-        batch = {**dict(enumerate(batch.args)), **batch.kwargs}
-    if hasattr(batch, "items"):
-        return ", ".join(f"{k}: {_shape(v)}" for k, v in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return ", ".join(map(_shape, batch))
-    return _shape(batch)
-
-
-def _shape(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
 def check_supported(model: nn.Module) -> None:
     """Refuse by name what the tape would not carry out exactly.
 
@@ -116,7 +84,9 @@ def check_supported(model: nn.Module) -> None:
         StepError: it has no trainable parameter.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest.")
+        raise TypeError(
+            f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
+        )
     for path, module in model.named_modules():
         kinds = {c.__name__ for c in type(module).__mro__}
         if found := kinds & _WRAPPERS:
@@ -150,15 +120,13 @@ def device_of(model: nn.Module) -> torch.device:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedModelError(
-            f"the model's parameters are on {sorted(map(str, devices))}: plans are per device, one is carried out so far.\n"
+            f"the model's parameters are on {sorted(map(str, devices))}: a plan is for one device.\n"
             "Put the model on one device."
         )
     return devices.pop()
 
 
-def trace(
-    model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: Any = None
-) -> StepGraph:
+def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: Any = None) -> StepGraph:
     """Record one training step, forward and backward, below autograd.
 
     Args:
@@ -253,14 +221,12 @@ def _know_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             recorder.know(p.grad, "gradient")
     for b in model.buffers():
         recorder.know(b, "buffer")
-    values = list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
-    for t in tensors_in(values):
+    for t in batch_tensors(batch):
         recorder.know(t, "input")
 
 
 def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[int]) -> dict[str, int]:
     """Live bytes through the whole step by part, each storage once."""
-    values = list(batch.values()) if hasattr(batch, "values") and not isinstance(batch, torch.Tensor) else batch
     seen: set[int] = set()
 
     def total(tensors: Any) -> int:
@@ -273,7 +239,11 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
             count += storage.nbytes() if device.type == "cpu" else -(-storage.nbytes() // 512) * 512
         return count
 
-    parts = {"parameters": total(model.parameters()), "buffers": total(model.buffers()), "batch": total(tensors_in(values))}
+    parts = {
+        "parameters": total(model.parameters()),
+        "buffers": total(model.buffers()),
+        "batch": total(batch_tensors(batch)),
+    }
     grads = [p.numel() * p.element_size() for p in model.parameters() if id(p) in with_grad]
     parts["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
     parts["other"] = 0

@@ -1,0 +1,84 @@
+"""A batch, however it is spelt: how a model is called with it, which tensors it holds, its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.tracing.operators import tensors_in
+
+
+@dataclass(frozen=True)
+class Call:
+    """A batch that is spelt already, as one call's positional and keyword arguments."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """A mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``."""
+    if isinstance(batch, Call):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    if _is_mapping(batch):
+        return model(**batch)
+    return model(batch)
+
+
+def batch_tensors(batch: Any) -> list[torch.Tensor]:
+    """Every tensor of a batch, in order."""
+    if isinstance(batch, Call):
+        return [*tensors_in(batch.args), *tensors_in(batch.kwargs)]
+    return list(tensors_in(list(batch.values()) if _is_mapping(batch) else batch))
+
+
+def describe_batch(batch: Any) -> str:
+    """Shapes and dtypes, for messages."""
+    if isinstance(batch, Call):
+        batch = {**{str(i): a for i, a in enumerate(batch.args)}, **batch.kwargs}
+    if _is_mapping(batch):
+        return ", ".join(f"{k}: {_shape(v)}" for k, v in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return ", ".join(map(_shape, batch))
+    return _shape(batch)
+
+
+def rows(batch: Any) -> int:
+    """Leading size of the first tensor that has one."""
+    return next((t.shape[0] for t in batch_tensors(batch) if t.dim()), 1)
+
+
+def first_rows(batch: Any, count: int) -> Any:
+    """The batch cut down to ``count`` rows; what has another leading size stays whole."""
+    have = rows(batch)
+
+    def cut(value: Any) -> Any:
+        per_row = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == have
+        return value[:count] if per_row else value
+
+    return _map(batch, cut)
+
+
+def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Call):
+        return Call(tuple(map(change, batch.args)), {k: change(v) for k, v in batch.kwargs.items()})
+    if _is_mapping(batch):
+        return {k: change(v) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [change(v) for v in batch]
+    return change(batch)
+
+
+def _is_mapping(batch: Any) -> bool:
+    """Dicts, and what acts like one (transformers' BatchEncoding)."""
+    return hasattr(batch, "keys") and hasattr(batch, "values")
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

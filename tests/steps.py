@@ -1,0 +1,138 @@
+"""Small training steps and what the tests ask about them: plans that drop all they can, outcomes compared bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import RECOMPUTE, Plan
+from lowtide.solvers.draft import Draft, finish
+from lowtide.solvers.structure import close
+from lowtide.tape.recipes import Recipe
+from lowtide.tracing import scopes
+from lowtide.tracing.state import same_bits
+from lowtide.tracing.tracer import run_step
+
+
+def drop_everything(graph: StepGraph) -> Plan:
+    """Every storage that may be recomputed is: the plan with the most ways to go wrong."""
+    costs = Costs(op_ms=(1.0,) * len(graph.ops))
+    return finish(graph, costs, Draft(close(graph, sorted(graph.stored))), method="full", budget_bytes=None, start_s=0)
+
+
+def harshest(model: nn.Module, batch: Any, step: Any = None) -> Plan:
+    """Trace, and drop everything; at least something must be dropped, or the test tests nothing."""
+    plan = drop_everything(lowtide.trace(model, batch, step=step))
+    assert plan.counts[RECOMPUTE], "nothing to recompute: the step is no test"
+    return plan
+
+
+def outcome(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Copies of the loss, every gradient and every buffer, by name."""
+    found: dict[str, torch.Tensor | None] = {"loss": loss.detach().clone()}
+    for name, p in model.named_parameters():
+        found[f"gradient of {name}"] = None if p.grad is None else p.grad.detach().clone()
+    for name, b in model.named_buffers():
+        found[f"buffer {name}"] = b.detach().clone()
+    return found
+
+
+def plain(model: nn.Module, batch: Any, step: Any = None, seed: int = 7) -> dict[str, torch.Tensor | None]:
+    """One plain step of a copy of ``model``."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    loss, _ = run_step(model, batch, step)
+    loss.backward()
+    return outcome(model, loss)
+
+
+def planned(
+    model: nn.Module, batch: Any, plan: Plan, step: Any = None, seed: int = 7
+) -> dict[str, torch.Tensor | None]:
+    """The same step of another copy under ``plan``; that something was dropped is checked."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with lowtide.apply(model, plan) as applied:
+        loss, _ = run_step(model, batch, step)
+    loss.backward()
+    assert applied.counts.dropped, "the tape dropped nothing: the step is no test"
+    return outcome(model, loss)
+
+
+def differing(a: dict[str, torch.Tensor | None], b: dict[str, torch.Tensor | None]) -> list[str]:
+    """Names whose bits differ."""
+    assert a.keys() == b.keys()
+
+    def same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+        if x is None or y is None:
+            return x is y
+        if x.layout is not torch.strided:
+            return x.layout is y.layout and torch.equal(x.to_dense(), y.to_dense())
+        return same_bits(x, y)
+
+    return [name for name in a if not same(a[name], b[name])]
+
+
+@contextmanager
+def replays() -> Iterator[list[Recipe]]:
+    """Every replay that runs inside, in order."""
+    seen: list[Recipe] = []
+    original = Recipe.replay
+
+    def replay(self: Recipe, *, keep: bool) -> None:
+        seen.append(self)
+        original(self, keep=keep)
+
+    Recipe.replay = replay
+    try:
+        yield seen
+    finally:
+        Recipe.replay = original
+
+
+def is_clean(model: nn.Module) -> bool:
+    """No mode, hook, watcher or attached call is left."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return (
+        modes == 0
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and scopes.active.watcher is None
+        and all(m._compiled_call_impl is None for m in model.modules())
+    )
+
+
+def live_tensors() -> int:
+    """Tensors that exist after a full collection."""
+    gc.collect()
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
+class Net(nn.Module):
+    """Any forward as a module over a stack of tiny linears: ``Net(lambda self, x: ...)``."""
+
+    def __init__(self, forward: Callable[..., Any], layers: int = 3, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def mlp(depth: int = 4, width: int = 16) -> nn.Sequential:
+    """Linear and GELU, ``depth`` times."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*layers)
