@@ -37,11 +37,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOp:
-    """A forward op as the tape will meet it: ``name`` in ``frame``, in order; ``dynamic`` ops may change shape."""
+    """A forward op as the tape will meet it: ``name`` in ``frame``, in order.
+
+    Attributes:
+        dynamic: The next step may show other shapes here.
+        finishes: Index of the op whose output this one completes in place (see ``Op.finishes``).
+    """
 
     name: str
     frame: int
     dynamic: bool = False
+    finishes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class Plan:
         body["version"] = VERSION
         body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
         body["frames"] = [list(asdict(f).values()) for f in self.frames]
-        body["ops"] = [[o.name, o.frame, int(o.dynamic)] for o in self.ops]
+        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.finishes] for o in self.ops]
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
@@ -136,7 +142,7 @@ class Plan:
         try:
             body["decisions"] = tuple(Decision(*d) for d in body["decisions"])
             body["frames"] = tuple(Frame(*f) for f in body["frames"])
-            body["ops"] = tuple(PlannedOp(name, frame, bool(dynamic)) for name, frame, dynamic in body["ops"])
+            body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), fin) for name, frame, dyn, fin in body["ops"])
             body["calls"] = tuple(body["calls"])
             plan = Plan(**body)
         except (KeyError, TypeError, ValueError) as error:

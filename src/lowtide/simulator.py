@@ -299,7 +299,8 @@ class _Step:
             wanted += [s for s in index.reads[op] if s in self.recomputed and s not in self.materialised]
         for op in sorted(needed):
             self.live += index.made_bytes[op]
-            self.replays.append(Replay(event, op, self.live + index.workspace[op]))
+            # The generator's present state is put aside while the recorded one is in force.
+            self.replays.append(Replay(event, op, self.live + index.workspace[op] + index.rng[op]))
             for made in index.makes[op]:
                 if self.value_refs.get(made, 0) > 0:
                     self.materialised.add(made)

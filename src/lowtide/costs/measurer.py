@@ -90,8 +90,13 @@ def measure(graph: StepGraph, *, repeats: int = 5, progress: Callable[[int, int]
                 signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
     if failed:
         _warn(failed, sum(len(ops_by_signature[i]) for i in failed), len(graph.ops))
+    op_ms = [signature_ms[op.signature] for op in graph.ops]
+    for op in graph.ops:
+        if op.finishes is not None:  # replayed together, so priced together
+            op_ms[op.finishes] += op_ms[op.id]
+            op_ms[op.id] = 0.0
     return Costs(
-        op_ms=tuple(signature_ms[op.signature] for op in graph.ops),
+        op_ms=tuple(op_ms),
         mode_us=mode_us,
         record_us=RECORD_US,
         replay_us=REPLAY_US,

@@ -187,9 +187,9 @@ def _ops(
     made: dict[int, int] = {}
     for i, row in enumerate(rows):
         where = f"ops[{i}]"
-        name, frame, backward, reads, makes, writes, workspace, rng, signature, dynamic = check.row(
+        name, frame, backward, reads, makes, writes, workspace, rng, signature, dynamic, finishes = check.row(
             where, row, "name", "frame", "backward", "reads", "makes", "writes",
-            "workspace_bytes", "rng_bytes", "signature", "dynamic",
+            "workspace_bytes", "rng_bytes", "signature", "dynamic", "finishes",
         )  # fmt: skip
         op = Op(
             id=i,
@@ -204,6 +204,7 @@ def _ops(
             # Graphs made by hand may carry no signatures at all; then every op says 0.
             signature=check.index(f"{where}.signature", signature, max(num_signatures, 1)),
             dynamic=check.flag(f"{where}.dynamic", dynamic),
+            finishes=None if finishes is None else check.index(f"{where}.finishes", finishes, i),
         )
         for s in op.makes:
             check.that(s not in made, f"{where}.makes", s, f"new: op {made.get(s)} made that storage before")

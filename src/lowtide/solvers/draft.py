@@ -59,7 +59,10 @@ def finish(
         method=method,
         decisions=tuple(decisions),
         frames=graph.frames,
-        ops=tuple(PlannedOp(op.name, op.frame, op.dynamic) for op in graph.forward_ops),
+        ops=tuple(
+            PlannedOp(op.name, op.frame, op.dynamic, None if op.finishes is None else forward[op.finishes])
+            for op in graph.forward_ops
+        ),
         graph_fingerprint=graph.fingerprint,
         budget_bytes=budget_bytes,
         predicted_peak_bytes=timeline.peak_bytes,

@@ -14,16 +14,18 @@ class Slot:
 
     Attributes:
         drops: (output, bytes) of the results to drop; empty for most ops.
+        finishes: The slot whose dropped output this in-place op completes.
         audited: The replay has been compared bitwise with the original once.
     """
 
-    __slots__ = ("audited", "drops", "dynamic", "func", "name", "random", "where")
+    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "random", "where")
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
         self.name, self.where, self.dynamic = name, where, dynamic
         self.func = resolve(name)
         self.random = self.func is not None and torch.Tag.nondeterministic_seeded in self.func.tags
         self.drops: tuple[tuple[int, int], ...] = ()
+        self.finishes: Slot | None = None
         self.audited = False
 
     def names(self, func: Any) -> bool:
@@ -70,6 +72,10 @@ class Program:
             if d.action == RECOMPUTE:
                 self.slots[d.op].drops += ((d.output, d.bytes),)
                 self.nodes[plan.ops[d.op].frame].planned = True
+        for slot, op in zip(self.slots, plan.ops, strict=True):
+            if op.finishes is not None and self.slots[op.finishes].drops:
+                slot.finishes = self.slots[op.finishes]
+                self.nodes[op.frame].planned = True
 
     @property
     def root(self) -> Node:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -101,6 +102,18 @@ class Handle(View):
             return tensor  # autograd makes a shallow copy before it attaches history
 
 
+class _Own(View):
+    """A recipe's own output as the argument of a later step of the recipe. Holds no Value: that would be a cycle."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, value: Value, tensor: torch.Tensor) -> None:
+        super().__init__(value, tensor)
+        value.users -= 1
+        self.output = value.output
+        del self.value
+
+
 class Kept:
     """A recipe's argument that the plan keeps: the tensor, and the version it had when the op read it."""
 
@@ -136,6 +149,7 @@ class Recipe:
 
     __slots__ = (
         "__weakref__",
+        "_finish",
         "ambient",
         "args",
         "func",
@@ -156,6 +170,19 @@ class Recipe:
         self.on_audit: Callable[[bool], None] | None = None
         self.args: Any = None
         self.kwargs: Any = None
+        self._finish: list[tuple[Any, tuple, dict, GeneratorState | None]] = []
+
+    def extend(
+        self, func: Any, args: tuple, kwargs: dict, value: Value, run: object, rng: GeneratorState | None
+    ) -> None:
+        """Add an in-place op on ``value``, this recipe's own output."""
+        taken = tuple(_Own(value, a) if _same_storage(a, args[0]) else self._take(a, run) for a in args)
+        self._finish.append((func, taken, {k: self._take(v, run) for k, v in kwargs.items()}, rng))
+
+    def inputs_later_than(self, args: tuple, kwargs: dict, run: object) -> bool:
+        """Some argument is made by a later op than this one: replayed in program order, it would not be there."""
+        values = (value_of(t, run) for t in tensors_in((args, list(kwargs.values()))))
+        return any(v is not None and v.recipe is not None and v.recipe.number > self.number for v in values)
 
     def take(self, args: tuple, kwargs: dict, run: object) -> None:
         """Note the arguments: values of this run by reference, everything else held."""
@@ -200,9 +227,15 @@ class Recipe:
         else:
             with self.rng.restored():
                 result = self.func(*args, **kwargs)
+        for func, taken, named, rng in self._finish:
+            own = [a.of(nth_tensor(result, a.output)) if isinstance(a, _Own) else self._give(a) for a in taken]
+            with rng.restored() if rng is not None else nullcontext():
+                func(*own, **{k: self._give(v) for k, v in named.items()})
+            del own
         del args, kwargs
         if not keep:
             self.args = self.kwargs = None
+            self._finish = []
         spent = self.inputs
         if not keep:
             self.inputs = []
@@ -242,6 +275,10 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 def nth_tensor(result: Any, output: int) -> torch.Tensor:
     """The ``output``-th tensor of what an op returned, as the tracer counts them."""
     return result if isinstance(result, torch.Tensor) else list(tensors_in(result))[output]
+
+
+def _same_storage(a: Any, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def value_of(tensor: torch.Tensor, run: object) -> Value | None:

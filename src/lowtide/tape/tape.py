@@ -186,9 +186,11 @@ class Tape(TorchDispatchMode):
             slot = node.slots[frame.next]
             if slot.func is func or slot.names(func):
                 frame.next += 1
-                if not slot.drops:
-                    return func(*args, **kwargs)
-                return self._record(slot, func, args, kwargs)
+                if slot.drops:
+                    return self._record(slot, func, args, kwargs)
+                if slot.finishes is not None:
+                    return self._extend(slot, func, args, kwargs)
+                return func(*args, **kwargs)
         self._lose(frame, node)
         return func(*args, **kwargs)
 
@@ -222,6 +224,20 @@ class Tape(TorchDispatchMode):
             if self.audit is not None and self.audit.wants(slot, size):
                 value.original = sharing_version(tensor)
                 recipe.on_audit = partial(self.audit.result, slot)
+        return result
+
+    def _extend(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An in-place op on a dropped output that nothing has read yet becomes part of its recipe."""
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        value = None if target is None else value_of(target, self._run)
+        recipe = None if value is None else value.recipe
+        if value is None or recipe is None or recipe.inputs_later_than(args[1:], kwargs, self._run):
+            self.counts.mismatched += 1
+            return func(*args, **kwargs)
+        rng = GeneratorState(args[0].device) if slot.random else None
+        recipe.extend(func, args, kwargs, value, self._run, rng)
+        result = func(*args, **kwargs)
+        value.version += 1  # the counter moves once this call has returned; any other write makes them differ
         return result
 
     # -- autograd -----------------------------------------------------------------------------------------------

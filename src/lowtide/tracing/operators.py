@@ -23,6 +23,11 @@ NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strid
 # Their reserve or workspace output belongs to the one run that filled it (seen: a replayed LSTM layer on CPU gave
 # gradients that differ).
 OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"})
+# Give every element a new value whatever was there: after one of these, uninitialised memory is determined.
+OVERWRITERS = frozenset({
+    "aten.bernoulli_", "aten.copy_", "aten.exponential_", "aten.fill_", "aten.normal_", "aten.random_",
+    "aten.uniform_", "aten.zero_",
+})  # fmt: skip
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 
 
@@ -63,23 +68,30 @@ def shape_depends_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
+UNINITIALISED = "makes uninitialised memory"
+WRITES = "writes in place"
+
+
+def packet_name(func: Any) -> str:
+    """``aten.mm`` of ``aten.mm.default``."""
+    return str(func.overloadpacket) if hasattr(func, "overloadpacket") else str(func)
+
+
 def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     """The reason that this op must not run a second time; "" if it may."""
-    packet = str(func.overloadpacket) if hasattr(func, "overloadpacket") else str(func)
+    packet = packet_name(func)
     training = any(a is True for a in args) or kwargs.get("training") is True or packet.endswith("_stats")
     if packet in HIDDEN_BUFFER_WRITERS and training:
         return "moves running statistics"
-    if written_arguments(func):
-        return "writes in place"
     if packet in NONDETERMINISTIC:
-        return "makes uninitialised memory"
+        return UNINITIALISED
     if packet in OPAQUE_WORKSPACE:
         return "leaves a workspace for its own backward only"
     if func.namespace in COLLECTIVES:
         return "is a collective"
     if kwargs.get("generator") is not None or any(isinstance(a, torch.Generator) for a in args):
         return "draws from a private generator"
-    return ""
+    return WRITES if written_arguments(func) else ""
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

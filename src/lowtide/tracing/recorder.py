@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Fra
 from lowtide.meters import run_with_workspace
 from lowtide.tracing.accumulation import fold
 from lowtide.tracing.operators import (
+    OVERWRITERS,
     PLAIN_TYPES,
+    UNINITIALISED,
+    WRITES,
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
+    packet_name,
     shape_depends_on_values,
     storage_of,
     tensors_in,
@@ -90,6 +95,7 @@ class Recorder(TorchDispatchMode):
         self._signature_ids: dict[str, int] = {}
         self._workspaces: list[int] = []  # bytes, by signature
         self._hidden_writes: dict[int, list[int]] = {}  # signature -> inputs it changes without saying so
+        self._open: set[int] = set()  # storages made and not read yet: an in-place op may still finish them
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._ids: dict[int, int] = {}  # StorageImpl address -> storage id; entries go when the storage dies
         self._watch: dict[int, weakref.ref] = {}
@@ -224,6 +230,7 @@ class Recorder(TorchDispatchMode):
         backward = self._backward or torch._C._current_graph_task_id() != -1
         fixed = ""
         if not backward:
+            self._open.difference_update(s for s in reads if s not in written)
             for s in reads:
                 self._readers.setdefault(s, []).append(number)
             fixed = reason
@@ -246,13 +253,44 @@ class Recorder(TorchDispatchMode):
             self._made_under.update(dict.fromkeys(makes, _node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
             self._tainted.update(makes)
-        for s in written:
-            self._written(s)
+        if len(makes) == 1 and not backward and fixed in ("", UNINITIALISED):
+            self._open.update(makes)
+        finishes = None if backward else self._finished(func, result, reads, written, reason, rng_bytes)
+        if finishes is None:
+            for s in written:
+                self._written(s)
         dynamic = bool(makes) and makes[0] in self._tainted
         self.ops.append(
             Op(number, str(func), frame, backward, reads, tuple(makes), written,
-               self._workspaces[signature], rng_bytes, signature, dynamic)
+               self._workspaces[signature], 0 if finishes is not None else rng_bytes, signature, dynamic, finishes)
         )  # fmt: skip
+
+    def _finished(
+        self, func: Any, result: Any, reads: tuple[int, ...], written: tuple[int, ...], reason: str, rng_bytes: int
+    ) -> int | None:
+        """The op whose output this in-place op completes: then both are replayed as one, and the output may be dropped.
+
+        Only what could have been read when the output was made may go into it, so that replays stay in order.
+        """
+        if reason != WRITES or len(written) != 1 or written[0] not in self._open:
+            return None
+        storage = self.storages[written[0]]
+        maker = storage["op"]
+        others = tuple(s for s in reads if s != written[0])
+        if any((self.storages[s]["op"] or 0) > maker or self._overwritten(s) for s in others):
+            return None
+        if storage["fixed"] == UNINITIALISED:
+            if packet_name(func) not in OVERWRITERS or not fills_its_storage(next(tensors_in(result))):
+                return None
+            storage["fixed"] = ""
+        op = self.ops[maker]
+        self.ops[maker] = replace(
+            op, reads=tuple(dict.fromkeys((*op.reads, *others))), rng_bytes=op.rng_bytes + rng_bytes
+        )
+        return maker
+
+    def _overwritten(self, storage: int) -> bool:
+        return self.storages[storage]["op"] is None and bool(self.storages[storage]["fixed"])
 
     def _written(self, storage: int) -> None:
         """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
@@ -277,6 +315,7 @@ class Recorder(TorchDispatchMode):
         handle = len(self.saved)
         self.saved.append(number)
         self.event(PACK, handle)
+        self._open.discard(number)
         if self.region == "model" and self._stack[-1] == 0:
             self._fix(number, "stored outside the model")
         self._paused = True
