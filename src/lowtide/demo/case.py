@@ -18,7 +18,7 @@ class Case:
         facts: One line: model, objective, precision.
         step: ``step(model, batch)`` returns the loss; nothing else outlives it.
         batch: The batch of the table.
-        budgets: Of the table, as fractions of the plain step's activation memory; training runs under the last.
+        budgets: Of the table, as fractions of the plain step's activation memory.
         training: Batches of the training run, in order, taken again from the start when they run out.
     """
 
@@ -31,6 +31,7 @@ class Case:
     training_steps: int
     learning_rate: float
     budgets: tuple[str, ...]
+    training_budget: str
 
     @property
     def parameters(self) -> int:

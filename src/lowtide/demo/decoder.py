@@ -47,5 +47,6 @@ def decoder_case(*, quick: bool = False) -> Case:
         training=tuple(islice(token_batches(ids, 2, short), 12)),
         training_steps=4 if quick else 24,
         learning_rate=3e-4,
+        training_budget="60%",
         budgets=("70%", "60%") if quick else ("60%", "45%"),
     )

@@ -62,6 +62,7 @@ def minilm_case(*, quick: bool = False) -> Case:
         training=tuple(batches),
         training_steps=4 if quick else 24,
         learning_rate=5e-5,
+        training_budget="90%" if quick else "50%",
         budgets=("95%", "90%") if quick else ("70%", "50%"),
     )
 

@@ -53,8 +53,8 @@ class Bar:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(),
-            console=Console(stderr=True), transient=True,
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
+            TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=0)
         self._total = 0
@@ -116,8 +116,8 @@ def _run_case(name: str, quick: bool, bar: Bar) -> CaseResult:
 def _training_budget(case: Case, table: Table) -> int | str:
     """One absolute budget for all shapes where the table's batch is the longest of them, else a fraction."""
     if shape_of(case.batch) not in map(shape_of, case.training):
-        return case.budgets[-1]
-    row = next(row for row in table.rows if row.method.endswith(case.budgets[-1]))
+        return case.training_budget
+    row = next(row for row in table.rows if row.method.endswith(case.training_budget))
     assert row.budget_bytes is not None
     state_bytes = sum(2 * p.nbytes + 4 for p in case.model.parameters())  # AdamW: two moments and a step count
     return row.budget_bytes + state_bytes
@@ -143,6 +143,9 @@ def case_text(result: CaseResult) -> str:
     same = "the same bits in every loss" if training.losses_bitwise_equal else "LOSSES DIFFER"
     weights = "in every weight at the end" if training.weights_bitwise_equal else "WEIGHTS DIFFER"
     shapes = ", ".join(f"{rows} x {length}" for rows, length in training.shapes)
+    budget = (
+        "" if training.budget_bytes is None else f"  within {format_bytes(training.budget_bytes)} with AdamW's state"
+    )
     lines = [
         f"{result.name}: {result.parameters / 1e6:.1f} M parameters, batch {result.batch[0]} x {result.batch[1]}",
         result.facts,
@@ -153,7 +156,7 @@ def case_text(result: CaseResult) -> str:
         "",
         f"{training.steps} steps of AdamW, batches {shapes}: loss {first:.4f} to {last:.4f}",
         f"  plain    {sparkline(training.plain_losses)}",
-        f"  lowtide  {sparkline(training.planned_losses)}  within {format_bytes(training.budget_bytes or 0)} with AdamW's state",
+        f"  lowtide  {sparkline(training.planned_losses)}{budget}",
         f"  {same} and {weights}",
     ]
     return "\n".join(lines)

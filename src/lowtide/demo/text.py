@@ -18,7 +18,7 @@ def reference_text() -> str:
 
 def sentences(shortest: int = 40, longest: int = 400) -> list[str]:
     """Sentences of the prose, in order, between ``shortest`` and ``longest`` characters; grammar and code left out."""
-    found = []
+    found: list[str] = []
     for paragraph in reference_text().split("\n\n"):
         if paragraph.startswith(" ") or "::=" in paragraph or ">>>" in paragraph or "****" in paragraph:
             continue
@@ -28,7 +28,7 @@ def sentences(shortest: int = 40, longest: int = 400) -> list[str]:
 
 
 def subword_ids(vocabulary: int) -> torch.Tensor:
-    """The text as one long row of token ids, by a byte-level BPE of ``vocabulary`` tokens trained on the text itself."""
+    """The text as one long row of token ids, from a byte-level BPE trained on the text itself."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     text = reference_text()

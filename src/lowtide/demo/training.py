@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,7 +44,6 @@ class Training:
     planned_losses: tuple[float, ...]
     losses_bitwise_equal: bool
     weights_bitwise_equal: bool
-    report: str
 
 
 def train_both(case: Case, budget: int | str, seconds: float, steps: PausableSteps) -> Training:
@@ -88,21 +88,21 @@ def train_both(case: Case, budget: int | str, seconds: float, steps: PausableSte
                 each_s = time.perf_counter() - start
                 count = affordable(seconds, each_s, least=min(_LEAST_STEPS, count), most=count)
                 steps.expect(2 * (count - case.training_steps))
-        report, budget_bytes = fit.report(measure=False), fit.plan.budget_bytes
     finally:
         fit.remove()
     return Training(
-        budget_bytes=budget_bytes,
+        budget_bytes=fit.plan.budget_bytes,
         steps=count,
         shapes=tuple(shapes),
         plain_losses=tuple(loss.item() for loss in losses[plain]),
         planned_losses=tuple(loss.item() for loss in losses[planned]),
-        losses_bitwise_equal=all(same_bits(a, b) for a, b in zip(losses[plain], losses[planned], strict=True)),
-        weights_bitwise_equal=all(
-            same_bits(a, b) for a, b in zip(plain.parameters(), planned.parameters(), strict=True)
-        ),
-        report=report,
+        losses_bitwise_equal=_all_same(losses[plain], losses[planned]),
+        weights_bitwise_equal=_all_same(plain.parameters(), planned.parameters()),
     )
+
+
+def _all_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def sparkline(values: tuple[float, ...]) -> str:

@@ -22,7 +22,7 @@ from torch._C import DispatchKey
 
 from lowtide.errors import ReplayError
 from lowtide.tape.ambient import Ambient, GeneratorState, no_autocast
-from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.operators import left_out, tensors_in
 from lowtide.tracing.state import same_bits
 
 MARK = "_lowtide_value"  # on the storage's Python object, so it dies with the storage and no address is reused
@@ -186,6 +186,9 @@ class Recipe:
 
     def take(self, args: tuple, kwargs: dict, run: object) -> None:
         """Note the arguments: values of this run by reference, everything else held."""
+        spared = left_out(self.func)
+        if spared:
+            args = tuple(None if i in spared else a for i, a in enumerate(args))
         self.args = tuple([self._take(a, run) for a in args])
         self.kwargs = {k: self._take(v, run) for k, v in kwargs.items()} if kwargs else None
 

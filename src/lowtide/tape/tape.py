@@ -228,8 +228,9 @@ class Tape(TorchDispatchMode):
 
     def _extend(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
         """An in-place op on a dropped output that nothing has read yet becomes part of its recipe."""
-        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        value = None if target is None else value_of(target, self._run)
+        if MARK not in args[0].untyped_storage().__dict__:
+            return func(*args, **kwargs)  # that output of the op is kept, another is dropped
+        value = value_of(args[0], self._run)
         recipe = None if value is None else value.recipe
         if value is None or recipe is None or recipe.inputs_later_than(args[1:], kwargs, self._run):
             self.counts.mismatched += 1

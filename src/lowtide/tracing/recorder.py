@@ -29,6 +29,7 @@ from lowtide.tracing.operators import (
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
+    left_out,
     packet_name,
     shape_depends_on_values,
     storage_of,
@@ -173,6 +174,8 @@ class Recorder(TorchDispatchMode):
                 )
         reads = tuple(dict.fromkeys(n for n in (self.know(t, "other") for t in inputs) if n is not None))
         opaque = any(storage_of(t) is None for t in inputs)
+        spared = [self.know(args[i], "other") for i in left_out(func) if isinstance(args[i], torch.Tensor)]
+        reads = tuple(n for n in reads if n not in spared)
         written = tuple(
             dict.fromkeys(n for t in written_tensors(func, args, kwargs) if (n := self.know(t, "other")) is not None)
         )
@@ -188,9 +191,9 @@ class Recorder(TorchDispatchMode):
         if hidden := self._hidden_writes.get(signature):
             ids = (self.know(inputs[i], "other") for i in hidden)
             hidden_ids = {n for n in ids if n is not None} - set(written)
-            if hidden_ids:
+            if hidden_ids - set(spared):
                 reason = reason or "changes an input that its schema says it only reads"
-                written += tuple(sorted(hidden_ids))
+            written += tuple(sorted(hidden_ids))
         if self._backward and func is torch.ops.aten.add.Tensor:
             parts = [self.know(t, "other") for t in inputs if fills_its_storage(t)]
             # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
@@ -253,7 +256,7 @@ class Recorder(TorchDispatchMode):
             self._made_under.update(dict.fromkeys(makes, _node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
             self._tainted.update(makes)
-        if len(makes) == 1 and not backward and fixed in ("", UNINITIALISED):
+        if not backward and fixed in ("", UNINITIALISED):
             self._open.update(makes)
         finishes = None if backward else self._finished(func, result, reads, written, reason, rng_bytes)
         if finishes is None:
