@@ -1016,7 +1016,7 @@ def test_two_models_train_in_two_threads_at_once():
     models = [mlp(5), mlp(7)]
     x = torch.randn(4, 16)
     plans = [harshest(m, x) for m in models]
-    together = threading.Barrier(2)
+    together = threading.Barrier(2, timeout=20)
 
     def job(number: int) -> list[list[str]]:
         found = []
@@ -1035,7 +1035,7 @@ def test_two_models_train_in_two_threads_at_once():
 
 
 def test_one_fitted_model_is_called_in_two_threads_at_once():
-    both_inside = threading.Barrier(2)
+    both_inside = threading.Barrier(2, timeout=20)
 
     def meet(self: Net, x: torch.Tensor) -> torch.Tensor:
         h = self.layers[0](x).sin()

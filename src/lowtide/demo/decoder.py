@@ -28,7 +28,7 @@ def decoder_case(*, quick: bool = False) -> Case:
     """Build the model and cut the text into batches; ``quick`` is a toy of the same architecture, for tests.
 
     Raises:
-        LowtideError: transformers is not installed.
+        MissingExtraError: transformers is not installed.
     """
     transformers = quiet_transformers()
     sizes = _QUICK_SIZES if quick else _SIZES

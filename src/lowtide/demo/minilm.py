@@ -42,7 +42,7 @@ def minilm_case(*, quick: bool = False) -> Case:
     """Load the weights and the sentences; ``quick`` keeps two of six layers and small batches, for tests.
 
     Raises:
-        LowtideError: transformers or the weights are not installed.
+        MissingExtraError: transformers or the weights are not installed.
     """
     transformers = quiet_transformers()
     folder = minilm_folder()

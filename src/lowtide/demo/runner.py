@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lowtide.demo.case import Case, shape_of
 from lowtide.demo.decoder import decoder_case
+from lowtide.demo.extras import MissingExtraError as MissingExtraError
 from lowtide.demo.minilm import minilm_case
 from lowtide.demo.table import Table, measure_table
 from lowtide.demo.training import Training, sparkline, train_both
@@ -90,7 +91,7 @@ def run_demo(*, quick: bool = False, cases: tuple[str, ...] = tuple(CASES)) -> I
     """Yield each case's result as it is done.
 
     Raises:
-        LowtideError: what the demo needs is not installed.
+        MissingExtraError: what the demo needs is not installed.
     """
     rng = torch.get_rng_state()
     try:

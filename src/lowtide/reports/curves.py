@@ -17,7 +17,7 @@ class Curves:
     Attributes:
         at: Moments: milliseconds of the plain step, or ops run so far where no costs are at hand.
         axis: What ``at`` counts.
-        plain_bytes, planned_bytes: Most live bytes around each moment, absolute.
+        plain_bytes, planned_bytes: Most live bytes from each moment to the next, absolute.
         backward_at: Where backward begins, on the same axis.
     """
 
@@ -36,19 +36,22 @@ def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, p
     """
     op_ms = Costs(op_ms=(0.0,) * len(graph.ops)) if costs is None else costs
     planned, plain = simulate(graph, op_ms, plan), simulate(graph, op_ms, {})
-    at, now, backward_at = [], 0.0, 0.0
+    at: list[float] = []
+    now = backward_at = 0.0
     for kind, number in graph.events:
         if kind == RUN:
             if graph.ops[number].backward and not backward_at:
                 backward_at = now
+            at.append(now)  # an op takes its memory when it starts
             now += 1.0 if costs is None else costs.op_ms[number]
-        at.append(now)
+        else:
+            at.append(now)
     size = max(1, -(-len(at) // points))
     starts = range(0, len(at), size)
     return Curves(
-        at=tuple(at[i] for i in starts),
+        at=(*(at[i] for i in starts), now),
         axis="operators run" if costs is None else "milliseconds of the plain step",
-        plain_bytes=tuple(max(plain.event_peak_bytes[i : i + size]) for i in starts),
-        planned_bytes=tuple(max(planned.event_peak_bytes[i : i + size]) for i in starts),
+        plain_bytes=(*(max(plain.event_peak_bytes[i : i + size]) for i in starts), plain.live_bytes[-1]),
+        planned_bytes=(*(max(planned.event_peak_bytes[i : i + size]) for i in starts), planned.live_bytes[-1]),
         backward_at=backward_at or now,
     )

@@ -154,7 +154,8 @@ def _table(what: str, groups: tuple[Group, ...]) -> str:
     rows = [_row(g, names, largest) for g in groups]
     legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
     total = Group("all", *(sum(getattr(g, f) for g in groups) for f in list(Group.__dataclass_fields__)[1:]))
-    rows.append(_row(total, names, 0))
+    if len(groups) > 1:
+        rows.append(_row(total, names, 0))
     return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 

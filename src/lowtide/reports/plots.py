@@ -47,11 +47,18 @@ def _draw(figure: Figure, graph: StepGraph, plan: Plan, costs: Costs | None) -> 
     planned = [count / scale for count in curves.planned_bytes]
 
     axes = figure.add_subplot()
-    axes.fill_between(curves.at, plain, color=PLAIN, alpha=0.18, linewidth=0)
-    axes.plot(curves.at, plain, color=PLAIN, linewidth=1.2, label=f"plain, {format_bytes(plan.plain_peak_bytes)}")
-    axes.fill_between(curves.at, planned, color=PLANNED, alpha=0.28, linewidth=0)
+    axes.fill_between(curves.at, plain, step="post", color=PLAIN, alpha=0.18, linewidth=0)
+    axes.step(
+        curves.at,
+        plain,
+        where="post",
+        color=PLAIN,
+        linewidth=1.2,
+        label=f"plain, {format_bytes(plan.plain_peak_bytes)}",
+    )
+    axes.fill_between(curves.at, planned, step="post", color=PLANNED, alpha=0.28, linewidth=0)
     predicted = f"planned, {format_bytes(plan.predicted_peak_bytes)} for {100 * plan.predicted_overhead:+.1f} % time"
-    axes.plot(curves.at, planned, color=PLANNED, linewidth=1.4, label=predicted)
+    axes.step(curves.at, planned, where="post", color=PLANNED, linewidth=1.4, label=predicted)
     if plan.budget_bytes is not None:
         budget = f"budget, {format_bytes(plan.budget_bytes)}"
         axes.axhline(plan.budget_bytes / scale, color=BUDGET, linewidth=1, linestyle=(0, (5, 3)), label=budget)

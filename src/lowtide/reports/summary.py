@@ -166,7 +166,7 @@ def summary(plan: Plan, measured: Measured | None = None, more_warnings: Sequenc
     kept_count, kept_bytes = kept_for_replays(plan)
     return {
         "method": plan.method,
-        "status": plan.status,
+        "plan_status": plan.status,
         "device": plan.device,
         "region": plan.region,
         "graph_fingerprint": plan.graph_fingerprint,

@@ -1,0 +1,316 @@
+"""``lowtide demo | fit | report`` from the shell.
+
+stdout carries the result alone, with ``--json`` exactly one JSON object; progress and messages go to stderr.
+Exit codes: 0 success, 1 a finding or an infeasible budget, 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.units import parse_budget
+
+if TYPE_CHECKING:
+    from lowtide.api import Fit
+    from lowtide.graph.step_graph import StepGraph
+    from lowtide.plan import Plan
+    from lowtide.verifier import Verification
+
+OK, FINDING, BAD_USAGE = 0, 1, 2
+
+
+class BadUsageError(Exception):
+    """The command line, or what it names, cannot be used; the message says what would do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed why
+        return stop.code if isinstance(stop.code, int) else BAD_USAGE
+    shown = sys.stdout
+    # With --json nothing else may reach stdout, whatever a user's script prints.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        code, text, body = _run(args)
+    if args.json:
+        print(json.dumps(_plain_numbers(body), allow_nan=False), file=shown)
+    elif text:
+        print(text)
+    return code
+
+
+def _run(args: argparse.Namespace) -> tuple[int, str, dict]:
+    """Exit code, what to print, and the same as JSON."""
+    try:
+        return args.verb(args)
+    except BadUsageError as error:
+        return _failed(BAD_USAGE, "bad_usage", error)
+    except BudgetInfeasibleError as error:
+        facts = {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes}
+        return _failed(FINDING, "infeasible", error, **facts)
+    except LowtideError as error:
+        # What lowtide refuses by name is a finding about the model; a file that is no plan is bad usage.
+        bad = isinstance(error, (ValueError, TypeError))
+        return _failed(BAD_USAGE if bad else FINDING, "bad_usage" if bad else "refused", error)
+
+
+def _failed(code: int, status: str, error: Exception, **facts: Any) -> tuple[int, str, dict]:
+    print(f"lowtide: {error}", file=sys.stderr)
+    return code, "", {"status": status, "message": str(error), **facts}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowtide", description="Run a PyTorch training step within a memory budget, at the least extra time."
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    demo = verbs.add_parser("demo", help="the main job on real models and text, on this machine (minutes)")
+    demo.add_argument("--case", choices=("minilm", "decoder"), help="only this one")
+    demo.add_argument("--quick", action="store_true", help="toy sizes, for a first look or a test")
+    demo.set_defaults(verb=_demo)
+
+    fit = verbs.add_parser("fit", help="plan the training step of your script, and prove the plan")
+    fit.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
+    fit.add_argument("--budget", default="auto", help='"6GiB", bytes, "40%%" of the plain activations, or "auto"')
+    fit.add_argument("--method", default="exact", help="exact, every_n, sqrt_n, selective, full or none")
+    fit.add_argument("--verify", action="store_true", help="run plain and planned step, compare every bit, time both")
+    fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
+    fit.add_argument("--save-graph", metavar="GRAPH.json", type=Path, help="write the traced step")
+    fit.set_defaults(verb=_fit)
+
+    report = verbs.add_parser("report", help="read a saved plan: text, web page or plot")
+    report.add_argument("plan", metavar="PLAN.json", type=Path)
+    report.add_argument("--graph", metavar="GRAPH.json", type=Path, help="the traced step: memory over time")
+    report.set_defaults(verb=_report)
+
+    for verb in (fit, report):
+        verb.add_argument("--html", metavar="F.html", type=Path, help="write a page that needs no other file")
+        verb.add_argument("--plot", metavar="F.png", type=Path, help="write memory over time as .png, .svg or .pdf")
+    for verb in (demo, fit, report):
+        verb.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> tuple[int, str, dict]:
+    from lowtide.demo import runner
+
+    cases = (args.case,) if args.case else tuple(runner.CASES)
+    results = []
+    try:
+        for result in runner.run_demo(quick=args.quick, cases=cases):
+            results.append(result)
+            if not args.json:
+                print(runner.case_text(result), end="\n\n", flush=True)
+    except runner.MissingExtraError as error:
+        raise BadUsageError(str(error)) from error
+    body = runner.demo_json(results)
+    code = OK if body["bitwise_equal"] else FINDING
+    return code, f"{body['seconds']:.0f} s in all.", {"status": "ok" if code == OK else "finding", **body}
+
+
+def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
+    import lowtide
+    from lowtide.graph import serial
+    from lowtide.reports.summary import Measured, summary
+
+    budget = _budget(args.budget)
+    _check_folders(args.save, args.save_graph, args.html, args.plot)
+    model, batch, step = _call(args.target)
+    try:
+        fit: Fit = lowtide.fit(model, batch, step=step, budget=budget, method=args.method)
+    except LowtideError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise BadUsageError(str(error)) from error
+    try:
+        proof = fit.verify(batch) if args.verify else None
+        text = fit.report(measure=False)
+    finally:
+        fit.remove()
+    measured = None
+    if proof is not None:
+        measured = Measured(
+            peak_bytes=proof.measured_peak_bytes,
+            plain_peak_bytes=proof.plain_peak_bytes,
+            overhead=proof.overhead,
+            bitwise_equal=proof.equal,
+            mismatched_ops=proof.mismatched_ops,
+            unplanned_ops=proof.unplanned_ops,
+            audited_ops=proof.audited_ops,
+            dropped_ops=proof.dropped_ops,
+        )
+    if args.save:
+        _write(args.save, fit.plan.save)
+    if args.save_graph:
+        _write(args.save_graph, lambda path: serial.save(fit.graph, path))
+    _pictures(args, fit.plan, fit.graph, measured, fit.costs)
+    found = _findings(proof, fit.plan)
+    body = {
+        "status": "finding" if found else "ok",
+        "findings": found,
+        **summary(fit.plan, measured, fit.warnings),
+        "proof": None if proof is None else {**asdict(proof), "bitwise_equal": proof.equal},
+    }
+    for line in found:
+        print(f"lowtide: {line}", file=sys.stderr)
+    return FINDING if found else OK, text, body
+
+
+def _budget(text: str) -> int | str:
+    """Refused before a script runs for minutes."""
+    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
+    try:
+        parse_budget(budget)
+    except (ValueError, TypeError) as error:
+        raise BadUsageError(str(error)) from error
+    return budget
+
+
+def _check_folders(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise BadUsageError(f"cannot write {path}: there is no folder {path.parent}.\nMake it first.")
+
+
+def _findings(proof: Verification | None, plan: Plan) -> list[str]:
+    """What ``--verify`` found wrong, each with values."""
+    if proof is None:
+        return []
+    found = []
+    if not proof.equal:
+        found.append(f"the planned step differs from the plain one in {', '.join(proof.differing)}.")
+    if plan.budget_bytes is not None and not proof.note and proof.measured_peak_bytes > plan.budget_bytes:
+        over = proof.measured_peak_bytes - plan.budget_bytes
+        found.append(f"the measured peak is {proof.measured_peak_bytes} bytes, {over} over the budget.")
+    return found
+
+
+def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
+    from lowtide.graph import serial
+    from lowtide.plan import Plan
+    from lowtide.reports.summary import summary
+    from lowtide.reports.terminal import fit_report
+
+    _check_folders(args.html, args.plot)
+    plan = _read(args.plan, Plan.load, "a plan", "lowtide fit ... --save PLAN.json")
+    graph = _read(args.graph, serial.load, "a graph", "lowtide fit ... --save-graph GRAPH.json") if args.graph else None
+    if args.plot and graph is None:
+        raise BadUsageError(
+            "--plot needs the traced step, which a plan does not hold.\n"
+            "Add --graph GRAPH.json, written by: lowtide fit ... --save-graph GRAPH.json"
+        )
+    _pictures(args, plan, graph, None, None)
+    return OK, fit_report(plan, graph), {"status": "ok", **summary(plan)}
+
+
+def _pictures(args: argparse.Namespace, plan: Plan, graph: StepGraph | None, measured: Any, costs: Any) -> None:
+    from lowtide.reports.html import html_report
+    from lowtide.reports.plots import plot_memory
+
+    if args.html:
+        page = html_report(plan, graph, measured, costs=costs)
+        _write(args.html, lambda path: path.write_text(page, encoding="utf-8"))
+    if args.plot and graph is not None:
+        try:
+            plot_memory(graph, plan, args.plot, costs=costs)
+        except LowtideError as error:
+            raise BadUsageError(str(error)) from error
+
+
+def _read(path: Path, load: Callable[[Path], Any], what: str, how: str) -> Any:
+    try:
+        return load(path)
+    except OSError as error:
+        raise BadUsageError(f"cannot read {what} from {path}: {error.strerror}.\nWrite one with: {how}") from error
+    except UnicodeDecodeError as error:
+        raise BadUsageError(f"{path} is not {what}: it is not text.\nWrite one with: {how}") from error
+
+
+def _write(path: Path, save: Callable[[Path], Any]) -> None:
+    try:
+        save(path)
+    except OSError as error:
+        raise BadUsageError(f"cannot write {path}: {error.strerror}.\nName a file in a folder that exists.") from error
+
+
+def _call(target: str) -> tuple[Any, Any, Any]:
+    """Load ``SCRIPT.py``, call ``FUNCTION`` and return model, batch and step.
+
+    Raises:
+        BadUsageError: there is no such script or function, it fails, or it returns something else.
+    """
+    script, _, name = target.rpartition(":")
+    if not script or not name.isidentifier():
+        raise BadUsageError(f"{target!r} does not name a function.\nWrite SCRIPT.py:FUNCTION, e.g. train.py:setup")
+    path = Path(script)
+    if not path.is_file():
+        raise BadUsageError(f"there is no file {script}.\nWrite SCRIPT.py:FUNCTION with the path of a Python script.")
+    function = getattr(_load(path), name, None)
+    if not callable(function):
+        raise BadUsageError(f"{script} has no function {name!r}.\nDefine {name}() so that it returns (model, batch).")
+    try:
+        returned = function()
+    except Exception as error:
+        traceback.print_exc()
+        raise BadUsageError(
+            f"{target} raised {type(error).__name__}: {error}\nIt must return (model, batch)."
+        ) from error
+    return _model_batch_step(target, returned)
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise BadUsageError(f"{path} is not a Python script: its name does not end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look there
+    sys.path.insert(0, str(path.resolve().parent))  # the script may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        traceback.print_exc()
+        raise BadUsageError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _model_batch_step(target: str, returned: Any) -> tuple[Any, Any, Any]:
+    from torch import nn
+
+    wanted = "Return (model, batch) or (model, batch, step), where step(model, batch) is the scalar loss."
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"type {type(returned).__name__}"
+        raise BadUsageError(f"{target} returned {what}.\n{wanted}")
+    model, batch, step = (*returned, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise BadUsageError(f"{target} returned type {type(model).__name__} as model, not an nn.Module.\n{wanted}")
+    if step is not None and not callable(step):
+        raise BadUsageError(f"{target} returned type {type(step).__name__} as step, which cannot be called.\n{wanted}")
+    return model, batch, step
+
+
+def _plain_numbers(value: Any) -> Any:
+    """NaN and infinity are no JSON: null instead."""
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_numbers(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

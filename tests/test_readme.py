@@ -1,0 +1,24 @@
+"""What README shows is what happens."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_python_block_runs_and_prints_what_it_says(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+        expected = re.findall(r"^print\(.*\)\s+# (.*)$", block, re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_the_tree_names_every_part_of_the_package():
+    (tree,) = re.findall(r"^    src/lowtide/\n((?:      .*\n)+)", README, re.MULTILINE)
+    named = {line.split()[0].rstrip("/") for line in tree.splitlines()}
+    there = {p.name for p in (ROOT / "src/lowtide").iterdir() if not p.name.startswith("_")} - {"py.typed"}
+
+    assert named | {"errors.py", "units.py"} == there
