@@ -1,13 +1,15 @@
-"""Small training steps and what the tests ask about them: plans that drop all they can, outcomes compared bit by bit."""
+"""Small training steps, plans that drop all they can, and outcomes compared bit by bit."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -109,6 +111,32 @@ def is_clean(model: nn.Module) -> bool:
         and scopes.active.watcher is None
         and all(m._compiled_call_impl is None for m in model.modules())
     )
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """All that planning must leave alone: parameters, gradients, buffers, modes, hooks, attached calls, generators."""
+    found: list[Any] = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
+    for path, module in model.named_modules():
+        hooks = [len(h) for name, h in vars(module).items() if name.endswith("_hooks")]
+        found += [path, type(module), id(module), module.training, hooks, module._compiled_call_impl]
+    for name, p in model.named_parameters():
+        hooks = [len(h or ()) for h in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+        grad = None if p.grad is None else (id(p.grad), p.grad.clone())
+        found += [name, id(p), type(p), p.requires_grad, p.data_ptr(), p.detach().clone(), grad, hooks]
+    for name, b in model.named_buffers():
+        found += [name, id(b), b.detach().clone()]
+    return [*found, list(model.state_dict())]
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Equality of what ``state_of`` gives, tensors and arrays by value."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and same_bits(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, type(a)) and len(a) == len(b) and all(map(same_state, a, b))
+    return a == b
 
 
 def live_tensors() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,13 +18,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import Net, differing, drop_everything, harshest, is_clean, live_tensors, mlp, outcome, plain, planned, replays
+from steps import (
+    Net,
+    differing,
+    drop_everything,
+    harshest,
+    is_clean,
+    live_tensors,
+    mlp,
+    outcome,
+    plain,
+    planned,
+    replays,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide import LowtideError, ReplayError, UnsupportedModelError, api
-from lowtide.meters import peak_bytes
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.tape import recipes, tape
 from lowtide.tape.ambient import GeneratorState
@@ -50,6 +62,13 @@ def wrong(model: nn.Module, batch: Any, step: Any = None) -> list[str]:
 # -- schemas lie ----------------------------------------------------------------------------------------------------
 
 
+def statistics_are_handed_over(patch: pytest.MonkeyPatch) -> None:
+    """Replays pass the running statistics on, as the forward call did."""
+    patch.setattr(operators, "LEFT_OUT_OF_REPLAYS", {})
+    patch.setattr(recorder, "left_out", lambda func: ())
+    patch.setattr(recipes, "left_out", lambda func: ())
+
+
 def no_list(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operators, "HIDDEN_BUFFER_WRITERS", frozenset())
 
@@ -58,7 +77,15 @@ def no_first_sight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recorder, "fingerprint", lambda tensor: ())
 
 
-@pytest.mark.parametrize("removed", [(), (no_list,), (no_first_sight,)], ids=["both guards", "no list", "no sight"])
+BATCH_NORM_GUARDS = {
+    "all": (),
+    "list and sight": (statistics_are_handed_over,),
+    "list": (statistics_are_handed_over, no_first_sight),
+    "sight": (statistics_are_handed_over, no_list),
+}
+
+
+@pytest.mark.parametrize("removed", BATCH_NORM_GUARDS.values(), ids=list(BATCH_NORM_GUARDS))
 def test_running_statistics_move_once(removed, monkeypatch):
     for remove in removed:
         remove(monkeypatch)
@@ -66,9 +93,9 @@ def test_running_statistics_move_once(removed, monkeypatch):
     assert wrong(batch_norm(), torch.randn(6, 8)) == []
 
 
-def test_running_statistics_move_twice_without_list_and_first_sight(monkeypatch):
-    no_list(monkeypatch)
-    no_first_sight(monkeypatch)
+def test_running_statistics_move_twice_without_any_of_the_guards(monkeypatch):
+    for remove in (statistics_are_handed_over, no_list, no_first_sight):
+        remove(monkeypatch)
 
     assert "buffer 1.running_mean" in wrong(batch_norm(), torch.randn(6, 8))
 
@@ -96,8 +123,8 @@ class Liar(nn.Module):
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        return h * torch.ops.lowtide_tests.counted(h.detach(), self.calls)
+        h = self.linear(x).sin()
+        return self.linear(h * torch.ops.lowtide_tests.counted(h.detach(), self.calls))
 
 
 _library = torch.library.Library("lowtide_tests", "DEF")
@@ -272,7 +299,7 @@ def test_a_batch_in_memory_that_numpy_owns_may_be_refilled_before_backward():
 
 
 def test_a_refilled_batch_is_replayed_wrongly_without_the_guard(monkeypatch):
-    monkeypatch.setattr(Recorder, "_fix", lambda self, number, reason: None)
+    monkeypatch.setattr(Recorder, "fix", lambda self, number, reason: None)
 
     assert refilled(Net(scaled_and_shifted))
 
@@ -346,8 +373,8 @@ class Tallies(nn.Module):
         self.register_buffer("tally", _tally)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        return h * torch.ops.lowtide_tests.tally(h.detach())
+        h = self.linear(x).sin()
+        return self.linear(h * torch.ops.lowtide_tests.tally(h.detach()))
 
 
 @pytest.mark.parametrize("audited", [True, False])
@@ -385,7 +412,7 @@ class Overwrites(torch.autograd.Function):
 def overwritten(self: Net, x: torch.Tensor) -> torch.Tensor:
     h = self.layers[0](x)
     earlier = (h + 1.0).sin()  # its replay reads h after Overwrites has run backward
-    return self.layers[1](earlier + Overwrites.apply(h))
+    return self.layers[1](x).exp() * 0.1 + earlier + Overwrites.apply(h)
 
 
 def test_a_backward_may_overwrite_what_it_unpacked():
@@ -546,7 +573,7 @@ def test_sparse_gradients_arrive_as_plainly():
 def test_sparse_tensors_break_the_trace_without_the_guard(monkeypatch):
     monkeypatch.setattr(recorder, "storage_of", torch.Tensor.untyped_storage)
 
-    with pytest.raises((NotImplementedError, LowtideError), match="[Ss]torage"):
+    with pytest.raises(LowtideError, match="Cannot access storage of SparseTensorImpl"):
         lowtide.trace(Net(sparse), torch.randn(4, 8))
 
 
@@ -623,7 +650,7 @@ def in_place_chain() -> nn.Module:
 
 def out_argument(self: Net, x: torch.Tensor) -> torch.Tensor:
     h = self.layers[0](x)
-    table = torch.ones(8, 8)
+    table = self.layers[2].weight.data
     scale = (table * 2).sin()  # reads the table before it changes
     torch.add(table, 1.0, out=table)
     return self.layers[1](h @ scale).sin() @ table
@@ -649,23 +676,48 @@ def test_in_place_chains_are_right(make):
     assert wrong(make(), torch.randn(4, 8)) == []
 
 
-@pytest.mark.parametrize("make", CHAINS.values(), ids=list(CHAINS))
-def test_in_place_chains_are_wrong_without_the_guard(make, monkeypatch):
-    monkeypatch.setattr(Recorder, "_written", lambda self, storage: None)
-    monkeypatch.setattr(recipes.Kept, "__init__", _unversioned)
-    monkeypatch.setattr(tape, "value_of", _any_version)
-    monkeypatch.setattr(recipes, "value_of", _any_version)
+def no_versions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recorder, "_written", lambda self, storage: None)
+    patch.setattr(recipes.Kept, "__init__", _unversioned)
 
-    assert wrong(make(), torch.randn(4, 8))
+
+def no_finish(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recipes.Recipe, "extend", lambda self, *args: None)
+
+
+@pytest.mark.parametrize(("chain", "remove"), [("modules", no_finish), ("out=", no_versions)])
+def test_in_place_chains_are_wrong_without_the_guard(chain, remove, monkeypatch):
+    remove(monkeypatch)
+
+    assert wrong(CHAINS[chain](), torch.randn(4, 8))
 
 
 def _unversioned(self: recipes.Kept, tensor: torch.Tensor) -> None:
-    self.tensor, self.version = tensor.detach().clone(), 0
+    self.tensor = tensor.detach()  # with a counter of its own
+    self.version = self.tensor._version
 
 
-def _any_version(tensor: torch.Tensor, run: object) -> recipes.Value | None:
-    value = tensor.untyped_storage().__dict__.get(recipes.MARK)
-    return value if value is not None and value.run is run else None
+def read_before_it_is_finished(self: Net, x: torch.Tensor, peek: bool = False) -> torch.Tensor:
+    h = self.layers[0](x)
+    early = self.layers[1](h) if peek else 0  # stores h as it is now
+    return self.layers[2](h.relu_()).sin() + early
+
+
+def test_an_inplace_op_is_no_part_of_a_recipe_that_somebody_holds_already():
+    model, x = Net(read_before_it_is_finished), torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        plain(model, {"x": x, "peek": True})
+    plan = harshest(model, x)
+
+    with lowtide.apply(model, plan) as applied:
+        loss = model(x, peek=True).square().mean()
+    assert applied.counts.mismatched
+    with contextlib.suppress(RuntimeError):  # plain's error, or the gradient of what was stored
+        loss.backward()
+        exact = Net(lambda self, x: self.layers[2](self.layers[0](x).relu()).sin() + self.layers[1](self.layers[0](x)))
+        exact.load_state_dict(model.state_dict())
+        found, expected = outcome(model, loss), plain(exact, x)
+        assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in found)
 
 
 # -- the op sequence changes ------------------------------------------------------------------------------------------
@@ -692,11 +744,10 @@ def test_another_branch_is_counted_as_drift_and_right():
     assert applied.counts.unplanned > 0
 
 
-def test_fit_makes_a_new_plan_when_the_ops_drift():
+def test_fit_makes_a_new_plan_when_the_ops_drift(monkeypatch):
+    monkeypatch.setattr(api, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     model, x = Net(branching), torch.ones(4, 8)
-    with pytest.raises(lowtide.BudgetInfeasibleError) as least:
-        lowtide.fit(model, x, budget=1)
-    fit = lowtide.fit(model, x, budget=least.value.least_bytes + 64)
+    fit = lowtide.fit(model, x, budget="100%")
     first = fit.plan
     assert first.counts[RECOMPUTE]
 
@@ -712,24 +763,21 @@ def test_fit_makes_a_new_plan_when_the_ops_drift():
     assert len(set(map(id, [first, *fit.plans.values()]))) == 2
 
 
-def statistics_on_demand(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    h = self[0](x)
-    h = h.sin() if x.sum() > 0 else F.batch_norm(h, self[1].running_mean, self[1].running_var, training=True)
-    return self[2](h.exp())
+class CountsOnDemand(Liar):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).sin()
+        other = h.detach().cos() if x.sum() > 0 else torch.ops.lowtide_tests.counted(h.detach(), self.calls)
+        return self.linear(h * other)
 
 
 @pytest.mark.parametrize("matched", [True, False])
 def test_an_op_that_is_not_the_planned_one_is_never_dropped(matched, monkeypatch):
     if not matched:
         monkeypatch.setattr(Slot, "names", lambda self, func: True)
-    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model, x = CountsOnDemand(), torch.ones(4, 8)
+    plan = harshest(model, x)
 
-    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return statistics_on_demand(model, x).square().mean()
-
-    plan = harshest(layers, x := torch.ones(4, 8), step)
-
-    assert (differing(plain(layers, -x, step), planned(layers, -x, plan, step)) == []) is matched
+    assert (differing(plain(model, -x), planned(model, -x, plan)) == []) is matched
 
 
 # -- what recipes hold ------------------------------------------------------------------------------------------------
@@ -763,9 +811,11 @@ def reused(model: nn.Module, x: torch.Tensor) -> list[str]:
 
 
 def many_of_one_size(self: Net, x: torch.Tensor) -> torch.Tensor:
+    source = torch.Generator().manual_seed(5)
     for layer in self.layers:
         for _ in range(4):
-            x = layer(x).sin() + 0.5
+            x = layer(x).sin()
+            x = x * torch.rand(x.shape, generator=source)  # never dropped, in memory that just became free
     return x
 
 
@@ -811,27 +861,23 @@ def test_a_second_backward_replays_no_more_than_the_first_and_is_equal():
     assert differing(found[0], plain(model, x)) == []
 
 
-def test_a_second_backward_fails_if_the_first_used_the_recipes_up(monkeypatch):
+def left_by_a_retained_backward() -> int:
+    """Replayed tensors alive after ``backward(retain_graph=True)``."""
+    model, x = mlp(6), torch.randn(4, 16)
+    with lowtide.apply(model, harshest(model, x)):
+        loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    return sum(isinstance(o, recipes.Value) and o.tensor is not None for o in gc.get_objects())
+
+
+def test_a_retained_backward_leaves_no_replayed_tensor_behind():
+    assert left_by_a_retained_backward() == 0
+
+
+def test_a_retained_backward_keeps_what_it_replayed_without_use_counts(monkeypatch):
     monkeypatch.setattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
-    model, x = mlp(), torch.randn(4, 16)
-    with lowtide.apply(model, harshest(model, x)):
-        loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
 
-    with pytest.raises(ReplayError, match="used up and freed"):
-        loss.backward()
-
-
-def test_what_retain_graph_keeps_for_a_second_backward_is_no_replayed_tensor():
-    model, x = mlp(6, 64), torch.randn(64, 64)
-    with lowtide.apply(model, harshest(model, x)):
-        loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    before = live_tensors()
-
-    loss.backward(retain_graph=True)
-
-    assert live_tensors() == before
+    assert left_by_a_retained_backward() > 0
 
 
 def long_chain(length: int = 20_000) -> tuple[nn.Module, torch.Tensor, Any]:
@@ -1107,9 +1153,11 @@ class Trouble(nn.Module):
         raise self.kind("trouble")
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("at", ["forward", "backward"])
-@pytest.mark.parametrize("how", ["fit", "apply", "step_region"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("apply", RuntimeError), ("apply", KeyboardInterrupt), ("fit", KeyboardInterrupt), ("step_region", SystemExit)],
+)
 def test_an_exception_leaves_nothing_behind(how, at, kind):
     model = nn.Sequential(*mlp(2), trouble := Trouble(), *mlp(2))
     x = torch.randn(4, 16)
@@ -1175,8 +1223,6 @@ def test_activations_die_with_backward_and_without_the_collector():
         module.register_forward_hook(lambda m, args, out: watched.append(weakref.ref(out)))
     plan = harshest(model, x)
     watched.clear()
-    import gc
-
     gc.disable()
     try:
         with lowtide.apply(model, plan):
@@ -1192,8 +1238,6 @@ def test_activations_die_with_backward_and_without_the_collector():
 
 
 def test_a_forward_that_never_runs_backward_frees_its_recipes_without_the_collector():
-    import gc
-
     model, x = mlp(), torch.randn(4, 16)
     plan = harshest(model, x)
     gc.disable()

@@ -12,6 +12,7 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import simulate, simulate_actions
+from lowtide.solvers import groups, peak_model
 from lowtide.solvers.front_door import METHODS, solve
 from lowtide.solvers.structure import close, layers, recomputable
 
@@ -42,7 +43,8 @@ def small_graphs(draw, most_ops=5):
 @st.composite
 def small_cases(draw):
     graph = draw(small_graphs())
-    op_ms = tuple(float(draw(st.integers(1, 9))) for _ in graph.ops)
+    most = draw(st.sampled_from([2, 9]))  # few values make ties, which the lower peak has to break
+    op_ms = tuple(float(draw(st.integers(1, most))) for _ in graph.ops)
     return graph, Costs(op_ms=op_ms, mode_us=draw(st.sampled_from([0.0, 1000.0])))
 
 
@@ -119,6 +121,48 @@ def test_a_plan_stays_within_its_budget_by_the_simulator(graph, fraction):
     assert line.step_ms == plan.predicted_step_ms >= plan.bound_ms
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=small_cases(), data=st.data())
+def test_grouped_ops_and_bursts_found_by_the_judge_cost_little(case, data):
+    """The way of large graphs, on small ones: never above the budget, never better than everything."""
+    graph, costs = case
+    everything = oracle(graph, costs)
+    budget = data.draw(st.sampled_from(sorted({peak for _, peak in everything if peak > 0})))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_FINE_OPS", 0)
+        patch.setattr(peak_model, "_ALL_BURSTS_SIZE", 0)
+        try:
+            plan = solve(graph, costs, budget, gap=0.0)
+        except BudgetInfeasibleError as error:
+            plan = solve(graph, costs, error.least_bytes, gap=0.0)
+            budget = error.least_bytes
+
+    assert plan.predicted_peak_bytes <= budget
+    assert plan.predicted_step_ms >= min(found for found in everything if found[1] <= budget)[0] - 1e-9
+    assert plan.gap >= 0
+
+
+def test_a_burst_that_no_slot_shows_is_found_by_the_judge_and_cut_away():
+    # Each block's 64 bytes come and go inside a burst, while the gradient of its 100 bytes is there.
+    step = Step()
+    x = step.parameter()
+    for block in range(8):
+        at = f"net.{block}"
+        a = step.op(x, makes=(64,), saves="nothing", path=at)
+        b, c = (step.op(a, makes=(8,), saves="nothing", path=at) for _ in range(2))
+        y = step.op(b, c, makes=(100,), path=at)
+        x = step.op(y, makes=(4,), saves="nothing", path=at)
+    graph = step.graph()
+    costs = unit_costs(graph)
+
+    knowing = [solve(graph, costs, budget).predicted_step_ms for budget in (240, 228, 204, 192)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peak_model, "_ALL_BURSTS_SIZE", 0)
+        learning = [solve(graph, costs, budget).predicted_step_ms for budget in (240, 228, 204, 192)]
+
+    assert learning == knowing == [82.0, 83.0, 89.0, 92.0]
+
+
 # The decoder: groups, segments, windows
 
 
@@ -158,7 +202,7 @@ def test_the_same_problem_gets_the_same_plan(small_decoder):
 
 def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     graph, costs = small_decoder
-    plan = solve(graph, costs, "45%")
+    plan = solve(graph, costs, "60%", gap=0.5)  # so loose that the model alone would recompute too much
     dropped = [d.storage for d in plan.decisions if d.action == RECOMPUTE and d.stored]
     kept = [d.storage for d in plan.decisions if d.action == SAVE and not d.stored]
 

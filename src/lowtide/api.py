@@ -28,12 +28,14 @@ from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.tape import Audit, Tape
 from lowtide.tracing import scopes
 from lowtide.tracing.batches import Call, batch_tensors
+from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.state import rehearsal
 from lowtide.tracing.tracer import Step, device_of, run_step, trace
 from lowtide.units import format_bytes, parse_budget
 from lowtide.verifier import Verification, suspended, verify
 
 logger = logging.getLogger("lowtide")
+_KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
 _REHEARSALS = 4  # at most, to audit every dropped tensor when memory holds only some beside their recipes
 _REPLANS = 2  # at most, per input shape, when the ops of a step turn out to be others than those traced
@@ -269,11 +271,18 @@ class Fit:
                 break
             tape = Tape(program)
             tape.audit = Audit(program, allowance // 2, differed.append)
-            with rehearsal(model, batch), _installed(model):
+            with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
+                before = [fingerprint(b) for b in model.buffers()]
                 loss.backward()
+                moved = before != [fingerprint(b) for b in model.buffers()]
                 del loss, output
+            if moved:  # an op of somebody's own writes a buffer that it is not even handed
+                foreign = [s for s in program.slots if s.drops and s.func and s.func.namespace not in _KNOWN]
+                for slot in foreign:
+                    slot.drops = ()
+                differed += foreign
             if len(program.unaudited()) == waiting:
                 break
         for slot in differed:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.units import parse_budget
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def _run(args: argparse.Namespace) -> tuple[int, str, dict]:
         facts = {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes}
         return _failed(FINDING, "infeasible", error, **facts)
     except LowtideError as error:
-        # What lowtide refuses by name is a finding about the model; a file that is no plan is bad usage.
-        bad = isinstance(error, (ValueError, TypeError))
+        # What lowtide refuses by name is a finding about the model; files that are wrong or do not match are bad usage.
+        bad = isinstance(error, (ValueError, TypeError, PlanMismatchError))
         return _failed(BAD_USAGE if bad else FINDING, "bad_usage" if bad else "refused", error)
 
 

@@ -147,10 +147,23 @@ class Plan:
             plan = Plan(**body)
         except (KeyError, TypeError, ValueError) as error:
             raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
-        for i, decision in enumerate(plan.decisions):
-            if decision.action not in ACTIONS or not 0 <= decision.op < len(plan.ops) or decision.bytes < 0:
-                raise GraphFormatError(f"not a plan: field 'decisions[{i}]' is {decision}. Make the plan again.")
+        for name, good in (("frames", plan._frame_is_good), ("ops", plan._op_is_good), ("decisions", plan._is_good)):
+            for i, entry in enumerate(body[name]):
+                if not good(i, entry):
+                    raise GraphFormatError(f"not a plan: field '{name}[{i}]' is {entry}. Make the plan again.")
         return plan
+
+    def _frame_is_good(self, i: int, frame: Frame) -> bool:
+        return isinstance(frame.path, str) and isinstance(frame.parent, int) and -1 <= frame.parent < max(i, 0)
+
+    def _op_is_good(self, i: int, op: PlannedOp) -> bool:
+        finishes = op.finishes is None or (isinstance(op.finishes, int) and 0 <= op.finishes < i)
+        return isinstance(op.name, str) and _index(op.frame, self.frames) and finishes
+
+    def _is_good(self, _: int, decision: Decision) -> bool:
+        counts = (decision.storage, decision.bytes, decision.output)
+        at_least_0 = all(isinstance(n, int) and n >= 0 for n in counts)
+        return at_least_0 and decision.action in ACTIONS and _index(decision.op, self.ops)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
@@ -158,6 +171,10 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         return Plan.from_json(Path(path).read_text())
+
+
+def _index(number: object, of: tuple) -> bool:
+    return isinstance(number, int) and 0 <= number < len(of)
 
 
 def decide(graph: StepGraph, recomputed: Iterable[int], kept_for_replay: Iterable[int] = ()) -> dict[int, str]:

@@ -74,15 +74,15 @@ def verify(model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None
         device = device_of(model)
         if plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device):
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        plain, _ = _outcome(model, batch, step, None)
-        ours, counts = _outcome(model, batch, step, plan)
+        plain, _ = _outcome(model, batch, step, None, plan.provenance)
+        ours, counts = _outcome(model, batch, step, plan, plan.provenance)
         differing = [name for name in plain if not _same(plain[name], ours.get(name))]
         del plain, ours
-        measured = _peak(model, batch, step, plan, device)
-        plain_measured = _peak(model, batch, step, None, device)
+        measured = _peak(model, batch, step, plan, device, plan.provenance)
+        plain_measured = _peak(model, batch, step, None, device, plan.provenance)
         overhead = float("nan")
         if rounds:
-            with rehearsal(model, batch):
+            with rehearsal(model, batch, provenance=plan.provenance):
                 times = compare_times(
                     {
                         "plain": lambda: _run(model, batch, step, None),
@@ -136,10 +136,12 @@ def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> 
         del output
 
 
-def _outcome(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> tuple[dict[str, Any], Counts]:
+def _outcome(
+    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, provenance: dict[str, str]
+) -> tuple[dict[str, Any], Counts]:
     """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
     counts = Counts()
-    with rehearsal(model, batch, zero_grads=False):
+    with rehearsal(model, batch, zero_grads=False, provenance=provenance):
         with torch.enable_grad():
             with attach.apply(model, plan) if plan is not None else nullcontext() as applied:
                 loss, output = run_step(model, batch, step)
@@ -161,9 +163,16 @@ def _same(a: Any, b: Any) -> bool:
     return same_bits(a, b)
 
 
-def _peak(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, device: torch.device) -> int:
+def _peak(
+    model: nn.Module,
+    batch: Any,
+    step: Step | None,
+    plan: Plan | None,
+    device: torch.device,
+    provenance: dict[str, str],
+) -> int:
     """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
-    with rehearsal(model, batch):
+    with rehearsal(model, batch, provenance=provenance):
         return peak_bytes(lambda: _run(model, batch, step, plan), device)
 
 

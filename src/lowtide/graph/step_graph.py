@@ -122,7 +122,9 @@ class StepGraph:
     @cached_property
     def stored(self) -> frozenset[int]:
         """Storages made in forward that autograd stores for backward."""
-        return frozenset(s for s in self.saved if self.storages[s].op is not None)
+        # Under create_graph autograd stores what backward made as well; no plan decides over that.
+        makers = {s: self.storages[s].op for s in self.saved}
+        return frozenset(s for s, op in makers.items() if op is not None and not self.ops[op].backward)
 
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:

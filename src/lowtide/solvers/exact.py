@@ -141,14 +141,14 @@ class _Search:
             answer = self._minimise(model, deadline)
             if round_ == 0 and answer.status != "infeasible":
                 bound_ms += max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
-            # A cut from the judge may take better plans with it, unless the model knows each moment exactly.
-            proven &= answer.status == "optimal" and (round_ == 0 or self.fine)
+            proven &= answer.status == "optimal"
             if not len(answer.values):
                 break
             judged.append(self.judge(close(self.graph, *model.choice(answer.values))))
             if judged[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
                 break
-            self._cut(model, judged[-1].timeline, budget_bytes)
+            # A moment that the model has not looked at yet is no loss; a corrected one may take better plans with it.
+            proven &= self._cut(model, answer.values, judged[-1].timeline, budget_bytes)
         return _Result(judged, proven, bound_ms)
 
     def leanest(self, known: list[_Judged]) -> _Judged:
@@ -156,7 +156,7 @@ class _Search:
         model = PeakModel(self.sketch(self.reaches[-1]), None)
         judged = list(known)
         deadline = time.perf_counter() + self.limits.time_limit_s
-        for _ in range(_ROUNDS if self.fine else 2):
+        for _ in range(_ROUNDS):
             answer = self._minimise(model, deadline, nodes=None if self.fine else _LEAN_NODES)
             if not len(answer.values):
                 break
@@ -164,7 +164,7 @@ class _Search:
             claimed_bytes = model.claimed_peak_bytes(answer.values)
             if judged[-1].peak_bytes <= claimed_bytes:
                 break
-            self._cut(model, judged[-1].timeline, claimed_bytes)
+            self._cut(model, answer.values, judged[-1].timeline, claimed_bytes)
         return min(judged, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
 
     def lower_peak(self, judged: _Judged) -> _Judged:
@@ -216,12 +216,14 @@ class _Search:
         left_s = max(deadline - time.perf_counter(), 0.1)
         return model.program.minimise(gap=gap, node_limit=nodes, time_limit_s=left_s)
 
-    def _cut(self, model: PeakModel, timeline: Timeline, limit_bytes: int) -> None:
-        """Forbid the highest of the moments above ``limit_bytes``, one for each burst."""
+    def _cut(self, model: PeakModel, values: np.ndarray, timeline: Timeline, limit_bytes: int) -> bool:
+        """Forbid the highest of the moments above ``limit_bytes``; return whether that cost no plan within it."""
         peaks = np.array(timeline.event_peak_bytes)
         above = np.flatnonzero(peaks > limit_bytes)
         above = above[np.argsort(-peaks[above], kind="stable")][:_CUTS_A_ROUND]
         replayed = {(r.event, r.peak_bytes): r.op for r in timeline.replays}
+        lossless = True
         for event in above.tolist():
             peak = timeline.event_peak_bytes[event]
-            model.forbid(event, replayed.get((event, peak)), peak - limit_bytes)
+            lossless &= model.forbid(values, event, replayed.get((event, peak)), peak)
+        return lossless

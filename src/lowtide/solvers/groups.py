@@ -28,7 +28,7 @@ from lowtide.solvers.structure import layers, readers, recomputable, replayable_
 _NEVER = 1 << 60
 _MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
 _TINY_SHARE = 0.05  # outputs below this share of their group's bytes follow the group's largest one
-_FINE_OPS = 12  # graphs with at most this many replayable ops are modelled op by op, unpack by unpack
+_FINE_OPS = 12  # graphs with at most this many replayable ops are modelled op by op
 _SEGMENT_OPS = 12  # segments smaller than this join their neighbour
 
 
@@ -199,23 +199,9 @@ class Sketch:
         return not self.graph.ops[op].makes or (len(read) == 1 and read <= self.graph.stored)
 
     def _triggers(self) -> tuple[list[int], dict[int, int]]:
-        """Events at which replays may start, and the trigger of each droppable storage.
-
-        Unpacks with no op and no release between them count as one: memory is largest after the last of them.
-        """
-        events, first = self.graph.events, {e: s for s, e in self._first_unpack.items() if s in self.droppable}
-        at: list[int] = []
-        of_storage: dict[int, int] = {}
-        joinable = False
-        for event, (kind, _) in enumerate(events):
-            if event in first:
-                if not joinable or self.fine:
-                    at.append(event)
-                of_storage[first[event]] = len(at) - 1
-                joinable = True
-            elif kind in (RUN, RELEASE, DROP):
-                joinable = False
-        return at, of_storage
+        """Events at which replays may start, and the trigger of each droppable storage."""
+        at = sorted((event, s) for s, event in self._first_unpack.items() if s in self.droppable)
+        return [event for event, _ in at], {s: trigger for trigger, (_, s) in enumerate(at)}
 
     def _groups(self) -> list[Group]:
         graph, consumers = self.graph, readers(self.graph)
@@ -245,7 +231,8 @@ class Sketch:
         live = peak = 0
         for op in ops:
             live += self._made_bytes(op)
-            peak = max(peak, live + graph.ops[op].workspace_bytes)
+            # The generator's present state is put aside while the recorded one is in force.
+            peak = max(peak, live + graph.ops[op].workspace_bytes + graph.ops[op].rng_bytes)
             if op != ops[-1]:
                 live -= sum(graph.storages[s].bytes for s in graph.ops[op].makes if s not in last_read)
             live -= sum(
@@ -305,11 +292,7 @@ class Sketch:
 
     def _windows(self) -> None:
         """When each group may be replayed: at its own first unpacks and whenever a consumer may be."""
-        segment_of_trigger: dict[int, int] = {}
-        for piece in self.pieces:
-            if piece.first is not None and piece.group is not None:
-                before = segment_of_trigger.get(piece.first, _NEVER)
-                segment_of_trigger[piece.first] = min(before, piece.group.segment)
+        segment_of_trigger = {p.first: p.group.segment for p in self.pieces if p.group and p.first is not None}
         for group in reversed(self.groups):
             window = {p.first for p in group.pieces if p.first is not None}
             for consumer in {id(c): c for p in group.pieces for c in p.consumers}.values():
@@ -325,16 +308,14 @@ class Sketch:
         change = np.zeros(ends + 1, dtype=np.int64)
         peak_extra = np.zeros(ends, dtype=np.int64)
         optional = {p.storage for p in self.pieces if p.group is not None}
-        for storage in graph.storages:
-            if storage.op is None:
-                continue
-            end = self._dead.get(storage.id, ends)
-            if storage.id not in optional and storage.id in self._packed:
-                end = max(end, self._direct_end[storage.id])
-            change[self.run_event[storage.op]] += storage.bytes
-            change[min(end, ends)] -= storage.bytes
-        for op, event in self.run_event.items():
-            peak_extra[event] = graph.ops[op].workspace_bytes
+        for op in graph.ops:
+            for storage in op.makes:
+                end = self._dead.get(storage, ends)
+                if storage not in optional and storage in self._packed:
+                    end = max(end, self._direct_end[storage])
+                change[self.run_event[op.id]] += graph.storages[storage].bytes
+                change[min(end, ends)] -= graph.storages[storage].bytes
+            peak_extra[self.run_event[op.id]] = op.workspace_bytes
         live = np.cumsum(change[:-1]) + graph.resident_bytes
         return live, live + peak_extra
 

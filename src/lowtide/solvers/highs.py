@@ -58,6 +58,15 @@ class Program:
         self.row_upper.append(upper)
         return len(self.row_upper) - 1
 
+    def activity(self, row: int, values: np.ndarray) -> float:
+        """The row's left-hand side at ``values``; columns added since count as 0."""
+        span = slice(self._starts[row], self._starts[row + 1])
+        return sum(
+            v * float(values[c])
+            for c, v in zip(self._columns[span], self._values[span], strict=True)
+            if c < len(values)
+        )
+
     def minimise(self, *, gap: float, node_limit: int, time_limit_s: float) -> Answer:
         """Solve; the same program and node limit give the same answer as long as time does not run out."""
         solver = highspy.Highs()

@@ -36,6 +36,7 @@ from lowtide.solvers.highs import Program
 
 Terms = dict[int, float]
 StateOf = Callable[["Group | None"], int]  # the trigger at which a group stands
+_ALL_BURSTS_SIZE = 300  # models up to this size know every burst from the start, larger ones as the judge finds them
 _TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
 
 
@@ -58,10 +59,9 @@ class PeakModel:
         if most_ms is not None:
             times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
             self.program.row(times, upper=most_ms / self.ms_unit + 1e-6)
-        if sketch.fine:
-            self._lazy_rows()
+        self._lazy_rows()
         self._slot_rows()
-        if sketch.fine:
+        if sketch.size <= _ALL_BURSTS_SIZE:
             for group in sketch.groups:
                 for trigger in group.triggers:
                     self.add_burst(group, trigger)
@@ -267,22 +267,34 @@ class PeakModel:
 
     # Cuts
 
-    def forbid(self, event: int, replayed_op: int | None, overshoot: int) -> None:
-        """Teach the model that memory at ``event`` (while ``replayed_op`` runs again) is above what its row says."""
+    def forbid(self, values: np.ndarray, event: int, replayed_op: int | None, peak_bytes: int) -> bool:
+        """Make the row of ``event``, while ``replayed_op`` runs again, say ``peak_bytes`` of ``values``.
+
+        Returns:
+            Whether a row that was missing did it, instead of a correction to one that was wrong.
+        """
         sketch = self.sketch
+        moment: tuple | None = None
         if replayed_op is not None:
             trigger, group = sketch.trigger_at(event), sketch.group_of.get(replayed_op)
             if group is not None and trigger in group.triggers:
                 moment = ("burst", trigger, group.head)
                 if moment not in self._rows:
-                    return self.add_burst(group, trigger)
-                return self._raise(self._rows[moment], overshoot)
-        starts = [slot.start for slot in sketch.slots]
-        number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
-        self._raise(self._rows["slot", starts[number]], overshoot)
+                    self.add_burst(group, trigger)
+                    return True
+        if moment is None:
+            starts = [slot.start for slot in sketch.slots]
+            number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
+            moment = ("slot", starts[number])
+        row = self._rows[moment]
+        self.program.row_upper[row] = min(self.program.row_upper[row], self._upper_for(values, row, peak_bytes))
+        return False
 
-    def _raise(self, row: int, overshoot: int) -> None:
-        self.program.row_upper[row] -= (overshoot + 1) / self.byte_unit
+    def _upper_for(self, values: np.ndarray, row: int, peak_bytes: int) -> float:
+        """The right-hand side that ``values`` misses by as much as ``peak_bytes`` misses the limit."""
+        limit = self.budget_bytes if self.budget_bytes is not None else self.claimed_peak_bytes(values)
+        activity = self.program.activity(row, values)
+        return activity - (peak_bytes - limit) / self.byte_unit
 
     # Reading a solution
 

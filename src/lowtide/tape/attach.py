@@ -43,8 +43,13 @@ class GuardedCall:
             opened = scopes.active.watcher  # choosing may have begun a region for the whole step
             return model._call_impl(*args, **kwargs) if opened is None else _inside(opened, model, args, kwargs)
         tape, node = chosen
-        with tape.region(node, whole_step=False):
+        if not tape.free.acquire(blocking=False):  # another thread is in this very tape: here all is saved
             return model._call_impl(*args, **kwargs)
+        try:
+            with tape.region(node, whole_step=False):
+                return model._call_impl(*args, **kwargs)
+        finally:
+            tape.free.release()
 
 
 def _inside(watcher: scopes.Watcher, model: nn.Module, args: tuple, kwargs: dict) -> Any:

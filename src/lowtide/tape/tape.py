@@ -7,6 +7,7 @@ each kept one. Ops are matched by name and order within their module call; what 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Tape(TorchDispatchMode):
         self.program = program
         self.counts = Counts()
         self.audit: Audit | None = None
+        self.free = threading.Lock()  # held while a call of the model is taped: one forward pass at a time
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
         self._marked: list[weakref.ref] = []
@@ -232,7 +234,9 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)  # that output of the op is kept, another is dropped
         value = value_of(args[0], self._run)
         recipe = None if value is None else value.recipe
-        if value is None or recipe is None or recipe.inputs_later_than(args[1:], kwargs, self._run):
+        # Somebody holds it already as it is now: what they get back must not be finished.
+        held = value is not None and value.users > 0
+        if value is None or recipe is None or held or recipe.inputs_later_than(args[1:], kwargs, self._run):
             self.counts.mismatched += 1
             return func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if slot.random else None

@@ -101,6 +101,8 @@ class Recorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}  # StorageImpl address -> storage id; entries go when the storage dies
         self._watch: dict[int, weakref.ref] = {}
         self._tainted: set[int] = set()  # storages whose shape depends on values
+        self.written_parameters: set[int] = set()
+        self._before_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter's bytes, and as they were
         self._sums: dict[int, tuple[int, ...]] = {}  # the engine's own additions of gradients
         self._made_under: dict[int | None, int | None] = {}  # storage -> autograd node that was running
         self._children: dict[tuple[int, str], int] = {}
@@ -154,7 +156,7 @@ class Recorder(TorchDispatchMode):
         self._watch[number] = weakref.ref(storage, died)
         return number
 
-    def _fix(self, number: int, reason: str) -> None:
+    def fix(self, number: int, reason: str) -> None:
         if not self.storages[number]["fixed"]:
             self.storages[number]["fixed"] = reason
 
@@ -179,6 +181,8 @@ class Recorder(TorchDispatchMode):
         written = tuple(
             dict.fromkeys(n for t in written_tensors(func, args, kwargs) if (n := self.know(t, "other")) is not None)
         )
+        for t in written_tensors(func, args, kwargs):
+            self._copy_before_write(t)
         signature, first = self._signature(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
         random = draws_random_numbers(func)
@@ -201,6 +205,18 @@ class Recorder(TorchDispatchMode):
                 self._sums[len(self.ops)] = tuple(n for n in parts if n is not None)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
         return result
+
+    def _copy_before_write(self, tensor: torch.Tensor) -> None:
+        """A parameter that the step writes (``.data``, mostly) is put back afterwards."""
+        number = self.know(tensor, "other")
+        if number is None or self.storages[number]["kind"] != "parameter" or number in self.written_parameters:
+            return
+        self.written_parameters.add(number)
+        self._paused = True
+        storage = tensor.untyped_storage()
+        now = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._before_write[number] = now, now.clone()
+        self._paused = False
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
@@ -299,11 +315,11 @@ class Recorder(TorchDispatchMode):
         """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
         if self.storages[storage]["kind"] == "gradient":
             return
-        self._fix(storage, "written during the step")
+        self.fix(storage, "written during the step")
         for earlier in self._readers.pop(storage, ()):
             if earlier < len(self.ops):
                 for made in self.ops[earlier].makes:
-                    self._fix(made, "was computed from memory that is written later in the step")
+                    self.fix(made, "was computed from memory that is written later in the step")
 
     def _path(self) -> str:
         return self.frames[self._stack[-1]].path
@@ -320,7 +336,7 @@ class Recorder(TorchDispatchMode):
         self.event(PACK, handle)
         self._open.discard(number)
         if self.region == "model" and self._stack[-1] == 0:
-            self._fix(number, "stored outside the model")
+            self.fix(number, "stored outside the model")
         self._paused = True
         try:
             if self.storages[number]["op"] is None:
@@ -373,12 +389,18 @@ class Recorder(TorchDispatchMode):
     def start_backward(self) -> None:
         self._backward = True
 
+    def stop(self) -> None:
+        """Stop recording, and put back the parameters that the step wrote: a rehearsal leaves no trace."""
+        self._recording = False
+        self._watch.clear()
+        while self._before_write:
+            _, (now, before) = self._before_write.popitem()
+            now.copy_(before)
+
     def finish(self) -> tuple[Storage, ...]:
-        """Stop recording; the storages as they ended up."""
-        if self._recording:
-            self._recording = False
-            self._watch.clear()
-            self.ops, self.events = fold(self.ops, self.events, self._sums, [s["bytes"] for s in self.storages])
+        """The storages as they ended up, once all has gone well; ``ops`` and ``events`` as the plain step has them."""
+        self.stop()
+        self.ops, self.events = fold(self.ops, self.events, self._sums, [s["bytes"] for s in self.storages])
         return tuple(Storage(i, **s) for i, s in enumerate(self.storages))
 
 

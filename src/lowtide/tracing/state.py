@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,12 +33,18 @@ def set_rng_state(state: tuple) -> None:
     numpy.random.set_state(legacy)
 
 
+WRITES_PARAMETERS = "writes_parameters"  # provenance of a graph or plan: parameters that the step itself writes
+
+
 @contextmanager
-def rehearsal(model: nn.Module, batch: Any, *, zero_grads: bool = True) -> Iterator[None]:
+def rehearsal(
+    model: nn.Module, batch: Any, *, zero_grads: bool = True, provenance: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """Run a step inside and have gradients, buffers, batch and random generators as they were afterwards.
 
     Inside, every trainable parameter has a zeroed gradient of its own (a later accumulation step is where the peak
     is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step in a rehearsal.
+    Parameters are put back where ``provenance`` (of a trace) says that the step writes them.
     """
     parameters = list(model.parameters())
     cuda = any(p.is_cuda for p in parameters)
@@ -47,7 +53,10 @@ def rehearsal(model: nn.Module, batch: Any, *, zero_grads: bool = True) -> Itera
     hooks = [p._post_accumulate_grad_hooks for p in parameters]
     leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
     leaf_grads = [t.grad for t in leaves]
-    data = [t for t in [*model.buffers(), *batch_tensors(batch)] if storage_of(t) is not None]
+    written = (provenance or {}).get(WRITES_PARAMETERS, "").split()
+    data = [*model.buffers(), *batch_tensors(batch), *(p for n, p in model.named_parameters() if n in written)]
+    data = [t for t in data if storage_of(t) is not None]
+    bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign a buffer anew
     with torch.no_grad():
         before = [t.detach().clone() for t in data]
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -62,6 +71,9 @@ def rehearsal(model: nn.Module, batch: Any, *, zero_grads: bool = True) -> Itera
         for p, grad, hook in zip(parameters, grads, hooks, strict=True):
             p.grad = grad
             p._post_accumulate_grad_hooks = hook
+        for buffers, names in bound:
+            if any(buffers.get(n) is not b for n, b in names.items()):
+                buffers.update(names)
         with torch.no_grad():
             for tensor, old in zip(data, before, strict=True):
                 if not same_bits(tensor, old):  # writing only what moved keeps version counters still

@@ -21,7 +21,7 @@ from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
 from lowtide.tracing.operators import storage_of, tensors_in
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.state import rehearsal
+from lowtide.tracing.state import WRITES_PARAMETERS, rehearsal
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
@@ -37,10 +37,7 @@ def default_loss(output: Any) -> torch.Tensor:
         loss = output.get("loss")
     if isinstance(loss, torch.Tensor):
         return loss
-    values = (
-        output if isinstance(output, torch.Tensor) else list(output.values() if hasattr(output, "values") else output)
-    )
-    for tensor in tensors_in(values):
+    for tensor in batch_tensors(output):
         if tensor.is_floating_point() and tensor.requires_grad:
             return tensor.float().square().mean()
     raise StepError(
@@ -168,9 +165,11 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
             finally:
                 scopes.active.watcher = before
             storages = recorder.finish()
+            ids = {name: recorder.know(p, "parameter") for name, p in model.named_parameters()}
+            written = [name for name, number in ids.items() if number in recorder.written_parameters]
             del loss, output
         finally:
-            recorder.finish()
+            recorder.stop()
             undo()
             for hook in hooks:
                 hook.remove()
@@ -178,6 +177,9 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
     resident = _resident_bytes(model, batch, device, received | had_grad)
     state_bytes, step_bytes = optimizer_bytes(optimizer, [p for p in model.parameters() if id(p) in received])
     resident["optimizer"] = state_bytes
+    provenance = {"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)}
+    if written:
+        provenance[WRITES_PARAMETERS] = " ".join(written)
     return StepGraph(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
@@ -191,7 +193,7 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
         calls=tuple(recorder.calls),
         region=recorder.region,
         optimizer_step_bytes=step_bytes,
-        provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
+        provenance=provenance,
     )
 
 
@@ -222,7 +224,10 @@ def _know_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
     for b in model.buffers():
         recorder.know(b, "buffer")
     for t in batch_tensors(batch):
-        recorder.know(t, "input")
+        number = recorder.know(t, "input")
+        storage = storage_of(t)
+        if number is not None and storage is not None and not storage.resizable():
+            recorder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
 def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[int]) -> dict[str, int]:

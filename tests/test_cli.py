@@ -1,0 +1,247 @@
+"""The command line: exit codes, whole messages, and stdout that holds the result and nothing else."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import lowtide
+from lowtide.cli import main
+
+SCRIPT = '''
+import torch
+from torch import nn
+import neighbour
+
+
+def setup():
+    """A chain of layers whose inner tensors can be dropped."""
+    print("the script says hello")
+    torch.manual_seed(0)
+    layers = [m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*layers), torch.randn(256, 64)
+
+
+def with_step():
+    model, batch = setup()
+    return model, (batch,), lambda model, batch: model(*batch).sum()
+
+
+def three():
+    return 3
+
+
+def four():
+    return 1, 2, 3, 4
+
+
+def no_model():
+    return "model", 1
+
+
+def no_step():
+    return *setup(), "step"
+
+
+def rejected():
+    return setup()[0], torch.randn(256, 63)
+
+
+def frozen():
+    model, batch = setup()
+    return model.requires_grad_(False), batch
+
+
+def raises():
+    raise OSError("no such data")
+
+
+constant = 3
+'''
+BYTES = 'Write bytes as an int, "6GiB" (2^30), "6GB" (10^9), "40%" of the plain step\'s activation memory, or "auto".'
+RETURN = "Return (model, batch) or (model, batch, step), where step(model, batch) is the scalar loss."
+
+
+@pytest.fixture(autouse=True)
+def scripts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("")
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    (tmp_path / "not_a_plan.json").write_text("{}")
+    return tmp_path
+
+
+def only_json(capsys) -> dict:
+    """stdout as one JSON object; anything beside it is an error."""
+    text = capsys.readouterr().out
+    body = json.loads(text)
+    assert isinstance(body, dict) and text.count("\n") == 1
+    return body
+
+
+def test_fit_reports_and_saves_a_plan_that_fits_and_is_proven(capsys, scripts):
+    code = main(["fit", "train.py:setup", "--budget", "60%", "--verify", "--save", "plan.json"])
+
+    out, err = capsys.readouterr()
+    plan = lowtide.Plan.load("plan.json")
+    assert code == 0
+    assert "loss, gradients and buffers bitwise equal" in out
+    assert plan.counts["recompute"] > 0 and plan.predicted_fraction <= 0.6
+    assert "lowtide:" not in err
+
+
+def test_fit_as_json_is_one_object_whatever_the_script_prints(capsys):
+    code = main(["fit", "train.py:with_step", "--budget", "60%", "--verify", "--json"])
+
+    captured = capsys.readouterr()
+    body = json.loads(captured.out)
+    assert code == 0 and captured.out.count("\n") == 1
+    assert "the script says hello" in captured.err
+    assert body["status"] == "ok" and body["findings"] == [] and body["proof"]["bitwise_equal"]
+    assert body["measured"]["peak_bytes"] <= body["budget_bytes"]
+    assert body["region"] == "step"
+
+
+def test_json_also_in_a_process_of_its_own(scripts):
+    command = [sys.executable, "-m", "lowtide.cli", "fit", "train.py:setup", "--budget", "100%", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=scripts)
+    assert json.loads(done.stdout)["status"] == "ok"
+
+
+def test_an_impossible_budget_exits_with_one_and_names_the_least_bytes_which_then_succeed(capsys):
+    assert main(["fit", "train.py:setup", "--budget", "1KiB", "--json"]) == 1
+    body = only_json(capsys)
+    assert (body["status"], body["budget_bytes"]) == ("infeasible", 1024)
+
+    assert main(["fit", "train.py:setup", "--budget", str(body["least_bytes"]), "--json"]) == 0
+    assert only_json(capsys)["predicted_peak_bytes"] <= body["least_bytes"]
+
+
+def test_a_step_that_differs_is_a_finding(capsys, monkeypatch):
+    from lowtide import verifier
+
+    monkeypatch.setattr(verifier, "_same", lambda a, b: False)
+    code = main(["fit", "train.py:setup", "--budget", "60%", "--verify", "--json"])
+
+    body = only_json(capsys)
+    assert code == 1 and body["status"] == "finding"
+    assert body["findings"][0].startswith("the planned step differs from the plain one in loss, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "train"], "'train' does not name a function.\nWrite SCRIPT.py:FUNCTION, e.g. train.py:setup"),
+        (
+            ["fit", "nowhere.py:setup"],
+            "there is no file nowhere.py.\nWrite SCRIPT.py:FUNCTION with the path of a Python script.",
+        ),
+        (
+            ["fit", "train.py:nothing"],
+            "train.py has no function 'nothing'.\nDefine nothing() so that it returns (model, batch).",
+        ),
+        (
+            ["fit", "train.py:constant"],
+            "train.py has no function 'constant'.\nDefine constant() so that it returns (model, batch).",
+        ),
+        (
+            ["fit", "broken.py:setup"],
+            "broken.py cannot be run: ModuleNotFoundError: No module named 'a_module_that_is_not_there'",
+        ),
+        (
+            ["fit", "train.py:raises"],
+            "train.py:raises raised OSError: no such data\nIt must return (model, batch).",
+        ),
+        (["fit", "train.py:three"], f"train.py:three returned type int.\n{RETURN}"),
+        (["fit", "train.py:four"], f"train.py:four returned a tuple of 4.\n{RETURN}"),
+        (["fit", "train.py:no_model"], f"train.py:no_model returned type str as model, not an nn.Module.\n{RETURN}"),
+        (["fit", "train.py:no_step"], f"train.py:no_step returned type str as step, which cannot be called.\n{RETURN}"),
+        (["fit", "nowhere.py:f", "--budget", "12 parsecs"], "budget='12 parsecs': 'parsecs' is not a unit of memory. "
+         + BYTES),
+        (["fit", "nowhere.py:f", "--budget", "-1"], f"budget=-1 bytes is not positive. {BYTES}"),
+        (["fit", "nowhere.py:f", "--budget", "0%"], f"budget='0%' is not positive. {BYTES}"),
+        (
+            ["fit", "nowhere.py:f", "--save", "no/such/folder/plan.json"],
+            "cannot write no/such/folder/plan.json: there is no folder no/such/folder.\nMake it first.",
+        ),
+        (
+            ["fit", "train.py:setup", "--budget", "60%", "--method", "magic"],
+            "method='magic' is not known. Use one of exact, none, full, every_n, sqrt_n, selective.",
+        ),
+        (
+            ["report", "nowhere.json"],
+            "cannot read a plan from nowhere.json: No such file or directory.\n"
+            "Write one with: lowtide fit ... --save PLAN.json",
+        ),
+        (
+            ["report", "not_a_plan.json"],
+            "not a plan: field 'version' is not 1. Make the plan again with this lowtide.",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bad_usage_exits_with_two_and_says_what_would_do(arguments, message, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith(f"lowtide: {message}\n")
+    assert captured.out.replace("the script says hello\n", "") == ""
+
+    assert main([*arguments, "--json"]) == 2
+    assert only_json(capsys) == {"status": "bad_usage", "message": message}
+
+
+@pytest.mark.parametrize("function", ["rejected", "frozen"])
+def test_a_step_that_cannot_be_planned_is_bad_usage(function, capsys):
+    assert main(["fit", f"train.py:{function}", "--budget", "60%", "--json"]) == 2
+    assert only_json(capsys)["status"] == "bad_usage"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fit"], ["dance"], ["fit", "a.py:f", "--no-such-flag"]], ids=str)
+def test_what_argparse_refuses_exits_with_two(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_help_exits_with_zero(capsys):
+    assert main(["--help"]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_report_reads_what_fit_wrote_and_draws_it(capsys, scripts):
+    pytest.importorskip("matplotlib")
+    saved = ["--save", "plan.json", "--save-graph", "graph.json", "--html", "fit.html"]
+    assert main(["fit", "train.py:setup", "--budget", "60%", *saved]) == 0
+    fitted = capsys.readouterr().out
+
+    assert main(["report", "plan.json", "--graph", "graph.json", "--html", "r.html", "--plot", "r.png"]) == 0
+
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0] in fitted
+    assert "Memory over one step" in (scripts / "r.html").read_text()
+    assert "Memory over one step" in (scripts / "fit.html").read_text()
+    assert (scripts / "r.png").read_bytes().startswith(b"\x89PNG")
+
+    assert main(["report", "plan.json", "--json"]) == 0
+    assert only_json(capsys)["plan_status"] == lowtide.Plan.load("plan.json").status
+
+
+def test_a_plot_without_the_step_says_where_to_get_it(capsys):
+    main(["fit", "train.py:setup", "--budget", "60%", "--save", "plan.json"])
+    capsys.readouterr()
+
+    assert main(["report", "plan.json", "--plot", "r.png"]) == 2
+    assert capsys.readouterr().err == (
+        "lowtide: --plot needs the traced step, which a plan does not hold.\n"
+        "Add --graph GRAPH.json, written by: lowtide fit ... --save-graph GRAPH.json\n"
+    )
+
+
+def test_a_graph_of_another_step_is_refused(capsys):
+    main(["fit", "train.py:setup", "--budget", "60%", "--save", "plan.json"])
+    main(["fit", "train.py:with_step", "--budget", "60%", "--save-graph", "graph.json"])
+    capsys.readouterr()
+
+    assert main(["report", "plan.json", "--graph", "graph.json", "--html", "r.html", "--json"]) == 2
+    assert only_json(capsys)["status"] == "bad_usage"

