@@ -65,8 +65,8 @@ def wrong(model: nn.Module, batch: Any, step: Any = None) -> list[str]:
 def statistics_are_handed_over(patch: pytest.MonkeyPatch) -> None:
     """Replays pass the running statistics on, as the forward call did."""
     patch.setattr(operators, "LEFT_OUT_OF_REPLAYS", {})
-    patch.setattr(recorder, "left_out", lambda func: ())
-    patch.setattr(recipes, "left_out", lambda func: ())
+    patch.setattr(recorder, "left_out", lambda func, args: ())
+    patch.setattr(recipes, "left_out", lambda func, args: ())
 
 
 def no_list(patch: pytest.MonkeyPatch) -> None:

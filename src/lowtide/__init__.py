@@ -6,6 +6,7 @@ The public names, loaded when first used.
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,7 +55,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lowtide.{_HOME[name]}"), name)
+    state = random.getstate()  # rich draws from it when imported; a fit must leave every generator as it was
+    try:
+        return getattr(importlib.import_module(f"lowtide.{_HOME[name]}"), name)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

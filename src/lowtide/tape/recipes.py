@@ -186,9 +186,9 @@ class Recipe:
 
     def take(self, args: tuple, kwargs: dict, run: object) -> None:
         """Note the arguments: values of this run by reference, everything else held."""
-        spared = left_out(self.func)
+        spared = left_out(self.func, args)
         if spared:
-            args = tuple(None if i in spared else a for i, a in enumerate(args))
+            args = tuple([None if i in spared else a for i, a in enumerate(args)])
         self.args = tuple([self._take(a, run) for a in args])
         self.kwargs = {k: self._take(v, run) for k, v in kwargs.items()} if kwargs else None
 

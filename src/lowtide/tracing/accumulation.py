@@ -9,20 +9,47 @@ the peak. The sum whose part dies at once is therefore folded into that part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from lowtide.graph.step_graph import FREE, RUN, Op
+from lowtide.graph.step_graph import FREE, RUN, Op, Storage
 
 
-def fold(
-    ops: list[Op], events: list[tuple[int, int]], sums: Mapping[int, tuple[int, ...]], sizes: list[int]
-) -> tuple[list[Op], list[tuple[int, int]]]:
-    """Ops and events as the plain step has them.
+@dataclass(frozen=True)
+class Step:
+    """The parts of a graph that name storages."""
+
+    storages: list[Storage]
+    ops: list[Op]
+    saved: list[int]
+    events: list[tuple[int, int]]
+
+
+def fold(step: Step, sums: Mapping[int, tuple[int, ...]]) -> Step:
+    """The step as it is without a dispatch mode.
 
     Args:
         sums: Op id of each of the engine's own additions -> the storages it may add into, in the engine's order.
-        sizes: Bytes by storage id.
     """
+    ops, events, stands_for = _folded(step.ops, step.events, sums, [s.bytes for s in step.storages])
+    left = [s for s in step.storages if s.id not in stands_for]
+    number = {s.id: i for i, s in enumerate(left)}
+    number |= {gone: number[part] for gone, part in stands_for.items()}
+
+    def renumbered(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number[s] for s in ids)
+
+    return Step(
+        [replace(s, id=i) for i, s in enumerate(left)],
+        [replace(o, reads=renumbered(o.reads), makes=renumbered(o.makes), writes=renumbered(o.writes)) for o in ops],
+        [number[s] for s in step.saved],
+        [(kind, number[n]) if kind == FREE else (kind, n) for kind, n in events],
+    )
+
+
+def _folded(
+    ops: list[Op], events: list[tuple[int, int]], sums: Mapping[int, tuple[int, ...]], sizes: list[int]
+) -> tuple[list[Op], list[tuple[int, int]], dict[int, int]]:
+    """Ops and events without the sums' storages, and which storage stands for each of those."""
     stands_for: dict[int, int] = {}
     kept: list[tuple[int, int]] = []
     skipped: set[int] = set()
@@ -51,4 +78,4 @@ def fold(
                         ops[number] = replace(op, makes=(), writes=(part,))
                         break
         kept.append((kind, number))
-    return ops, kept
+    return ops, kept, stands_for

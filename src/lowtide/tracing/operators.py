@@ -97,9 +97,13 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     return WRITES if written_arguments(func) else ""
 
 
+def left_out(func: Any, args: tuple) -> tuple[int, ...]:
+    """Positions of arguments that a replay of ``func`` passes as None: only in training are they not read."""
+    return _spared(func) if any(a is True for a in args) else ()
+
+
 @cache
-def left_out(func: Any) -> tuple[int, ...]:
-    """Positions of arguments that a replay of ``func`` passes as None."""
+def _spared(func: Any) -> tuple[int, ...]:
     return LEFT_OUT_OF_REPLAYS.get(packet_name(func), ())
 
 

@@ -20,7 +20,7 @@ from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
 from lowtide.meters import run_with_workspace
-from lowtide.tracing.accumulation import fold
+from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.operators import (
     OVERWRITERS,
     PLAIN_TYPES,
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
                 )
         reads = tuple(dict.fromkeys(n for n in (self.know(t, "other") for t in inputs) if n is not None))
         opaque = any(storage_of(t) is None for t in inputs)
-        spared = [self.know(args[i], "other") for i in left_out(func) if isinstance(args[i], torch.Tensor)]
+        spared = [self.know(args[i], "other") for i in left_out(func, args) if isinstance(args[i], torch.Tensor)]
         reads = tuple(n for n in reads if n not in spared)
         written = tuple(
             dict.fromkeys(n for t in written_tensors(func, args, kwargs) if (n := self.know(t, "other")) is not None)
@@ -397,11 +397,11 @@ class Recorder(TorchDispatchMode):
             _, (now, before) = self._before_write.popitem()
             now.copy_(before)
 
-    def finish(self) -> tuple[Storage, ...]:
-        """The storages as they ended up, once all has gone well; ``ops`` and ``events`` as the plain step has them."""
+    def finish(self) -> Step:
+        """What was recorded, once all has gone well, as it is in the plain step."""
         self.stop()
-        self.ops, self.events = fold(self.ops, self.events, self._sums, [s["bytes"] for s in self.storages])
-        return tuple(Storage(i, **s) for i, s in enumerate(self.storages))
+        storages = [Storage(i, **s) for i, s in enumerate(self.storages)]
+        return fold(Step(storages, self.ops, self.saved, self.events), self._sums)
 
 
 def _node() -> int | None:

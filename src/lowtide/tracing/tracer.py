@@ -18,7 +18,7 @@ from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tracing import scopes
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
-from lowtide.tracing.operators import storage_of, tensors_in
+from lowtide.tracing.operators import storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.state import WRITES_PARAMETERS, rehearsal
@@ -164,7 +164,7 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
                     loss.backward()
             finally:
                 scopes.active.watcher = before
-            storages = recorder.finish()
+            recorded = recorder.finish()
             ids = {name: recorder.know(p, "parameter") for name, p in model.named_parameters()}
             written = [name for name, number in ids.items() if number in recorder.written_parameters]
             del loss, output
@@ -186,10 +186,10 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
         resident=resident,
         signatures=tuple(recorder.signatures),
         frames=tuple(recorder.frames),
-        storages=storages,
-        ops=tuple(recorder.ops),
-        saved=tuple(recorder.saved),
-        events=tuple(recorder.events),
+        storages=tuple(recorded.storages),
+        ops=tuple(recorded.ops),
+        saved=tuple(recorded.saved),
+        events=tuple(recorded.events),
         calls=tuple(recorder.calls),
         region=recorder.region,
         optimizer_step_bytes=step_bytes,
