@@ -21,12 +21,21 @@ needs_weights = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoder_result(one_thread):
+    """The decoder case, run once for all tests."""
+    before = torch.get_rng_state()
+    (result,) = runner.run_demo(quick=True, cases=("decoder",))
+    assert torch.equal(before, torch.get_rng_state())
+    return result
 
 
 def check(case: dict) -> None:
@@ -42,17 +51,14 @@ def check(case: dict) -> None:
     assert training["plain_losses"][-1] < training["plain_losses"][0]
 
 
-def test_the_decoder_case_as_json(capfd):
-    before = torch.get_rng_state()
+def test_the_decoder_case_as_json(decoder_result, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "run_demo", lambda **_: iter([decoder_result]))
 
-    code = main(["demo", "--quick", "--case", "decoder", "--json"])
+    code = main(["demo", "--quick", "--json"])
 
-    captured = capfd.readouterr()
-    body = json.loads(captured.out)
+    body = json.loads(capsys.readouterr().out)
     assert (code, body["status"], body["bitwise_equal"]) == (0, "ok", True)
     check(body["cases"][0])
-    assert "Warning" not in captured.err and "[transformers]" not in captured.err
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @needs_weights
@@ -68,21 +74,20 @@ def test_the_sentence_case_as_json_meets_several_shapes(capfd):
     assert "Warning" not in captured.err and "Loading weights" not in captured.err
 
 
-def test_the_text_shows_every_method_and_fits_the_terminal(capsys):
-    assert main(["demo", "--quick", "--case", "decoder"]) == 0
+def test_the_text_shows_every_method_and_fits_the_terminal(decoder_result):
+    text = runner.case_text(decoder_result)
 
-    out = capsys.readouterr().out
     for name in ("plain ", "transformers, full", "lowtide 70%", "lowtide 60%", "lowtide, its peak"):
-        assert f"\n{name}" in out
-    assert "the same bits in every loss and in every weight at the end" in out
-    assert max(map(len, out.splitlines())) <= 100
+        assert f"\n{name}" in text
+    assert "the same bits in every loss and in every weight at the end" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_gradient_that_differs_is_a_finding_and_shown(monkeypatch, capsys):
-    (result,) = runner.run_demo(quick=True, cases=("decoder",))
-    rows = tuple(dataclasses.replace(r, bitwise_equal=r.method != "lowtide 60%") for r in result.table.rows)
-    wrong = dataclasses.replace(result, table=dataclasses.replace(result.table, rows=rows))
-    assert result.holds and not wrong.holds
+def test_a_gradient_that_differs_is_a_finding_and_shown(decoder_result, monkeypatch, capsys):
+    table = decoder_result.table
+    rows = tuple(dataclasses.replace(r, bitwise_equal=r.method != "lowtide 60%") for r in table.rows)
+    wrong = dataclasses.replace(decoder_result, table=dataclasses.replace(table, rows=rows))
+    assert decoder_result.holds and not wrong.holds
     monkeypatch.setattr(runner, "run_demo", lambda **_: iter([wrong]))
 
     assert main(["demo", "--quick"]) == 1

@@ -13,6 +13,8 @@ from lowtide.graph.costs import Costs
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import simulate, simulate_actions
 from lowtide.solvers import groups, peak_model
+from lowtide.solvers.classics import classic
+from lowtide.solvers.exact import Limits, _Search
 from lowtide.solvers.front_door import METHODS, solve
 from lowtide.solvers.structure import close, layers, recomputable
 
@@ -202,14 +204,18 @@ def test_the_same_problem_gets_the_same_plan(small_decoder):
 
 def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     graph, costs = small_decoder
-    plan = solve(graph, costs, "60%", gap=0.5)  # so loose that the model alone would recompute too much
-    dropped = [d.storage for d in plan.decisions if d.action == RECOMPUTE and d.stored]
-    kept = [d.storage for d in plan.decisions if d.action == SAVE and not d.stored]
+    search = _Search(graph, costs, Limits())
+    wasteful = search.judge(classic(graph, "full"))
+    budget = graph.resident_bytes + 2 * (wasteful.peak_bytes - graph.resident_bytes)
 
+    thrifty = search.save_what_fits(wasteful, budget)
+
+    assert thrifty.peak_bytes <= budget and thrifty.timeline.step_ms < wasteful.timeline.step_ms
+    dropped = [s for s, action in thrifty.actions.items() if action == RECOMPUTE and s in graph.stored]
+    kept = [s for s, action in thrifty.actions.items() if action == SAVE and s not in graph.stored]
     for storage in dropped:
-        fewer = close(graph, [s for s in dropped if s != storage], kept)
-        line = simulate(graph, costs, fewer)
-        assert line.peak_bytes > plan.budget_bytes or line.step_ms >= plan.predicted_step_ms
+        one_fewer = search.judge(close(graph, [s for s in dropped if s != storage], kept))
+        assert one_fewer.peak_bytes > budget or one_fewer.timeline.step_ms >= thrifty.timeline.step_ms
 
 
 def test_a_flat_sequential_comes_down_to_square_root_memory():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.costs.measurer import measure
-from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.errors import BudgetInfeasibleError, LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.meters import available_bytes
@@ -83,6 +83,7 @@ class Fit:
         self._step = step
         self._planned: list[Planned] = []
         self._by_call: dict[str, Planned] = {}
+        self._unplanned: set[str] = set()  # input signatures that could not be planned for
         self._batch: Any = None
         self._undo: Any = None
         self._region: _Open | None = None
@@ -169,8 +170,15 @@ class Fit:
         model = self.model
         signature = scopes.call_signature(model, args, kwargs)
         planned = self._by_call.get(signature)
+        if signature in self._unplanned:
+            return None
         if planned is None or self._drifted(planned):
-            planned = self._plan_again(signature, Call(args, kwargs), planned)
+            try:
+                planned = self._plan_again(signature, Call(args, kwargs), planned)
+            except (StepError, UnsupportedModelError) as error:  # the plain call then works, or raises its own error
+                self._unplanned.add(signature)
+                self._warn(f"no plan for {signature}: everything is saved ({str(error).splitlines()[0]})")
+                return None
         if planned.program.keeps_everything:
             return None
         tape = planned.tape

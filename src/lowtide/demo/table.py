@@ -131,7 +131,7 @@ def measure_table(case: Case, seconds: float, steps: Steps) -> Table:
     """Plan for each budget of the case and for the peak of full checkpointing, and measure all methods.
 
     Args:
-        seconds: As many interleaved rounds of timing as fit, two at least.
+        seconds: As many interleaved rounds of timing as fit, one at least.
         steps: Progress: told how many steps there will be, and of each one done.
     """
     begin = time.perf_counter()
@@ -153,7 +153,7 @@ def measure_table(case: Case, seconds: float, steps: Steps) -> Table:
     plans[AS_FULL] = plan_within(graph, costs, graph.resident_bytes + full_bytes)
     methods.add(plans)
 
-    rounds = affordable(seconds - each_s * len(plans), each_s * len(methods.calls), least=2, most=9)
+    rounds = affordable(seconds - each_s * len(plans), each_s * len(methods.calls), least=1, most=7)
     steps.expect(len(plans) + len(methods.calls) * rounds)
     for name in plans:
         activation_bytes, found = methods.outcome(name)

@@ -32,8 +32,9 @@ from lowtide.solvers.structure import close
 _ROUNDS = 12
 _CUTS_A_ROUND = 40
 _FULL_REACH_SIZE = 2000  # models up to this size (``Sketch.size``) may replay back over the whole step
-_GAP = 0.01  # tolerated on graphs that are not modelled op by op
-_LEAN_NODES = 10  # for the least peak: good answers come from the root, a proof from thousands of nodes
+_GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
+_STEP_GAP = 0.0025  # of the step time, likewise
+_HARD_NODES = 10  # at and near the least peak good answers come from the root, a proof from thousands of nodes
 _CLEAN_UP_TRIES = 200
 
 
@@ -48,7 +49,7 @@ class Limits:
     """
 
     time_limit_s: float = 120.0
-    node_limit: int = 4000
+    node_limit: int = 1000
     gap: float | None = None
 
 
@@ -137,8 +138,10 @@ class _Search:
         judged: list[_Judged] = []
         bound_ms, proven = self.floor_ms, True
         deadline = time.perf_counter() + self.limits.time_limit_s
+        # Where the first reach has found nothing, the least peak is near.
+        nodes = self.limits.node_limit if reach == self.reaches[0] else _HARD_NODES
         for round_ in range(_ROUNDS):
-            answer = self._minimise(model, deadline)
+            answer = self._minimise(model, deadline, nodes=nodes)
             if round_ == 0 and answer.status != "infeasible":
                 bound_ms += max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
             proven &= answer.status == "optimal"
@@ -157,7 +160,7 @@ class _Search:
         judged = list(known)
         deadline = time.perf_counter() + self.limits.time_limit_s
         for _ in range(_ROUNDS):
-            answer = self._minimise(model, deadline, nodes=None if self.fine else _LEAN_NODES)
+            answer = self._minimise(model, deadline, nodes=self.limits.node_limit if self.fine else _HARD_NODES)
             if not len(answer.values):
                 break
             judged.append(self.judge(close(self.graph, *model.choice(answer.values))))
@@ -172,7 +175,8 @@ class _Search:
         if not self.fine:
             return judged
         model = PeakModel(self.sketch(None), None, most_ms=judged.timeline.step_ms - self.floor_ms)
-        answer = self._minimise(model, time.perf_counter() + self.limits.time_limit_s)
+        deadline = time.perf_counter() + self.limits.time_limit_s
+        answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
         if not len(answer.values):
             return judged
         return min(judged, self.judge(close(self.graph, *model.choice(answer.values))), key=lambda j: j.rank)
@@ -208,13 +212,16 @@ class _Search:
                 asked.setdefault(self.graph.saved[number], event)
         return made, asked
 
-    def _minimise(self, model: PeakModel, deadline: float, *, nodes: int | None = None) -> Answer:
+    def _minimise(self, model: PeakModel, deadline: float, *, nodes: int) -> Answer:
         gap = self.limits.gap
         if gap is None:
             gap = 0.0 if self.fine else _GAP
-        nodes = min(nodes or self.limits.node_limit, self.limits.node_limit)
+        # What is paid for is the step: near its bound in those terms, proving more only costs time.
+        step_ms = 0.0 if self.fine or self.limits.gap is not None else _STEP_GAP * self.costs.plain_step_ms
         left_s = max(deadline - time.perf_counter(), 0.1)
-        return model.program.minimise(gap=gap, node_limit=nodes, time_limit_s=left_s)
+        return model.program.minimise(
+            gap=gap, slack=step_ms / model.ms_unit, node_limit=min(nodes, self.limits.node_limit), time_limit_s=left_s
+        )
 
     def _cut(self, model: PeakModel, values: np.ndarray, timeline: Timeline, limit_bytes: int) -> bool:
         """Forbid the highest of the moments above ``limit_bytes``; return whether that cost no plan within it."""

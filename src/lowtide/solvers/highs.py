@@ -67,7 +67,7 @@ class Program:
             if c < len(values)
         )
 
-    def minimise(self, *, gap: float, node_limit: int, time_limit_s: float) -> Answer:
+    def minimise(self, *, gap: float, slack: float, node_limit: int, time_limit_s: float) -> Answer:
         """Solve; the same program and node limit give the same answer as long as time does not run out."""
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
@@ -75,6 +75,7 @@ class Program:
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("random_seed", 0)
         solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("mip_abs_gap", slack)
         solver.setOptionValue("mip_max_nodes", node_limit)
         solver.setOptionValue("time_limit", time_limit_s)
         solver.passModel(self._model())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
+
+_MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
 
 
 def replayable_ops(graph: StepGraph) -> frozenset[int]:
@@ -67,18 +70,20 @@ def readers(graph: StepGraph) -> dict[int, list[int]]:
 def layers(graph: StepGraph) -> dict[int, int]:
     """Layer number of each forward op that runs inside a repeated layer; numbers follow the first run.
 
-    A layer is one call of an entry of the outermost container that has two entries or more
-    (``model.layers.3.mlp`` belongs to entry 3 of ``model.layers``), or the second and later calls of the same entry.
+    A layer is one call of an entry of the outermost container that repeats: it has two entries or more, counting
+    second and later calls, and none of them holds most of its ops. (``model.layers.3.mlp`` belongs to entry 3 of
+    ``model.layers``; a ``Sequential`` of an embedding and an encoder is no stack of layers, the encoder's own is.)
     """
     candidates = {op.id: _entries(graph, op.frame) for op in graph.forward_ops}
-    members: dict[str, set[tuple[str, int]]] = {}
+    sizes: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
     for entries in candidates.values():
         for container, entry in entries:
-            members.setdefault(container, set()).add(entry)
+            sizes[container][entry] += 1
+    stacks = {c for c, entries in sizes.items() if max(entries.values()) <= _MOST * entries.total()}
     numbers: dict[tuple[str, int], int] = {}
     layer_of = {}
     for op, entries in candidates.items():
-        repeated = [entry for container, entry in entries if len(members[container]) > 1]
+        repeated = [entry for container, entry in entries if container in stacks]
         if repeated:
             layer_of[op] = numbers.setdefault(repeated[0], len(numbers))
     return layer_of

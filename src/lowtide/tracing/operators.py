@@ -138,7 +138,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     whole = raw[: raw.numel() // 4 * 4].view(torch.int32)
     sums: list[torch.Tensor] = []
     chunk = 1 << 18
-    weights = torch.arange(1, 2 * chunk, 2, dtype=torch.int64, device=raw.device)
+    weights = torch.arange(1, 2 * min(chunk, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
     for i, part in enumerate(whole.split(chunk)):
         sums.append((part * weights[: part.numel()]).sum() * (2 * i + 1))
     tail = raw[whole.numel() * 4 :].to(torch.int64).sum()

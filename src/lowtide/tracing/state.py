@@ -62,6 +62,8 @@ def rehearsal(
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
     try:
+        for leaf in leaves:
+            leaf.grad = None
         for p in parameters:
             p._post_accumulate_grad_hooks = None
             p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
