@@ -24,6 +24,9 @@ from lowtide.tracing import scopes
 from lowtide.tracing.state import same_bits
 from lowtide.tracing.tracer import run_step
 
+gc.collect()
+gc.freeze()  # what the imports made is no garbage: each full collection, of which planning makes several, is then quick
+
 
 def drop_everything(graph: StepGraph) -> Plan:
     """Every storage that may be recomputed is: the plan with the most ways to go wrong."""

@@ -166,6 +166,19 @@ def test_a_model_with_nothing_to_train_is_refused():
     assert text == "the model has no trainable parameter.\nSet requires_grad=True on what you want to train."
 
 
+def test_a_model_without_numbers_is_refused():
+    model, x = mlp(2).to("meta"), torch.zeros(4, 16, device="meta")
+
+    with pytest.raises(lowtide.UnsupportedModelError) as error:
+        lowtide.fit(model, x)
+
+    assert str(error.value) == (
+        "the model is on the meta device: it has shapes and no numbers, and cannot be rehearsed yet.\n"
+        "Put it on the device where it trains (model.to_empty(device=...), then load its weights)."
+    )
+    assert is_clean(model)
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError) as error:
         lowtide.fit(lambda x: x, torch.randn(4, 16))

@@ -337,6 +337,35 @@ def test_a_step_region_is_open_once_at_a_time_and_closes_on_errors():
     fit.remove()
 
 
+def test_a_step_that_never_calls_the_model_itself_is_taped_in_a_step_region(drops_all):
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model[4:](model[:4](x)).square().mean()
+
+    model, x = mlp(), torch.randn(4, 16)
+    fit = lowtide.fit(model, x, step=step, budget="100%")
+    with fit.step_region():
+        loss = step(model, x)
+    loss.backward()
+
+    assert fit.warnings == ["the step never calls the model itself: only what runs inside fit.step_region() is taped"]
+    assert fit._planned[0].tape.counts.dropped > 4
+    assert differing(plain(copy.deepcopy(mlp()), x, step), outcome(model, loss)) == []
+
+
+def test_an_annealed_number_among_the_arguments_is_no_new_shape(drops_all):
+    model = Net(lambda self, x, weight: self.layers[1](self.layers[0](x).sin()).sin() * weight)
+    x = torch.randn(4, 8)
+    fit = lowtide.fit(model, (x, 1.0), budget="100%")
+    for weight in (0.9, 0.8):
+        expected = plain(model, (x, weight))
+        model.zero_grad()
+        loss = model(x, weight).square().mean()
+        loss.backward()
+        assert differing(expected, outcome(model, loss)) == []
+
+    assert len(fit.plans) == 1
+
+
 def contrast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """SimCSE: the same rows twice under dropout, every other row a negative."""
     a, b = model(x), model(x)
@@ -555,7 +584,7 @@ import resource, sys, torch, lowtide
 torch.set_num_threads(1)
 layers = []
 for _ in range(24):
-    layers += [torch.nn.Linear(64, 64), torch.nn.GELU()]
+    layers += [torch.nn.Linear(64, 64), torch.nn.Hardswish()]
 model, x = torch.nn.Sequential(*layers), torch.randn(131072, 64)  # 32 MiB a tensor, 48 of them stored: 1.5 GiB
 import lowtide.api
 used = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmSize"))
@@ -572,6 +601,7 @@ except (RuntimeError, MemoryError) as error:
 """
 
 
+@pytest.mark.slow
 def test_fit_and_its_step_work_where_the_plain_step_does_not_fit():
     assert run(LIMITED, "plain") == "no memory\n"
     assert run(LIMITED, "fit") == "trained True\n"

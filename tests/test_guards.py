@@ -104,6 +104,25 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8))
 
 
+def reads_then_moves_statistics(self: Net, x: torch.Tensor) -> torch.Tensor:
+    self.norm.eval()
+    a = self.norm(self.layers[0](x)).sin()
+    self.norm.train()
+    b = self.norm(self.layers[1](a)).sin()
+    self.norm.eval()
+    return (a * self.norm(self.layers[2](b))).sin()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_statistics_read_before_they_move_are_not_read_again(guarded, monkeypatch):
+    if not guarded:
+        no_first_sight(monkeypatch)
+    model = Net(reads_then_moves_statistics)
+    model.norm = nn.BatchNorm1d(8)
+
+    assert (wrong(model, torch.randn(4, 8)) == []) is guarded
+
+
 def test_an_op_that_lies_about_writing_its_input_is_found_at_first_sight():
     assert wrong(Liar(), torch.randn(4, 8)) == []
 
@@ -274,6 +293,83 @@ def test_a_step_that_writes_a_parameter_is_rehearsed_without_moving_it():
 
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert proof.equal, proof.differing
+
+
+def replaces_a_parameter(self: Net, x: torch.Tensor) -> torch.Tensor:
+    self.layers[1].weight.data = self.layers[1].weight.data * 0.5
+    return self.layers[1](self.layers[0](x).sin()).sin()
+
+
+def test_a_step_that_gives_a_parameter_other_memory_is_rehearsed_without_moving_it():
+    model, x = Net(replaces_a_parameter), torch.randn(4, 8)
+    before = copy.deepcopy(model.state_dict())
+
+    assert wrong(model, x) == []
+    assert lowtide.verify(model, x, harshest(model, x), rounds=0).equal
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def with_fused_optimizer(fitted: bool) -> dict[str, torch.Tensor]:
+    """Three steps of AdamW that runs inside backward."""
+    model, data = mlp(), torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(1))
+    optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    before = copy.deepcopy(model.state_dict())
+    if fitted:
+        fit = lowtide.fit(model, data[0], budget="100%")
+        assert fit.plan.counts[RECOMPUTE]
+        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())  # no step in a rehearsal
+        assert not any(o.state for o in optimizers.values())
+    for x in data:
+        model(x).square().mean().backward()
+    return model.state_dict()
+
+
+def test_an_optimizer_fused_into_backward_steps_as_plainly_and_not_in_rehearsals(monkeypatch):
+    monkeypatch.setattr(api, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+
+    plainly, fitted = with_fused_optimizer(False), with_fused_optimizer(True)
+
+    assert all(torch.equal(plainly[k], fitted[k]) for k in plainly)
+
+
+def writes_data_on_demand(self: Net, x: torch.Tensor, write: bool = False) -> torch.Tensor:
+    h = self.layers[0](x)
+    if write:
+        h.data.mul_(2)  # no version counts it
+    return self.layers[1](h.sin()).sin()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_unplanned_write_through_data_is_seen(guarded, monkeypatch):
+    if not guarded:
+        monkeypatch.setattr(tape, "_forget_what_it_writes", lambda func, args, kwargs: None)
+    model, x = Net(writes_data_on_demand), torch.randn(4, 8)
+    plan = harshest(model, x)
+    batch = {"x": x, "write": True}
+
+    assert (differing(plain(model, batch), planned(model, batch, plan)) == []) is guarded
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_recipe_may_read_an_inference_tensor(guarded, monkeypatch):
+    if not guarded:
+        monkeypatch.setattr(torch.Tensor, "is_inference", lambda self: False)
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+    model = Net(lambda self, x: self.layers[1]((x + self.layers[0].bias).sin()))
+
+    if guarded:
+        assert wrong(model, x) == []
+    else:
+        with pytest.raises(ValueError, match="Inference tensors do not track version counter"):
+            wrong(model, x)
 
 
 def scaled_and_shifted(self: Net, x: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,9 @@ class Fit:
         if self._region is not None:
             raise LowtideError("step_region() is open already: one step at a time.")
         region = self._region = _Open()
+        planned = self._planned[0]
+        if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would open it later
+            region.open(planned.tape.region(planned.program.root, whole_step=True))
         try:
             yield
         finally:
@@ -386,6 +389,8 @@ def fit(
     fitted._remember(fitted._make(batch, step))
     if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
         fitted._batch = batch
+    if not fitted.graph.calls:
+        fitted._warn("the step never calls the model itself: only what runs inside fit.step_region() is taped")
     fitted._attach()
     return fitted
 

@@ -48,7 +48,7 @@ class Limits:
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
     """
 
-    time_limit_s: float = 120.0
+    time_limit_s: float = 30.0
     node_limit: int = 1000
     gap: float | None = None
 

@@ -120,9 +120,13 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = tensor._version
+        # Inference tensors count no writes; autograd never stores them, recipes may read them.
+        self.version = -1 if tensor.is_inference() else tensor._version
         # Never hold what has a grad_fn: graph -> handle -> recipe -> tensor -> graph would never be freed.
         self.tensor = tensor if tensor.grad_fn is None else sharing_version(tensor)
+
+    def changed(self) -> bool:
+        return self.version >= 0 and self.tensor._version != self.version
 
 
 def sharing_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +213,7 @@ class Recipe:
             assert base is not None  # materialise runs inputs first
             return argument.of(base)
         if isinstance(argument, Kept):
-            if argument.tensor._version != argument.version:
+            if argument.changed():
                 raise ReplayError(
                     f"{self.func} in {self.where or 'the model'} cannot be replayed: a tensor of shape "
                     f"{list(argument.tensor.shape)} that it read was changed in place afterwards (version "

@@ -22,6 +22,7 @@ from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.recipes import MARK, Handle, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
 from lowtide.tracing import scopes
+from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
 
 
 @dataclass
@@ -181,6 +182,7 @@ class Tape(TorchDispatchMode):
         node = frame.node
         if node is None:
             self.counts.unplanned += 1
+            _forget_what_it_writes(func, args, kwargs)
             return func(*args, **kwargs)
         if not node.planned:
             return func(*args, **kwargs)
@@ -194,6 +196,7 @@ class Tape(TorchDispatchMode):
                     return self._extend(slot, func, args, kwargs)
                 return func(*args, **kwargs)
         self._lose(frame, node)
+        _forget_what_it_writes(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _lose(self, frame: _Frame, node: Node) -> None:
@@ -206,7 +209,8 @@ class Tape(TorchDispatchMode):
         self._number += 1
         recipe.take(args, kwargs, self._run)
         if slot.random:
-            device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+            made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
+            device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
             recipe.rng = GeneratorState(device)
         result = func(*args, **kwargs)
         if recipe.rng is not None and not recipe.rng.moved():
@@ -271,7 +275,7 @@ class Tape(TorchDispatchMode):
         if isinstance(packed, Handle):
             return packed.tensor()
         if isinstance(packed, Kept):
-            if packed.tensor._version != packed.version:
+            if packed.changed():
                 raise _modified_in_place(packed)
             return packed.tensor
         return packed.unpack() if isinstance(packed, _Outer) else packed
@@ -328,6 +332,15 @@ class _Region:
                 tape._close(tape._frame)
             tape.end()
             tape._outer = None
+
+
+def _forget_what_it_writes(func: Any, args: tuple, kwargs: dict) -> None:
+    """An unplanned write, through ``.data`` perhaps, where no version tells: the tensor is no longer its recipe's."""
+    if written_arguments(func):
+        for tensor in written_tensors(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is not None:
+                storage.__dict__.pop(MARK, None)
 
 
 def _is_among(storage: torch.UntypedStorage, args: tuple) -> bool:

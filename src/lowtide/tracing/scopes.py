@@ -90,7 +90,9 @@ def _describe(value: Any) -> str:
         return "(" + ",".join(map(_describe, value)) + ")"
     if isinstance(value, dict) or hasattr(value, "items"):
         return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, float):  # an annealed weight is another number each step and decides no shape
+        return "float"
+    if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     return type(value).__name__
 

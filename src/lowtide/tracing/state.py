@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ def rehearsal(
     written = (provenance or {}).get(WRITES_PARAMETERS, "").split()
     data = [*model.buffers(), *batch_tensors(batch), *(p for n, p in model.named_parameters() if n in written)]
     data = [t for t in data if storage_of(t) is not None]
+    homes = [(p, p.data) for p in parameters]  # a step may give a parameter other memory (``p.data = ...``)
     bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign a buffer anew
     with torch.no_grad():
         before = [t.detach().clone() for t in data]
@@ -65,7 +67,8 @@ def rehearsal(
         for leaf in leaves:
             leaf.grad = None
         for p in parameters:
-            p._post_accumulate_grad_hooks = None
+            if p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
+                p._post_accumulate_grad_hooks = OrderedDict()
             p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
         yield
     finally:
@@ -73,6 +76,9 @@ def rehearsal(
         for p, grad, hook in zip(parameters, grads, hooks, strict=True):
             p.grad = grad
             p._post_accumulate_grad_hooks = hook
+        for p, home in homes:
+            if p.data_ptr() != home.data_ptr():
+                p.data = home
         for buffers, names in bound:
             if any(buffers.get(n) is not b for n, b in names.items()):
                 buffers.update(names)

@@ -120,7 +120,13 @@ def device_of(model: nn.Module) -> torch.device:
             f"the model's parameters are on {sorted(map(str, devices))}: a plan is for one device.\n"
             "Put the model on one device."
         )
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise UnsupportedModelError(
+            "the model is on the meta device: it has shapes and no numbers, and cannot be rehearsed yet.\n"
+            "Put it on the device where it trains (model.to_empty(device=...), then load its weights)."
+        )
+    return device
 
 
 def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: Any = None) -> StepGraph:
