@@ -209,7 +209,9 @@ def written_after_forward(model: Net, x: torch.Tensor) -> dict[str, torch.Tensor
     plan = harshest(model, x)
     keep = {i for i, op in enumerate(plan.ops) if op.name == "aten.addmm.default"}
     plan = replace(
-        plan, decisions=tuple(replace(d, action=SAVE) if d.op in keep else d for d in plan.decisions)
+        plan,
+        decisions=tuple(replace(d, action=SAVE) if d.op in keep else d for d in plan.decisions),
+        ops=tuple(replace(op, needs=0) for op in plan.ops),
     )  # the replay of the addition starts at the kept linear
     assert plan.counts[RECOMPUTE]
     with lowtide.apply(model, plan):
@@ -1526,3 +1528,72 @@ def test_a_compiled_function_inside_forward_is_right_or_refused_by_name():
     finally:
         torch._dynamo.reset()
     assert is_clean(model)
+
+
+# -- drift must not make recipes hold what the plan lets go -------------------------------------------------------
+
+
+class _Wide(nn.Module):
+    """Makes something wide, in one of two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.made = False, []
+
+    def forward(self, x):
+        wide = (x * 1 if self.other else x).repeat(1, 64)
+        self.made.append(weakref.ref(wide.untyped_storage()))
+        return wide
+
+
+def wide_lives_on_after_drift() -> bool:
+    narrow = Net(lambda _, wide: wide.view(4, 64, 8).mean(1))
+    model, x = nn.Sequential(nn.Linear(8, 8), _Wide(), narrow, nn.Linear(8, 8)), torch.randn(4, 8)
+    plan = harshest(model, x)
+    model[1].other = True
+    with lowtide.apply(model, plan) as applied:
+        loss = model(x).square().mean()
+    assert applied.counts.mismatched
+    alive = model[1].made[-1]() is not None
+    loss.backward()
+    return alive
+
+
+def test_drift_adds_no_strong_references():
+    assert not wide_lives_on_after_drift()
+
+
+def test_drift_adds_strong_references_without_the_count_of_dropped_inputs(monkeypatch):
+    monkeypatch.setattr(tape.Slot, "needs", property(lambda slot: 0, lambda slot, count: None), raising=False)
+    assert wide_lives_on_after_drift()
+
+
+# -- a second backward after an optimizer fused into the first ---------------------------------------------------
+
+
+def second_backward_under_a_fused_optimizer(planned_too: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Net(lambda net, x: net.layers[1](net.layers[0](x).sin().exp())), torch.randn(4, 8)
+
+    def update(p):
+        p.data.add_(p.grad, alpha=-0.1)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    plan = harshest(model, x) if planned_too else None
+    with lowtide.apply(model, plan) if plan else contextlib.nullcontext():
+        loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return model.state_dict()
+
+
+def test_a_second_backward_under_a_fused_optimizer_is_refused():
+    with pytest.raises(ReplayError, match="post-accumulate hooks"):
+        second_backward_under_a_fused_optimizer(planned_too=True)
+
+
+def test_a_second_backward_under_a_fused_optimizer_is_wrong_without_the_refusal(monkeypatch):
+    monkeypatch.setattr("lowtide.tape.ambient.Ambient.steps_in_backward", lambda self: False)
+    ours, plain_state = (second_backward_under_a_fused_optimizer(planned_too=flag) for flag in (True, False))
+    assert not all(torch.equal(ours[name], plain_state[name]) for name in plain_state)

@@ -234,7 +234,9 @@ class Fit:
             plan = self._solve(graph, costs, fall_back)
             stages.next()
             for _ in range(3):  # a replay that differs is saved, and the rest planned anew
-                planned = Planned(graph, costs, plan, Tape(attach.program_of(plan)), traced - start, measured - traced)
+                planned = Planned(
+                    graph, costs, plan, Tape(attach.program_of(plan), model), traced - start, measured - traced
+                )
                 differed = self._rehearse(planned, batch, step)
                 if not differed:
                     break
@@ -280,7 +282,7 @@ class Fit:
             allowance = available_bytes(device_of(model)) - need
             if allowance <= 0:
                 break
-            tape = Tape(program)
+            tape = Tape(program, model)
             tape.audit = Audit(program, allowance // 2, differed.append)
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):

@@ -42,12 +42,14 @@ class PlannedOp:
     Attributes:
         dynamic: The next step may show other shapes here.
         finishes: Index of the op whose output this one completes in place (see ``Op.finishes``).
+        needs: How many dropped storages it reads. Where fewer come, a recipe would hold what the plan lets go.
     """
 
     name: str
     frame: int
     dynamic: bool = False
     finishes: int | None = None
+    needs: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Plan:
         body["version"] = VERSION
         body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
         body["frames"] = [list(asdict(f).values()) for f in self.frames]
-        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.finishes] for o in self.ops]
+        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.finishes, o.needs] for o in self.ops]
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
@@ -142,7 +144,7 @@ class Plan:
         try:
             body["decisions"] = tuple(Decision(*d) for d in body["decisions"])
             body["frames"] = tuple(Frame(*f) for f in body["frames"])
-            body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), fin) for name, frame, dyn, fin in body["ops"])
+            body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), *rest) for name, frame, dyn, *rest in body["ops"])
             body["calls"] = tuple(body["calls"])
             plan = Plan(**body)
         except (KeyError, TypeError, ValueError) as error:
@@ -158,7 +160,8 @@ class Plan:
 
     def _op_is_good(self, i: int, op: PlannedOp) -> bool:
         finishes = op.finishes is None or (isinstance(op.finishes, int) and 0 <= op.finishes < i)
-        return isinstance(op.name, str) and _index(op.frame, self.frames) and finishes
+        needs = isinstance(op.needs, int) and op.needs >= 0
+        return isinstance(op.name, str) and _index(op.frame, self.frames) and finishes and needs
 
     def _is_good(self, _: int, decision: Decision) -> bool:
         counts = (decision.storage, decision.bytes, decision.output)

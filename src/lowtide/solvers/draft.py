@@ -35,6 +35,7 @@ def finish(
     timeline = simulate_actions(graph, costs, draft.actions)
     plain = simulate_actions(graph, costs, {})
     forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
+    finished = {op.finishes for op in graph.forward_ops}
     decisions = []
     for storage_id, action in sorted(draft.actions.items()):
         storage = graph.storages[storage_id]
@@ -60,7 +61,14 @@ def finish(
         decisions=tuple(decisions),
         frames=graph.frames,
         ops=tuple(
-            PlannedOp(op.name, op.frame, op.dynamic, None if op.finishes is None else forward[op.finishes])
+            PlannedOp(
+                op.name,
+                op.frame,
+                op.dynamic,
+                None if op.finishes is None else forward[op.finishes],
+                # An op that others finish counts their reads as its own, and does not get them itself.
+                0 if op.id in finished else sum(draft.actions.get(s) == RECOMPUTE for s in op.reads),
+            )
             for op in graph.forward_ops
         ),
         graph_fingerprint=graph.fingerprint,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class GeneratorState:
@@ -45,12 +47,20 @@ def _set(device: torch.device, state: torch.Tensor) -> None:
 
 
 class Ambient:
-    """Global flags as they were in forward: another thread count, TF32 or determinism setting gives other bits."""
+    """Around one forward pass: its model, and the global flags (another thread count, TF32 or determinism setting
+    gives other bits)."""
 
-    __slots__ = ("_flags",)
+    __slots__ = ("_flags", "_model")
 
-    def __init__(self) -> None:
+    def __init__(self, model: weakref.ref[nn.Module]) -> None:
         self._flags = _read()
+        self._model = model
+
+    def steps_in_backward(self) -> bool:
+        """An optimizer may be fused into backward: then a second backward finds other weights, and through ``.data``
+        no version tells."""
+        model = self._model()
+        return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
 
     def restored(self) -> AbstractContextManager[None]:
         return nullcontext() if _read() == self._flags else self._restored()

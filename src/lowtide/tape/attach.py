@@ -116,7 +116,7 @@ def apply(model: nn.Module, plan: Plan) -> Iterator[Applied]:
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)
-    tape = Tape(program)
+    tape = Tape(program, model)
     undo = scopes.install(model, GuardedCall(model, lambda args, kwargs: None))
     try:
         if program.keeps_everything:

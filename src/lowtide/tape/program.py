@@ -15,10 +15,11 @@ class Slot:
     Attributes:
         drops: (output, bytes) of the results to drop; empty for most ops.
         finishes: The slot whose dropped output this in-place op completes.
+        needs: How many dropped storages it reads.
         audited: The replay has been compared bitwise with the original once.
     """
 
-    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "random", "where")
+    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "needs", "random", "where")
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
         self.name, self.where, self.dynamic = name, where, dynamic
@@ -26,6 +27,7 @@ class Slot:
         self.random = self.func is not None and torch.Tag.nondeterministic_seeded in self.func.tags
         self.drops: tuple[tuple[int, int], ...] = ()
         self.finishes: Slot | None = None
+        self.needs = 0
         self.audited = False
 
     def names(self, func: Any) -> bool:
@@ -66,6 +68,7 @@ class Program:
         self.slots: list[Slot] = []
         for op in plan.ops:
             slot = Slot(op.name, plan.frames[op.frame].path, op.dynamic)
+            slot.needs = op.needs
             self.nodes[op.frame].slots.append(slot)
             self.slots.append(slot)
         for d in plan.decisions:

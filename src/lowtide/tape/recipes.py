@@ -318,7 +318,14 @@ def _replay_into(value: Value) -> None:
             burst[recipe.number] = recipe
             stack.extend(_recipe_of(v) for v in recipe.inputs if v.tensor is None)
     made: list[weakref.ref[Value]] = []
-    with no_autocast(), burst[min(burst)].ambient.restored():  # recipes refer to their own forward pass only
+    ambient = burst[min(burst)].ambient  # recipes refer to their own forward pass only
+    if keep and torch._C._current_graph_task_id() != -1 and ambient.steps_in_backward():
+        raise ReplayError(
+            "backward(retain_graph=True) on a model whose parameters have post-accumulate hooks: an optimizer fused "
+            "into\nbackward changes weights that a second backward would replay with.\n"
+            "Leave out retain_graph, or remove the plan for this step."
+        )
+    with no_autocast(), ambient.restored():
         for number in sorted(burst):
             recipe = burst.pop(number)
             recipe.replay(keep=keep)

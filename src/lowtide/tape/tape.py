@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.ambient import Ambient, GeneratorState
@@ -89,9 +90,10 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, model: nn.Module) -> None:
         super().__init__()
         self.program = program
+        self._model = weakref.ref(model)
         self.counts = Counts()
         self.audit: Audit | None = None
         self.free = threading.Lock()  # held while a call of the model is taped: one forward pass at a time
@@ -99,7 +101,7 @@ class Tape(TorchDispatchMode):
         self._stack: list[_Frame] = []
         self._marked: list[weakref.ref] = []
         self._run: object = None  # identity of the present forward pass
-        self._ambient = Ambient()
+        self._ambient = Ambient(self._model)
         self._outer: Any = None
         self._number = 0
         self._off = 0
@@ -116,7 +118,7 @@ class Tape(TorchDispatchMode):
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
         self._run = object()
-        self._ambient = Ambient()
+        self._ambient = Ambient(self._model)
         self._number = 0
         self._step_over = False
         self.counts.steps += 1
@@ -208,6 +210,9 @@ class Tape(TorchDispatchMode):
         recipe = Recipe(self._number, func, slot.where, self._ambient)
         self._number += 1
         recipe.take(args, kwargs, self._run)
+        if slot.needs and len({id(v) for v in recipe.inputs}) < slot.needs:
+            self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as gone
+            return func(*args, **kwargs)
         if slot.random:
             made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
