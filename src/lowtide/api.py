@@ -128,10 +128,10 @@ class Fit:
         """What was decided, predicted and measured, as a table of at most 100 columns.
 
         Args:
-            measure: Verify first if that has not been done (a few steps, nothing of the training state moves).
+            measure: Verify first if that has not been done (ten steps, nothing of the training state moves).
         """
         if measure and self._verification is None and self._batch is not None:
-            self.verify()
+            self.verify(rounds=2)
         proof = self._verification
         planned = self._planned[0]
         met = [p.tape.counts for p in self._planned]

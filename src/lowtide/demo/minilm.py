@@ -50,7 +50,7 @@ def minilm_case(*, quick: bool = False) -> Case:
     model = transformers.AutoModel.from_pretrained(folder).train()
     if quick:
         model.encoder.layer = model.encoder.layer[:2]
-    rows, count = (12, 2) if quick else (16, 6)
+    rows, count = (12, 2) if quick else (10, 6)
     batches = _batches(tokenizer, rows, count)
     longest = max(batches, key=lambda batch: batch["input_ids"].shape[1])
     return Case(

@@ -18,7 +18,7 @@ from lowtide.demo.table import Steps, affordable
 from lowtide.tracing.state import same_bits
 
 _BARS = "▁▂▃▄▅▆▇█"
-_LEAST_STEPS = 12
+_LEAST_STEPS = 20
 
 
 class PausableSteps(Steps, Protocol):
@@ -64,7 +64,7 @@ def train_both(case: Case, budget: int | str, seconds: float, steps: PausableSte
         fit = lowtide.fit(planned, longest, step=case.step, budget=budget, optimizer=optimizers[planned])
     losses: dict[nn.Module, list[torch.Tensor]] = {plain: [], planned: []}
     shapes = {shape_of(longest): None}
-    count, i = case.training_steps, 0
+    count, i, known = case.training_steps, 0, False
     steps.expect(2 * count)
     try:
         while i < count:
@@ -84,8 +84,8 @@ def train_both(case: Case, budget: int | str, seconds: float, steps: PausableSte
                 losses[model].append(loss.detach())
                 steps.done()
             i += 1
-            if i == 1:  # now it is known what a step takes
-                each_s = time.perf_counter() - start
+            if not new and not known:  # the first pair of steps that did not plan says how many are affordable
+                known, each_s = True, time.perf_counter() - start
                 count = affordable(seconds, each_s, least=min(_LEAST_STEPS, count), most=count)
                 steps.expect(2 * (count - case.training_steps))
     finally:
