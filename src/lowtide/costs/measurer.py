@@ -12,7 +12,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,8 +36,6 @@ _SAMPLE_S = 0.0005  # calls shorter than this are repeated inside a sample: cloc
 _MAX_CALLS = 50
 _COPY_BYTES = 1 << 25
 _MODE_CALLS = 400
-_COLD_BYTES = 1 << 26  # more than the last-level cache of what people train on
-_COLD_OUTPUT_BYTES = 1 << 16  # smaller results stay in the cache in a real step too
 _GUARDED_BYTES = 1 << 26  # from here on ask first whether the memory is there
 
 _log = logging.getLogger(__name__)
@@ -138,12 +136,10 @@ class _Clock:
         self.cuda = self.device.type == "cuda"
         # With several threads process time adds them up, and a user waits for the slowest.
         self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._ring: deque[Any] = deque()  # results of the op being timed
         x = torch.empty(1, device=self.device)
         self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
 
     def median_ms(self, fn: Callable[[], Any], repeats: int) -> float:
-        self._ring.clear()
         first_s = self.sample_ms(fn, 1) / 1e3
         if first_s >= _SLOW_S:
             # The first call also pays for lazy set-up, so it does not count.
@@ -151,37 +147,11 @@ class _Clock:
         if first_s < _SLOW_S / 10:
             first_s = self.sample_ms(fn, 1) / 1e3
         calls = max(1, min(_MAX_CALLS, int(_SAMPLE_S / max(first_s, 1e-9))))
-        self._fill_ring(fn)
         fitting = int(_SIGNATURE_S / max(first_s * calls, 1e-9))
         samples = [self.sample_ms(fn, calls) for _ in range(max(min(3, repeats), min(repeats, fitting)))]
         return statistics.median(samples)
 
-    def _fill_ring(self, fn: Callable[[], Any]) -> None:
-        """Hold enough results that the next one is written to memory that is mapped but out of the cache, as in a step.
-
-        Repeated on the same memory, element-wise ops read a third too cheap.
-        """
-        result = fn()
-        made = sum(t.numel() * t.element_size() for t in (result if isinstance(result, tuple) else (result,))
-                   if isinstance(t, torch.Tensor))  # fmt: skip
-        self._ring.clear()
-        if made >= _COLD_OUTPUT_BYTES:
-            for _ in range(-(-_COLD_BYTES // made)):
-                self._ring.append(fn())
-
     def sample_ms(self, fn: Callable[[], Any], calls: int) -> float:
-        if self._ring:
-            return statistics.median(self._sample_cold_ms(fn) for _ in range(calls))
-        return self._sample_warm_ms(fn, calls)
-
-    def _sample_cold_ms(self, fn: Callable[[], Any]) -> float:
-        self._ring.popleft()
-        results: list[Any] = []
-        ms = self._sample_warm_ms(lambda: results.append(fn()), 1)
-        self._ring.append(results[0])
-        return ms
-
-    def _sample_warm_ms(self, fn: Callable[[], Any], calls: int) -> float:
         if self.cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
