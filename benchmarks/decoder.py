@@ -188,6 +188,7 @@ class Bench:
         import torch
 
         from lowtide.meters import peak_bytes
+        from lowtide.tracing.state import same_bits
 
         self._say(method.name)
         for parameter in self.model.parameters():
@@ -198,7 +199,7 @@ class Bench:
         found = [torch.tensor(losses), *(p.grad for p in self.model.parameters())]
         if self.reference is None:
             self.reference = [tensor.clone() for tensor in found]
-        return activation_bytes, all(torch.equal(a, b) for a, b in zip(found, self.reference, strict=True))
+        return activation_bytes, all(same_bits(a, b) for a, b in zip(found, self.reference, strict=True))
 
     def _line(self, method: Method, graph, outcome, times: dict, plain_bytes: int) -> dict:
         line: dict = {"method": method.name}
