@@ -14,10 +14,11 @@ demo: .venv/.ready  ## the main job on a real model, on this machine
 test: .venv/.ready  ## every test
 	$(BIN)/pytest -q
 
-check: .venv/.ready  ## format, lint, types
+check: .venv/.ready  ## format, lint, types, README's numbers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/table.py --check
 
 bench: .venv/.ready  ## methods side by side on a decoder
 	$(BIN)/python benchmarks/decoder.py
