@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,12 +53,14 @@ class CaseResult:
 
 
 class Bar:
-    """A progress bar on stderr that counts training steps."""
+    """A progress bar on stderr that counts training steps; where no terminal is, a line for each stage."""
 
     def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._terminal = console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
-            TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+            TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal,
             redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=0)
@@ -73,6 +76,8 @@ class Bar:
     def begin(self, what: str) -> None:
         self._total = 0
         self._progress.reset(self._task, description=what, total=None)
+        if not self._terminal:
+            print(f"lowtide demo, {what}", file=sys.stderr, flush=True)
 
     def expect(self, count: int) -> None:
         self._total += count
