@@ -1,11 +1,12 @@
 """The exact method: the least recomputation whose *simulated* peak stays within the budget.
 
 A MILP (``peak_model.py``) chooses, the simulator judges, and each moment at which the judge finds more memory than the
-model becomes a cut, until they agree. What comes back never exceeds the budget by the simulator.
+model becomes a cut, until they agree. What comes back never exceeds the budget by the simulator. Steps too large for
+one MILP are planned segment by segment out of a common pool (``columns.py``).
 
 The bound is that of the first, uncut model. It holds for all plans of that model: every plan on a graph small enough
-to be modelled op by op; on larger ones those that replay each group of ops as a whole, at most once, and reach back no
-further than the model's segments.
+to be modelled op by op; on larger ones those that replay each group of ops as a whole, at most once, and, where
+segments are planned apart, inside its segment.
 
 Known weaknesses: an op is never replayed twice; on large graphs the least peak is the best found, not proven.
 """
@@ -23,19 +24,23 @@ from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline, simulate_actions
 from lowtide.solvers.classics import classic_actions
+from lowtide.solvers.columns import Decomposition
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.groups import Sketch
 from lowtide.solvers.highs import Answer
 from lowtide.solvers.peak_model import PeakModel
-from lowtide.solvers.structure import close
+from lowtide.solvers.segments import segments, windows, worth_replaying
+from lowtide.solvers.structure import close, recomputable
 
 _ROUNDS = 12
 _CUTS_A_ROUND = 40
-_FULL_REACH_SIZE = 2000  # models up to this size (``Sketch.size``) may replay back over the whole step
+_WHOLE_SIZE = 6000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
+_WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
+_FEWEST_SEGMENTS = 3  # that planning them apart is worth it
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 _STEP_GAP = 0.0025  # of the step time, likewise
 _HARD_NODES = 10  # at and near the least peak good answers come from the root, a proof from thousands of nodes
-_CLEAN_UP_TRIES = 200
+_CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
 
 
 @dataclass(frozen=True)
@@ -64,16 +69,13 @@ def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> 
     if plain.peak_bytes <= budget_bytes:
         return search.draft(plain, "optimal", costs.plain_step_ms)
     known = [plain, *(search.judge(actions) for actions in classic_actions(graph))]
-    for reach in search.reaches:
-        result = search.fastest(budget_bytes, reach)
-        fitting = [j for j in (*known, *result.judged) if j.peak_bytes <= budget_bytes]
-        if fitting:
-            break
-    else:
+    result = search.fastest(budget_bytes)
+    fitting = [j for j in (*known, *result.judged) if j.peak_bytes <= budget_bytes]
+    if not result.judged or result.judged[-1].peak_bytes > budget_bytes:
         least = search.leanest(known)
         if least.peak_bytes > budget_bytes:
             raise infeasible(graph, costs, budget_bytes, least.actions, method="exact")
-        fitting = [least]
+        fitting.append(least)
     best = min(fitting, key=lambda j: j.rank)
     status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
     best = search.save_what_fits(search.lower_peak(best), budget_bytes)
@@ -115,16 +117,18 @@ class _Search:
         self.graph, self.costs, self.limits = graph, costs, limits
         # Whatever is recomputed, the tape's watching of forward is paid in full.
         self.floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
-        whole = Sketch(graph, costs)
-        self.fine = whole.fine
-        # Replays that stay in their own segment are all it takes, except near the least peak.
-        self.reaches: tuple[int | None, ...] = (None,) if whole.size <= _FULL_REACH_SIZE else (0, 1)
-        self._sketches: dict[int | None, Sketch] = {None: whole}
-
-    def sketch(self, reach: int | None) -> Sketch:
-        if reach not in self._sketches:
-            self._sketches[reach] = Sketch(self.graph, self.costs, reach=reach)
-        return self._sketches[reach]
+        stored = sorted({graph.saved[number] for kind, number in graph.events if kind == UNPACK})
+        ops = worth_replaying(graph, recomputable(graph).intersection(stored) & graph.stored)
+        self.sketch = Sketch(graph, costs) if len(ops) <= _WHOLE_OPS else None
+        self.fine = self.sketch is not None and self.sketch.fine
+        self.pool: Decomposition | None = None
+        if self.sketch is None or self.sketch.size > _WHOLE_SIZE:
+            segment_of = segments(graph, ops)
+            found = windows(graph, segment_of)
+            if found is not None and len(found) >= _FEWEST_SEGMENTS:
+                self.pool = Decomposition(graph, costs, segment_of, found)
+            elif self.sketch is None or self.sketch.size > _WHOLE_SIZE:
+                self.sketch = Sketch(graph, costs, reach=0)
 
     def judge(self, actions: dict[int, str]) -> _Judged:
         return _Judged(actions, simulate_actions(self.graph, self.costs, actions))
@@ -132,16 +136,17 @@ class _Search:
     def draft(self, judged: _Judged, status: str, bound_ms: float) -> Draft:
         return Draft(judged.actions, status, bound_ms, {"solver": f"HiGHS {highspy.Highs().version()}"})
 
-    def fastest(self, budget_bytes: int, reach: int | None) -> _Result:
+    def fastest(self, budget_bytes: int) -> _Result:
         """Solve, judge, cut, until the judge agrees."""
-        model = PeakModel(self.sketch(reach), budget_bytes)
+        if self.pool is not None:
+            return self._fastest_choice(self.pool, budget_bytes)
+        assert self.sketch is not None
+        model = PeakModel(self.sketch, budget_bytes)
         judged: list[_Judged] = []
         bound_ms, proven = self.floor_ms, True
         deadline = time.perf_counter() + self.limits.time_limit_s
-        # Where the first reach has found nothing, the least peak is near.
-        nodes = self.limits.node_limit if reach == self.reaches[0] else _HARD_NODES
         for round_ in range(_ROUNDS):
-            answer = self._minimise(model, deadline, nodes=nodes)
+            answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
             if round_ == 0 and answer.status != "infeasible":
                 bound_ms += max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
             proven &= answer.status == "optimal"
@@ -154,10 +159,33 @@ class _Search:
             proven &= self._cut(model, answer.values, judged[-1].timeline, budget_bytes)
         return _Result(judged, proven, bound_ms)
 
+    def _fastest_choice(self, pool: Decomposition, budget_bytes: int) -> _Result:
+        """Segments planned apart: what the judge finds above the budget is asked for less."""
+        judged: list[_Judged] = []
+        bound_ms, proven, asked_bytes = self.floor_ms, True, budget_bytes
+        for round_ in range(_ROUNDS):
+            choice = pool.solve(asked_bytes, **self._tolerances(), **self._limits())
+            if choice is None:
+                break
+            if round_ == 0:
+                bound_ms += choice.bound_ms
+            judged.append(self.judge(choice.actions))
+            over_bytes = judged[-1].peak_bytes - budget_bytes
+            if over_bytes <= 0:
+                break
+            asked_bytes -= over_bytes
+        best_ms = judged[-1].timeline.step_ms if judged else 0.0
+        proven = best_ms - bound_ms <= max(_STEP_GAP * self.costs.plain_step_ms, _GAP * (best_ms - self.floor_ms))
+        return _Result(judged, proven, bound_ms)
+
     def leanest(self, known: list[_Judged]) -> _Judged:
         """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        model = PeakModel(self.sketch(self.reaches[-1]), None)
         judged = list(known)
+        if self.pool is not None:
+            judged.append(self.judge(self.pool.leanest(**self._limits())))
+            return min(judged, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
+        assert self.sketch is not None
+        model = PeakModel(self.sketch, None)
         deadline = time.perf_counter() + self.limits.time_limit_s
         for _ in range(_ROUNDS):
             answer = self._minimise(model, deadline, nodes=self.limits.node_limit if self.fine else _HARD_NODES)
@@ -174,7 +202,8 @@ class _Search:
         """Of all actions that are as fast the ones with the least peak; only on graphs that are modelled op by op."""
         if not self.fine:
             return judged
-        model = PeakModel(self.sketch(None), None, most_ms=judged.timeline.step_ms - self.floor_ms)
+        assert self.sketch is not None
+        model = PeakModel(self.sketch, None, most_ms=judged.timeline.step_ms - self.floor_ms)
         deadline = time.perf_counter() + self.limits.time_limit_s
         answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
         if not len(answer.values):
@@ -188,13 +217,13 @@ class _Search:
         kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
         made, asked = self._spans()
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
-        tries = 0
+        tries = _CLEAN_UP_EVENTS // max(len(graph.events), 1)
         for storage in list(dropped):
             span = slice(made[storage], asked.get(storage))
             room = budget_bytes - max(judged.timeline.event_peak_bytes[span], default=0)
-            if room < graph.storages[storage].bytes or tries == _CLEAN_UP_TRIES:
+            if room < graph.storages[storage].bytes or tries == 0:
                 continue
-            tries += 1
+            tries -= 1
             fewer = [s for s in dropped if s != storage]
             trial = self.judge(close(graph, fewer, kept))
             if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
@@ -213,15 +242,24 @@ class _Search:
         return made, asked
 
     def _minimise(self, model: PeakModel, deadline: float, *, nodes: int) -> Answer:
+        tolerances = self._tolerances()
+        return model.program.minimise(
+            gap=tolerances["gap"],
+            slack=tolerances["slack_ms"] / model.ms_unit,
+            node_limit=min(nodes, self.limits.node_limit),
+            time_limit_s=max(deadline - time.perf_counter(), 0.1),
+        )
+
+    def _tolerances(self) -> dict[str, float]:
         gap = self.limits.gap
         if gap is None:
             gap = 0.0 if self.fine else _GAP
         # What is paid for is the step: near its bound in those terms, proving more only costs time.
-        step_ms = 0.0 if self.fine or self.limits.gap is not None else _STEP_GAP * self.costs.plain_step_ms
-        left_s = max(deadline - time.perf_counter(), 0.1)
-        return model.program.minimise(
-            gap=gap, slack=step_ms / model.ms_unit, node_limit=min(nodes, self.limits.node_limit), time_limit_s=left_s
-        )
+        slack_ms = 0.0 if self.fine or self.limits.gap is not None else _STEP_GAP * self.costs.plain_step_ms
+        return {"gap": gap, "slack_ms": slack_ms}
+
+    def _limits(self) -> dict[str, float]:
+        return {"node_limit": self.limits.node_limit, "time_limit_s": self.limits.time_limit_s}
 
     def _cut(self, model: PeakModel, values: np.ndarray, timeline: Timeline, limit_bytes: int) -> bool:
         """Forbid the highest of the moments above ``limit_bytes``; return whether that cost no plan within it."""

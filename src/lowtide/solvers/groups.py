@@ -17,19 +17,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 
 import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph
-from lowtide.solvers.structure import layers, readers, recomputable, replayable_ops
+from lowtide.solvers.segments import segments, worth_replaying
+from lowtide.solvers.structure import readers, recomputable
 
 _NEVER = 1 << 60
 _MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
 _TINY_SHARE = 0.05  # outputs below this share of their group's bytes follow the group's largest one
 _FINE_OPS = 12  # graphs with at most this many replayable ops are modelled op by op
-_SEGMENT_OPS = 12  # segments smaller than this join their neighbour
 
 
 @dataclass(eq=False)
@@ -122,9 +121,9 @@ class Sketch:
         self._read_events()
         free = recomputable(graph)
         self.droppable = frozenset(s for s in graph.stored & free if s in self._first_unpack)
-        self.ops = self._ops_worth_replaying(free)
+        self.ops = worth_replaying(graph, self.droppable)
         self.fine = len(self.ops) <= _FINE_OPS
-        self.segment_of = self._segments()
+        self.segment_of = segments(graph, self.ops)
         self.trigger_events, self._trigger_of_storage = self._triggers()
         self.groups = self._groups()
         self.group_of = {op: group for group in self.groups for op in group.ops}
@@ -163,40 +162,6 @@ class Sketch:
                 self._direct_end[graph.saved[number]] = at
         for storage in self._packed:
             self._direct_end.setdefault(storage, len(graph.events))  # stored and never let go
-
-    def _ops_worth_replaying(self, free: frozenset[int]) -> list[int]:
-        """Replayable ops that lead to something droppable, in program order."""
-        consumers, allowed = readers(self.graph), replayable_ops(self.graph)
-        worth: set[int] = set()
-        for op in reversed(self.graph.forward_ops):
-            mine = [s for s in op.makes if s in free]
-            if op.id in allowed and any(
-                s in self.droppable or not worth.isdisjoint(consumers.get(s, ())) for s in mine
-            ):
-                worth.add(op.id)
-        return sorted(worth)
-
-    def _segments(self) -> dict[int, int]:
-        """Contiguous runs of forward ops of one layer; small ones joined to the run before."""
-        layer_of, worth = layers(self.graph), set(self.ops)
-        runs = [[op.id for op in run] for _, run in groupby(self.graph.forward_ops, lambda op: layer_of.get(op.id))]
-        for run, following in pairwise(runs):
-            # A norm at the end of a layer belongs with its readers: they can all be replayed from what it reads.
-            while len(run) > 1 and self._ends_what_it_could_begin(run[-1]):
-                following.insert(0, run.pop())
-        segment_of: dict[int, int] = {}
-        segment = size = 0
-        for run in runs:
-            if size >= _SEGMENT_OPS:
-                segment, size = segment + 1, 0
-            size += len(worth.intersection(run))
-            segment_of.update(dict.fromkeys(run, segment))
-        return segment_of
-
-    def _ends_what_it_could_begin(self, op: int) -> bool:
-        """Whether ``op`` makes nothing, or makes it from one stored activation alone."""
-        read = {s for s in self.graph.ops[op].reads if self.graph.storages[s].op is not None}
-        return not self.graph.ops[op].makes or (len(read) == 1 and read <= self.graph.stored)
 
     def _triggers(self) -> tuple[list[int], dict[int, int]]:
         """Events at which replays may start, and the trigger of each droppable storage."""

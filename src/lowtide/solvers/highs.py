@@ -31,6 +31,15 @@ class Answer:
     bound: float
 
 
+@dataclass(frozen=True)
+class Relaxed:
+    """The linear relaxation: its optimum (infinite where there is none), values by column, dual prices by row."""
+
+    objective: float
+    values: np.ndarray
+    duals: np.ndarray
+
+
 class Program:
     """min cost x, lower <= rows x <= upper, 0 <= x <= 1 unless said otherwise."""
 
@@ -92,6 +101,23 @@ class Program:
         pure_lp = not any(self.integer)
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
         return Answer(verdict, values, info.objective_function_value if found else INFINITY, bound)
+
+    def relax(self) -> Relaxed:
+        """Solve without integrality."""
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        model = self._model()
+        model.integrality_ = []
+        solver.passModel(model)
+        solver.run()
+        solution = solver.getSolution()
+        solved = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        return Relaxed(
+            solver.getInfo().objective_function_value if solved else INFINITY,
+            np.array(solution.col_value),
+            np.array(solution.row_dual),
+        )
 
     def _model(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()

@@ -26,6 +26,7 @@ stand at t, the others at t-1, and k's own bytes count if it runs then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -40,16 +41,40 @@ _ALL_BURSTS_SIZE = 300  # models up to this size know every burst from the start
 _TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
 
 
+@dataclass(frozen=True)
+class Prices:
+    """What memory costs where a part of a step is planned and the rest wants memory too: milliseconds per byte.
+
+    Attributes:
+        kept_ms: Of what is kept at event ``turn``.
+        peak_ms: Of the peak.
+        most_kept_bytes: Keep no more than this at the turn, of what a decision can move.
+    """
+
+    kept_ms: float
+    peak_ms: float
+    turn: int
+    most_kept_bytes: int | None = None
+
+
 class PeakModel:
     """Rows and columns for one sketch.
 
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
         most_ms: Recompute time to stay within.
+        prices: Minimise time and the price of memory together instead; no budget then.
     """
 
-    def __init__(self, sketch: Sketch, budget_bytes: int | None, *, most_ms: float | None = None) -> None:
-        self.sketch, self.budget_bytes = sketch, budget_bytes
+    def __init__(
+        self,
+        sketch: Sketch,
+        budget_bytes: int | None,
+        *,
+        most_ms: float | None = None,
+        prices: Prices | None = None,
+    ) -> None:
+        self.sketch, self.budget_bytes, self.prices = sketch, budget_bytes, prices
         self._resident = sketch.graph.resident_bytes
         self.program = Program()
         self._memo: dict[tuple, int] = {}
@@ -59,6 +84,9 @@ class PeakModel:
         if most_ms is not None:
             times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
             self.program.row(times, upper=most_ms / self.ms_unit + 1e-6)
+        if prices is not None and prices.most_kept_bytes is not None:
+            kept = {s: self._kept_at_turn(d) / self.byte_unit for d, s in self.s.items()}
+            self.program.row(kept, upper=prices.most_kept_bytes / self.byte_unit)
         self._lazy_rows()
         self._slot_rows()
         if sketch.size <= _ALL_BURSTS_SIZE:
@@ -75,8 +103,10 @@ class PeakModel:
         self.ms_unit = total / 1e3
         self.byte_unit = max(float(sketch.base_peak.max() - self._resident) / 1e3, 1.0)
         segments = max(sketch.segment_of.values(), default=0) + 1
-        minimise_time = self.budget_bytes is not None
-        self.s: dict[Decision, int] = {d: program.column(integer=True) for d in sketch.decisions if self._has_choice(d)}
+        minimise_time = self.budget_bytes is not None or self.prices is not None
+        self.s: dict[Decision, int] = {
+            d: program.column(self._kept_price(d), integer=True) for d in sketch.decisions if self._has_choice(d)
+        }
         self.A: dict[Group, list[int]] = {}
         self.A_of: dict[Decision, list[int]] = {}
         self.objective_slack = 0.0  # what the tie-breaks may add to the objective at most
@@ -92,7 +122,23 @@ class PeakModel:
             for decision in group.decisions:
                 several = len(group.decisions) > 1
                 self.A_of[decision] = [program.column() for _ in steps] if several else steps
-        self.peak = None if minimise_time else program.column(1.0, upper=float("inf"))
+        self.peak = None
+        if self.budget_bytes is None:
+            price = 1.0 if self.prices is None else self.prices.peak_ms * self.byte_unit / self.ms_unit
+            self.peak = program.column(price, upper=float("inf"))
+
+    def _kept_price(self, decision: Decision) -> float:
+        return 0.0 if self.prices is None else self.prices.kept_ms * self._kept_at_turn(decision) / self.ms_unit
+
+    def _kept_at_turn(self, decision: Decision) -> int:
+        assert self.prices is not None
+        turn = self.prices.turn
+        return sum(p.bytes for p in decision.pieces if p.dead < turn and (p.direct_end < 0 or p.direct_end >= turn))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the plain step keeps at the turn and a plan need not."""
+        return sum(self._kept_at_turn(d) for d in self.s if d.stored)
 
     def _has_choice(self, decision: Decision) -> bool:
         return decision.group is not None or not decision.stored

@@ -1,0 +1,290 @@
+"""Deep models: a plan for each segment out of a pool, chosen together; the pool grows by what would help most.
+
+Dantzig-Wolfe decomposition (1960, https://doi.org/10.1287/opre.8.1.101) over segments. A *column* is one way to run one
+segment: its time, the bytes it takes off what is kept between forward and backward, and the peak it makes in its own
+windows while all other segments save everything. Segments add up: with ``saved`` of the columns before it, segment l
+peaks at peak_l - sum_{j<l} saved_j, because backward comes to it when only the segments before it still hold anything.
+
+    minimise    sum ms_c z_{l,c}
+    such that   sum_c z_{l,c} = 1                                        each segment runs in one way
+                sum_c peak_{l,c} z_{l,c} - H_l <= budget                 at its own forward and backward
+                H_{l+1} = H_l + sum_c saved_c z_{l,c}                    what the segments up to l have saved
+
+The duals of the relaxation price kept bytes and peak bytes for each segment; the segment's own MILP (``peak_model.py``)
+finds the column that is best at those prices, until none is better. Equal segments share their columns, so time grows
+with the number of different ones. The relaxation's value, corrected by what pricing left open, is a bound on all plans
+that replay inside segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.simulator import simulate_actions
+from lowtide.solvers.classics import classic
+from lowtide.solvers.excerpt import Excerpt, Excerpts
+from lowtide.solvers.groups import Sketch
+from lowtide.solvers.highs import Program
+from lowtide.solvers.peak_model import PeakModel, Prices
+from lowtide.solvers.segments import Windows
+from lowtide.solvers.structure import close
+
+_ROUNDS = 15  # of pricing
+_PRICING_NODES = 50
+_PRICING_S = 5.0
+_PRICING_GAP = 1e-3
+_ENOUGH = 1e-3  # of the recompute time: columns that promise less are not looked for
+_POINTS = 36  # between the known columns, over all kinds
+_FEWEST_POINTS = 4  # of one kind
+_LOCAL_ROUNDS = 4  # of cuts in one pricing
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to run a segment of one kind.
+
+    Attributes:
+        actions: By storage of the kind's excerpt.
+        ms: Replays and their recording.
+        kept_bytes: At the turn.
+        peaks: Absolute bytes in the forward and in the backward window, ballast of the kind's excerpt included.
+    """
+
+    actions: dict[int, str]
+    ms: float
+    kept_bytes: int
+    peaks: tuple[int, int]
+
+
+class Kind:
+    """Segments that are the same, and the columns known for them."""
+
+    def __init__(self, excerpt: Excerpt) -> None:
+        self.excerpt = excerpt
+        self.sketch = Sketch(excerpt.graph, excerpt.costs)
+        self.mode_ms = excerpt.costs.mode_us / 1e3 * len(excerpt.graph.forward_ops)
+        self.columns: list[Column] = []
+        self._known: set[tuple] = set()
+        self._priced: dict[tuple[float, float], float] = {}
+        self._densified: set[float] = set()
+        self.plain = self.column(close(excerpt.graph, ()))
+        self.add(self.plain)
+        self.add(self.column(classic(excerpt.graph, "selective")))
+        # Of what is kept at the turn, the part that no decision moves.
+        decided = PeakModel(self.sketch, None, prices=Prices(1.0, 0.0, excerpt.turn)).kept_bytes
+        self.always_kept_bytes = self.plain.kept_bytes - decided
+
+    def column(self, actions: dict[int, str]) -> Column:
+        """Judge ``actions`` on the excerpt."""
+        excerpt = self.excerpt
+        line = simulate_actions(excerpt.graph, excerpt.costs, actions)
+        ms = line.recompute_ms - (self.mode_ms if line.recompute_ms else 0.0)
+        peaks = line.event_peak_bytes
+        return Column(
+            actions, ms, line.live_bytes[excerpt.turn - 1], (max(peaks[: excerpt.turn]), max(peaks[excerpt.turn :]))
+        )
+
+    def add(self, column: Column) -> bool:
+        """Take ``column`` into the pool; return whether it is new."""
+        key = (round(column.ms, 9), column.kept_bytes, column.peaks)
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self.columns.append(column)
+        return True
+
+    def price(self, kept_ms: float, peak_ms: float) -> float:
+        """Add the best column at these prices; return a lower bound of what any costs at them, in milliseconds."""
+        key = (float(f"{kept_ms:.6g}"), float(f"{peak_ms:.6g}"))
+        if key not in self._priced:
+            self._priced[key] = self._solve(Prices(*key, self.excerpt.turn))
+        return self._priced[key]
+
+    def densify(self, peak_ms: float, points: int) -> bool:
+        """Add columns between the known ones: prices alone never name a point inside the hull; return whether it did.
+
+        The fastest ways to keep no more than so much, at a price of the peak.
+        """
+        key = float(f"{peak_ms:.3g}")
+        if key in self._densified:
+            return False
+        self._densified.add(key)
+        before = len(self.columns)
+        least = min(c.kept_bytes for c in self.columns)
+        for part in range(1, points + 1):
+            most = least + (self.plain.kept_bytes - least) * part // (points + 1) - self.always_kept_bytes
+            self._solve(Prices(0.0, key, self.excerpt.turn, most_kept_bytes=most))
+        return len(self.columns) > before
+
+    def _solve(self, prices: Prices) -> float:
+        model = PeakModel(self.sketch, None, prices=prices)
+        bound = 0.0
+        for round_ in range(_LOCAL_ROUNDS):
+            answer = model.program.minimise(
+                gap=_PRICING_GAP, slack=0.0, node_limit=_PRICING_NODES, time_limit_s=_PRICING_S
+            )
+            if round_ == 0:
+                bound = max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
+            if not len(answer.values):
+                break
+            actions = close(self.excerpt.graph, *model.choice(answer.values))
+            line = simulate_actions(self.excerpt.graph, self.excerpt.costs, actions)
+            self.add(self.column(actions))
+            claimed = model.claimed_peak_bytes(answer.values)
+            if prices.peak_ms == 0 or line.peak_bytes <= claimed:
+                break
+            event = line.peak_event
+            during = [r.op for r in line.replays if r.event == event and r.peak_bytes == line.peak_bytes]
+            model.forbid(answer.values, event, during[-1] if during else None, line.peak_bytes)
+        # The model counts peaks from the resident bytes on, and kept bytes as far as there is a choice.
+        return bound + prices.peak_ms * self.excerpt.graph.resident_bytes + prices.kept_ms * self.always_kept_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One column per segment, as actions of the whole step; ``bound_ms`` of recompute time."""
+
+    actions: dict[int, str]
+    bound_ms: float
+
+
+class Decomposition:
+    """The pool of one step; asking for several budgets shares it."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, segment_of: dict[int, int], windows: list[Windows]) -> None:
+        self.graph = graph
+        source = Excerpts(graph, costs, segment_of, windows)
+        self.excerpts = [source.cut(segment) for segment in range(len(windows))]
+        kinds: dict[tuple, Kind] = {}
+        self.kinds: list[Kind] = []
+        for excerpt in self.excerpts:
+            if excerpt.key not in kinds:
+                kinds[excerpt.key] = Kind(excerpt)
+            self.kinds.append(kinds[excerpt.key])
+        self.different = list(kinds.values())
+        self.total_ms = sum(k.columns[1].ms if len(k.columns) > 1 else 0.0 for k in self.kinds) or 1.0
+        self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)
+
+    def peak(self, segment: int, column: Column) -> int:
+        """Of ``segment`` under ``column`` while the others save everything."""
+        mine, reference = self.excerpts[segment].ballast_bytes, self.kinds[segment].excerpt.ballast_bytes
+        return max(p + a - b for p, a, b in zip(column.peaks, mine, reference, strict=True))
+
+    def solve(
+        self, budget_bytes: int, *, gap: float, slack_ms: float, node_limit: int, time_limit_s: float
+    ) -> Choice | None:
+        """The best choice of columns; None if segments cannot be run in so little."""
+        bound_ms, peak_prices = self._generate(budget_bytes)
+        for finer in (False, True):
+            if finer and not self._densify(peak_prices):
+                break
+            master = _Master(self, budget_bytes)
+            answer = master.program.minimise(
+                gap=gap, slack=slack_ms / master.ms_unit, node_limit=node_limit, time_limit_s=time_limit_s
+            )
+            if not len(answer.values) or master.short(answer.values):
+                return None
+            if answer.objective * master.ms_unit <= bound_ms + slack_ms:
+                break
+        return Choice(self.actions(master.chosen(answer.values)), bound_ms)
+
+    def leanest(self, *, node_limit: int, time_limit_s: float) -> dict[int, str]:
+        """Actions of the least peak that a choice of columns has."""
+        nothing = self.graph.resident_bytes
+        self._generate(nothing)
+        master = _Master(self, nothing)
+        answer = master.program.minimise(gap=1e-4, slack=0.0, node_limit=node_limit, time_limit_s=time_limit_s)
+        return self.actions(master.chosen(answer.values))
+
+    def _densify(self, peak_prices: dict[Kind, set[float]]) -> bool:
+        points = max(_POINTS // len(self.different), _FEWEST_POINTS)
+        return any([kind.densify(price, points) for kind in peak_prices for price in sorted(peak_prices[kind])])
+
+    def _generate(self, budget_bytes: int) -> tuple[float, dict[Kind, set[float]]]:
+        """Add columns until none would help the relaxation; return its bound and the peak prices each kind met."""
+        best_ms = 0.0
+        for _ in range(_ROUNDS):
+            master = _Master(self, budget_bytes)
+            relaxed = master.program.relax()
+            peak_prices: dict[Kind, set[float]] = {}
+            found, open_ms = False, 0.0
+            for segment, kind in enumerate(self.kinds):
+                kept_ms, peak_ms, worth_ms = master.prices(segment, relaxed.duals)
+                peak_prices.setdefault(kind, set()).add(peak_ms)
+                before = len(kind.columns)
+                shift = self.peak(segment, kind.plain) - max(kind.plain.peaks)
+                cost_ms = kind.price(kept_ms, peak_ms) + peak_ms * shift
+                found |= len(kind.columns) > before
+                open_ms += min(cost_ms - worth_ms, 0.0)
+            if not master.short(relaxed.values):
+                value_ms = relaxed.objective * master.ms_unit
+                best_ms = max(best_ms, value_ms + open_ms)
+                if -open_ms <= _ENOUGH * value_ms:
+                    break
+            if not found:
+                break
+        return best_ms, peak_prices
+
+    def actions(self, columns: Iterable[Column]) -> dict[int, str]:
+        """Actions of the whole step."""
+        recomputed, kept = [], []
+        for excerpt, column in zip(self.excerpts, columns, strict=True):
+            for storage, action in column.actions.items():
+                if storage >= len(excerpt.storages):
+                    continue
+                whole = excerpt.storages[storage]
+                if action == "recompute" and whole in self.graph.stored:
+                    recomputed.append(whole)
+                elif action == "save" and whole not in self.graph.stored:
+                    kept.append(whole)
+        return close(self.graph, recomputed, kept)
+
+
+class _Master:
+    """The choice of columns as a program."""
+
+    def __init__(self, pool: Decomposition, budget_bytes: int) -> None:
+        self.pool, self.program = pool, Program()
+        program, unit = self.program, pool.byte_unit
+        self.ms_unit = pool.total_ms / 1e3
+        # Running short is possible and dear, so that the relaxation always has prices.
+        self.shortage = program.column(1e4, upper=float("inf"))
+        self.z: list[list[int]] = []
+        self.ways: list[int] = []
+        self.peaks: list[int] = []
+        self.sums: list[int] = []
+        before = None
+        for segment, kind in enumerate(pool.kinds):
+            z = [program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns]
+            saved = [(kind.plain.kept_bytes - c.kept_bytes) / unit for c in kind.columns]
+            after = program.column(upper=float("inf"))
+            self.z.append(z)
+            self.ways.append(program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0))
+            terms = {c: pool.peak(segment, column) / unit for c, column in zip(z, kind.columns, strict=True)}
+            less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
+            self.peaks.append(program.row({**terms, **less}, upper=budget_bytes / unit))
+            known = {} if before is None else {before: -1.0}
+            gains = {c: -s for c, s in zip(z, saved, strict=True)}
+            self.sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
+            before = after
+
+    def prices(self, segment: int, duals: np.ndarray) -> tuple[float, float, float]:
+        """Milliseconds per kept byte, per peak byte, and what a column may cost at them without being worth it."""
+        scale = self.ms_unit / self.pool.byte_unit
+        peak_ms = -float(duals[self.peaks[segment]]) * scale
+        kept_ms = -float(duals[self.sums[segment]]) * scale
+        kept_bytes = self.pool.kinds[segment].plain.kept_bytes
+        worth_ms = float(duals[self.ways[segment]]) * self.ms_unit + kept_ms * kept_bytes
+        return max(kept_ms, 0.0), max(peak_ms, 0.0), worth_ms
+
+    def short(self, values: np.ndarray) -> bool:
+        return bool(values[self.shortage] * self.pool.byte_unit > 0.5)
+
+    def chosen(self, values: np.ndarray) -> list[Column]:
+        """The column of each segment."""
+        return [k.columns[int(np.argmax(values[z]))] for k, z in zip(self.pool.kinds, self.z, strict=True)]

@@ -1,0 +1,319 @@
+"""One segment of a step as a step graph of its own, so that everything that plans a step can plan a segment.
+
+The excerpt has the segment's forward ops, the backward ops of its window, and the events of both. What other segments
+hold meanwhile is there as ballast: storages that a pretended op makes where a window begins and that die when the real
+ones do. So, as long as every other segment saves everything, memory inside the windows is the whole step's, to the
+byte (``tests/test_excerpt.py``), and how a segment's actions change it can be added up over segments.
+
+What ties a segment to others is fixed: a storage that another segment's backward asks for, or that outlives its own
+segment's backward, is saved. An activation made elsewhere that autograd does not store may be kept for replays, which
+is then paid for here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import FREE, RUN, UNPACK, Frame, Op, StepGraph, Storage
+from lowtide.solvers.segments import Windows
+from lowtide.solvers.structure import readers
+
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A segment.
+
+    Attributes:
+        graph, costs: The excerpt; its first storages are the segment's own.
+        storages: Id in the whole graph of each of the segment's storages, by id in the excerpt; imports included.
+        turn: Event of the excerpt at which the other segments' forward and backward would run.
+        backward: Event of the excerpt at which the segment's own backward begins.
+        ballast_bytes: What is left of others all through the forward window, and all through the backward window.
+        key: Equal for segments that are the same but for ballast: those have the same plans.
+    """
+
+    graph: StepGraph
+    costs: Costs
+    storages: tuple[int, ...]
+    turn: int
+    backward: int
+    ballast_bytes: tuple[int, int]
+    key: tuple
+
+
+class Excerpts:
+    """Cuts segments out of one step."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, segment_of: dict[int, int], windows: list[Windows]) -> None:
+        self.graph, self.costs = graph, costs
+        self.segment_of, self.windows = segment_of, windows
+        self.ops_of: list[list[int]] = [[] for _ in windows]
+        for op, segment in segment_of.items():
+            self.ops_of[segment].append(op)
+        self._readers = readers(graph)
+        self._read_events()
+
+    def _read_events(self) -> None:
+        graph = self.graph
+        self.born: dict[int, int] = {}
+        self.dies: dict[int, int] = {}
+        self.events_of: dict[int, list[int]] = {}
+        unpacked: dict[int, list[int]] = {}
+        for at, (kind, number) in enumerate(graph.events):
+            if kind == RUN:
+                for storage in graph.ops[number].makes:
+                    self.born[storage] = at
+                    self.dies[storage] = _NEVER
+                continue
+            storage = number if kind == FREE else graph.saved[number]
+            self.dies[storage] = at
+            self.events_of.setdefault(storage, []).append(at)
+            if kind == UNPACK:
+                unpacked.setdefault(storage, []).append(at)
+        freed = {number for kind, number in graph.events if kind == FREE}
+        self.dies.update((s, _NEVER) for s in self.born if s not in freed)
+        self._first_unpack = {s: events[0] for s, events in unpacked.items()}
+
+    def _tied(self, storage: int, segment: int) -> str:
+        """Why ``storage`` has to be saved for the sake of other segments; "" if it has not."""
+        window = self.windows[segment]
+        if any(self.segment_of.get(op) != segment for op in self._readers.get(storage, ())):
+            return "read by another segment" if storage in self.graph.stored else ""
+        asked = self._first_unpack.get(storage, window.backward[0])
+        if not window.backward[0] <= asked < window.backward[1]:
+            return "asked for by another segment"
+        # Python may hold it a little into later segments' forward: seldom a moment that binds, and the judge sees it.
+        if any(at >= window.backward[1] for at in self.events_of.get(storage, ())):
+            return "outlives its segment"
+        return ""
+
+    @cached_property
+    def turn(self) -> int:
+        return self.windows[-1].forward[1]
+
+    @cached_property
+    def _alive_at(self) -> dict[int, list[int]]:
+        """Storages alive where each window begins, by that event."""
+        starts = sorted({w.forward[0] for w in self.windows} | {w.backward[0] for w in self.windows})
+        found: dict[int, list[int]] = {start: [] for start in starts}
+        order = sorted(self.born, key=self.born.__getitem__)
+        alive: list[int] = []
+        place = 0
+        for start in starts:
+            while place < len(order) and self.born[order[place]] < start:
+                alive.append(order[place])
+                place += 1
+            alive = [s for s in alive if self.dies[s] >= start]
+            found[start] = list(alive)
+        return found
+
+    def cut(self, segment: int) -> Excerpt:
+        """The excerpt of ``segment``."""
+        return _Cut(self, segment).excerpt()
+
+
+class _Cut:
+    """Builds one excerpt."""
+
+    def __init__(self, source: Excerpts, segment: int) -> None:
+        self.source, self.segment = source, segment
+        self.graph, self.window = source.graph, source.windows[segment]
+        self.storages: list[Storage] = []
+        self.names: dict[int, int] = {}  # storage in the whole graph -> in the excerpt
+        self.ops: list[Op] = []
+        self.op_ms: list[float] = []
+        self.events: list[tuple[int, int]] = []
+        self.saved: list[int] = []
+        self.saved_names: dict[int, int] = {}
+        self.proxies: dict[str, int] = {}
+
+    def excerpt(self) -> Excerpt:
+        graph, source = self.graph, self.source
+        ops = source.ops_of[self.segment]
+        own = [s for op in ops for s in graph.ops[op].makes]
+        imports = self._imports(ops, set(own))
+        self.whole_ids: list[int] = []
+        for s in (*own, *imports):
+            storage = graph.storages[s]
+            fixed = storage.fixed or ("made by another segment" if s in imports else source._tied(s, self.segment))
+            self._add(s, storage.bytes, storage.kind, fixed)
+            self.whole_ids.append(s)
+        forward_bytes = self._ballast(self.window.forward, set(own), imports)
+        self._play(self.window.forward, ops)
+        self._end_ballast(self.window.forward, skip=set(own) | set(imports))
+        self._play((self.window.forward[1], source.turn), ())
+        turn = len(self.events)
+        self._play((source.turn, self.window.backward[0]), ())
+        backward = len(self.events)
+        backward_bytes = self._ballast(self.window.backward, {*own, *imports}, ())
+        self._play(self.window.backward, self._backward_ops())
+        self._end_ballast(self.window.backward, skip=set(own) | set(imports))
+        self._play((self.window.backward[1], len(graph.events)), ())
+        return self._finish(turn, backward, (forward_bytes, backward_bytes))
+
+    def _imports(self, ops: list[int], own: set[int]) -> dict[int, None]:
+        """Activations from elsewhere that autograd does not store and a replay here would have to keep."""
+        graph = self.graph
+        return {
+            s: None
+            for op in ops
+            for s in graph.ops[op].reads
+            if s not in own
+            and graph.storages[s].op is not None
+            and graph.storages[s].kind == "activation"
+            and s not in graph.stored
+        }
+
+    def _backward_ops(self) -> list[int]:
+        return [
+            number
+            for kind, number in self.graph.events[slice(*self.window.backward)]
+            if kind == RUN and self.graph.ops[number].backward
+        ]
+
+    def _add(self, whole: int | None, size: int, kind: str, fixed: str = "") -> int:
+        number = len(self.storages)
+        self.storages.append(Storage(number, size, kind, None, 0, fixed))
+        if whole is not None:
+            self.names[whole] = number
+        return number
+
+    def _ballast(self, window: tuple[int, int], own: set[int], imports: dict[int, None] | tuple) -> int:
+        """A pretended op that makes what others hold where ``window`` begins; return the bytes that stay throughout."""
+        graph, source = self.graph, self.source
+        staying, makes = 0, []
+        for s in source._alive_at[window[0]]:
+            if s in own:
+                continue
+            if s in imports:
+                makes.append(self.names[s])
+            elif source.dies[s] >= window[1]:
+                staying += graph.storages[s].bytes
+            elif graph.storages[s].bytes:
+                makes.append(self._add(s, graph.storages[s].bytes, "backward"))
+        self.rest = self._add(None, staying, "backward")
+        makes.append(self.rest)
+        self._run("ballast", makes, (), backward=window[0] >= source.turn, ms=0.0)
+        return staying
+
+    def _end_ballast(self, window: tuple[int, int], skip: set[int]) -> None:
+        self.events.append((FREE, self.rest))
+        for s in [s for s in self.names if s not in skip]:
+            if self.source.dies[s] >= window[1]:
+                self.events.append((FREE, self.names[s]))
+            del self.names[s]
+
+    def _run(self, name: str, makes, reads, *, backward: bool, ms: float, like: Op | None = None) -> None:
+        number = len(self.ops)
+        for output, s in enumerate(makes):
+            old = self.storages[s]
+            self.storages[s] = Storage(s, old.bytes, old.kind, number, output, old.fixed)
+        self.ops.append(
+            Op(
+                number, name, 0, backward, tuple(reads), tuple(makes),
+                workspace_bytes=like.workspace_bytes if like else 0,
+                rng_bytes=like.rng_bytes if like else 0,
+                finishes=self.op_names.get(like.finishes) if like and like.finishes is not None else None,
+            )
+        )  # fmt: skip
+        self.op_ms.append(ms)
+        self.events.append((RUN, number))
+
+    def _play(self, stretch: tuple[int, int], ops) -> None:
+        """Copy the events of ``stretch`` that concern what the excerpt knows; ``ops`` run."""
+        graph, dies = self.graph, self.source.dies
+        runs, mine = set(ops), len(self.whole_ids)
+        for at in self._events_in(stretch, bool(runs)):
+            kind, number = graph.events[at]
+            if kind == RUN:
+                if number in runs:
+                    self._copy(graph.ops[number])
+                continue
+            storage = number if kind == FREE else graph.saved[number]
+            name = self.names.get(storage)
+            if name is None:
+                continue
+            if name >= mine:  # ballast, and what backward makes: one free when the last reference goes
+                if dies[storage] == at:
+                    self.events.append((FREE, name))
+            elif kind == FREE:
+                self.events.append((FREE, name))
+            elif self.storages[name].fixed != "made by another segment":
+                if number not in self.saved_names:
+                    self.saved_names[number] = len(self.saved)
+                    self.saved.append(name)
+                self.events.append((kind, self.saved_names[number]))
+
+    def _events_in(self, stretch: tuple[int, int], whole: bool):
+        if whole:
+            return range(*stretch)
+        of = self.source.events_of
+        return sorted(at for s in self.whole_ids for at in of.get(s, ()) if stretch[0] <= at < stretch[1])
+
+    @cached_property
+    def op_names(self) -> dict[int, int]:
+        return {}
+
+    def _copy(self, op: Op) -> None:
+        graph = self.graph
+        if op.backward:
+            makes = [self._add(s, graph.storages[s].bytes, "backward") for s in op.makes]
+            self._run(op.name, makes, (), backward=True, ms=self.source.costs.op_ms[op.id], like=op)
+            return
+        reads = [self._read(s) for s in op.reads]
+        self.op_names[op.id] = len(self.ops)
+        makes = [self.names[s] for s in op.makes]
+        self._run(op.name, makes, dict.fromkeys(reads), backward=False, ms=self.source.costs.op_ms[op.id], like=op)
+
+    def _read(self, storage: int) -> int:
+        """The excerpt's storage for one that a forward op reads: what others keep anyway costs nothing here."""
+        if storage in self.names and self.names[storage] < len(self.whole_ids):
+            return self.names[storage]
+        source = self.graph.storages[storage]
+        stays = source.kind == "activation" or (source.op is None and not source.fixed)
+        kind = "input" if stays else "written"
+        if kind not in self.proxies:
+            self.proxies[kind] = self._add(None, 0, "input", "" if stays else "written during the step")
+        return self.proxies[kind]
+
+    def _sort_frees(self) -> None:
+        """What dies together dies in one order: Python empties some containers (autocast's cache) in any."""
+        at = 0
+        for kind, run in groupby(list(self.events), key=lambda event: event[0]):
+            length = len(list(run))
+            if kind == FREE:
+                self.events[at : at + length] = sorted(self.events[at : at + length])
+            at += length
+
+    def _finish(self, turn: int, backward: int, ballast: tuple[int, int]) -> Excerpt:
+        whole, costs = self.graph, self.source.costs
+        self._sort_frees()
+        graph = StepGraph(
+            device=whole.device, device_name=whole.device_name, resident=whole.resident, signatures=(),
+            frames=(Frame(-1, "", 0),), storages=tuple(self.storages), ops=tuple(self.ops), saved=tuple(self.saved),
+            events=tuple(self.events),
+        )  # fmt: skip
+        weightless = [
+            (s.bytes if self.ops[s.op].name != "ballast" or self.ops[s.op].makes[-1] != s.id else 0)
+            if s.op is not None else 0
+            for s in self.storages
+        ]  # fmt: skip
+        key = (
+            tuple((o.name, o.backward, o.reads, o.makes, o.workspace_bytes, o.rng_bytes, o.finishes) for o in self.ops),
+            tuple(self.op_ms), tuple(weightless), tuple((s.kind, s.fixed) for s in self.storages),
+            graph.saved, graph.events, turn, backward,
+        )  # fmt: skip
+        return Excerpt(
+            graph,
+            Costs(tuple(self.op_ms), costs.mode_us, costs.record_us, costs.replay_us),
+            tuple(self.whole_ids),
+            turn,
+            backward,
+            ballast,
+            key,
+        )
