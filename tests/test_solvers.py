@@ -14,7 +14,7 @@ from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import simulate, simulate_actions
 from lowtide.solvers import groups, peak_model
 from lowtide.solvers.classics import classic
-from lowtide.solvers.exact import Limits, _Search
+from lowtide.solvers.exact import Limits, Search
 from lowtide.solvers.front_door import METHODS, solve
 from lowtide.solvers.structure import close, layers, recomputable
 
@@ -204,7 +204,7 @@ def test_the_same_problem_gets_the_same_plan(small_decoder):
 
 def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     graph, costs = small_decoder
-    search = _Search(graph, costs, Limits())
+    search = Search(graph, costs, Limits())
     wasteful = search.judge(classic(graph, "full"))
     budget = graph.resident_bytes + 2 * (wasteful.peak_bytes - graph.resident_bytes)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowtide.plan import Plan
     from lowtide.simulator import Timeline, simulate
     from lowtide.solvers.front_door import solve
+    from lowtide.solvers.pareto import FrontierPoint, frontier
     from lowtide.tape.attach import apply
     from lowtide.tracing.tracer import trace
     from lowtide.verifier import Verification, verify
@@ -37,6 +38,7 @@ _HOME = {
     "trace": "tracing.tracer",
     "measure": "costs.measurer",
     "solve": "solvers.front_door",
+    "frontier": "solvers.pareto", "FrontierPoint": "solvers.frontier",
     "simulate": "simulator", "Timeline": "simulator",
     "apply": "tape.attach",
     "verify": "verifier", "Verification": "verifier",
@@ -46,9 +48,9 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "BudgetInfeasibleError", "Costs", "Fit", "GraphFormatError", "LowtideError", "Plan", "PlanMismatchError",
-    "ReplayError", "StepError", "StepGraph", "Timeline", "UnsupportedModelError", "Verification", "apply", "fit",
-    "measure", "simulate", "solve", "trace", "verify",
+    "BudgetInfeasibleError", "Costs", "Fit", "FrontierPoint", "GraphFormatError", "LowtideError", "Plan",
+    "PlanMismatchError", "ReplayError", "StepError", "StepGraph", "Timeline", "UnsupportedModelError", "Verification",
+    "apply", "fit", "frontier", "measure", "simulate", "solve", "trace", "verify",
 ]  # fmt: skip
 
 

@@ -176,7 +176,7 @@ class Decomposition:
         return max(p + a - b for p, a, b in zip(column.peaks, mine, reference, strict=True))
 
     def solve(
-        self, budget_bytes: int, *, gap: float, slack_ms: float, node_limit: int, time_limit_s: float
+        self, budget_bytes: int, gap: float, slack_ms: float, node_limit: int, time_limit_s: float
     ) -> Choice | None:
         """The best choice of columns; None if segments cannot be run in so little."""
         bound_ms, peak_prices = self._generate(budget_bytes)
@@ -193,7 +193,7 @@ class Decomposition:
                 break
         return Choice(self.actions(master.chosen(answer.values)), bound_ms)
 
-    def leanest(self, *, node_limit: int, time_limit_s: float) -> dict[int, str]:
+    def leanest(self, node_limit: int, time_limit_s: float) -> dict[int, str]:
         """Actions of the least peak that a choice of columns has."""
         nothing = self.graph.resident_bytes
         self._generate(nothing)
@@ -268,7 +268,7 @@ class _Master:
             terms = {c: pool.peak(segment, column) / unit for c, column in zip(z, kind.columns, strict=True)}
             less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
             self.peaks.append(program.row({**terms, **less}, upper=budget_bytes / unit))
-            known = {} if before is None else {before: -1.0}
+            known: dict[int, float] = {} if before is None else {before: -1.0}
             gains = {c: -s for c, s in zip(z, saved, strict=True)}
             self.sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
             before = after

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import highspy
 import numpy as np
@@ -34,7 +35,8 @@ from lowtide.solvers.structure import close, recomputable
 
 _ROUNDS = 12
 _CUTS_A_ROUND = 40
-_WHOLE_SIZE = 6000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
+_WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
+_UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
 _WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
 _FEWEST_SEGMENTS = 3  # that planning them apart is worth it
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
@@ -64,22 +66,7 @@ def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> 
     Raises:
         BudgetInfeasibleError: no actions were found that need so little.
     """
-    search = _Search(graph, costs, limits)
-    plain = search.judge(close(graph, ()))
-    if plain.peak_bytes <= budget_bytes:
-        return search.draft(plain, "optimal", costs.plain_step_ms)
-    known = [plain, *(search.judge(actions) for actions in classic_actions(graph))]
-    result = search.fastest(budget_bytes)
-    fitting = [j for j in (*known, *result.judged) if j.peak_bytes <= budget_bytes]
-    if not result.judged or result.judged[-1].peak_bytes > budget_bytes:
-        least = search.leanest(known)
-        if least.peak_bytes > budget_bytes:
-            raise infeasible(graph, costs, budget_bytes, least.actions, method="exact")
-        fitting.append(least)
-    best = min(fitting, key=lambda j: j.rank)
-    status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
-    best = search.save_what_fits(search.lower_peak(best), budget_bytes)
-    return search.draft(best, status, result.bound_ms)
+    return Search(graph, costs, limits).within(budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -112,7 +99,9 @@ class _Result:
         return self.judged[-1].timeline.step_ms if self.judged else 0.0
 
 
-class _Search:
+class Search:
+    """The search on one step; asking it for several budgets shares what it has learnt."""
+
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         self.graph, self.costs, self.limits = graph, costs, limits
         # Whatever is recomputed, the tape's watching of forward is paid in full.
@@ -121,14 +110,51 @@ class _Search:
         ops = worth_replaying(graph, recomputable(graph).intersection(stored) & graph.stored)
         self.sketch = Sketch(graph, costs) if len(ops) <= _WHOLE_OPS else None
         self.fine = self.sketch is not None and self.sketch.fine
-        self.pool: Decomposition | None = None
-        if self.sketch is None or self.sketch.size > _WHOLE_SIZE:
-            segment_of = segments(graph, ops)
-            found = windows(graph, segment_of)
-            if found is not None and len(found) >= _FEWEST_SEGMENTS:
-                self.pool = Decomposition(graph, costs, segment_of, found)
-            elif self.sketch is None or self.sketch.size > _WHOLE_SIZE:
-                self.sketch = Sketch(graph, costs, reach=0)
+        self.pool = None if self._one_model_does() else self._pool(ops)
+        if self.pool is None and (self.sketch is None or self.sketch.size > _UNLIKE_SIZE):
+            self.sketch = Sketch(graph, costs, reach=0)
+        self.plain = self.judge(close(graph, ()))
+
+    def _one_model_does(self) -> bool:
+        return self.sketch is not None and self.sketch.size <= _WHOLE_SIZE
+
+    def _pool(self, ops: list[int]) -> Decomposition | None:
+        segment_of = segments(self.graph, ops)
+        found = windows(self.graph, segment_of)
+        if found is None or len(found) < _FEWEST_SEGMENTS:
+            return None
+        pool = Decomposition(self.graph, self.costs, segment_of, found)
+        unlike = 2 * len(pool.different) > len(found) + 1
+        return None if unlike and self.sketch is not None and self.sketch.size <= _UNLIKE_SIZE else pool
+
+    def within(self, budget_bytes: int) -> Draft:
+        """The fastest actions within ``budget_bytes``.
+
+        Raises:
+            BudgetInfeasibleError: no actions were found that need so little.
+        """
+        if self.plain.peak_bytes <= budget_bytes:
+            return self.draft(self.plain, "optimal", self.costs.plain_step_ms)
+        result = self.fastest(budget_bytes)
+        fitting = [j for j in (*self.classics, *result.judged) if j.peak_bytes <= budget_bytes]
+        if not result.judged or result.judged[-1].peak_bytes > budget_bytes:
+            if self.least.peak_bytes > budget_bytes:
+                raise infeasible(self.graph, self.costs, budget_bytes, self.least.actions, method="exact")
+            fitting.append(self.least)
+        best = min(fitting, key=lambda j: j.rank)
+        status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
+        best = self.save_what_fits(self.lower_peak(best), budget_bytes)
+        return self.draft(best, status, result.bound_ms)
+
+    @cached_property
+    def classics(self) -> list[_Judged]:
+        """What to be at least as good as."""
+        return [self.judge(actions) for actions in classic_actions(self.graph)]
+
+    @cached_property
+    def least(self) -> _Judged:
+        """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
+        return min((self.plain, *self.classics, *self._lean()), key=lambda j: (j.peak_bytes, j.timeline.step_ms))
 
     def judge(self, actions: dict[int, str]) -> _Judged:
         return _Judged(actions, simulate_actions(self.graph, self.costs, actions))
@@ -164,7 +190,7 @@ class _Search:
         judged: list[_Judged] = []
         bound_ms, proven, asked_bytes = self.floor_ms, True, budget_bytes
         for round_ in range(_ROUNDS):
-            choice = pool.solve(asked_bytes, **self._tolerances(), **self._limits())
+            choice = pool.solve(asked_bytes, *self._tolerances(), self.limits.node_limit, self.limits.time_limit_s)
             if choice is None:
                 break
             if round_ == 0:
@@ -178,14 +204,13 @@ class _Search:
         proven = best_ms - bound_ms <= max(_STEP_GAP * self.costs.plain_step_ms, _GAP * (best_ms - self.floor_ms))
         return _Result(judged, proven, bound_ms)
 
-    def leanest(self, known: list[_Judged]) -> _Judged:
-        """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        judged = list(known)
+    def _lean(self) -> list[_Judged]:
+        """Candidates for the least peak."""
         if self.pool is not None:
-            judged.append(self.judge(self.pool.leanest(**self._limits())))
-            return min(judged, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
+            return [self.judge(self.pool.leanest(self.limits.node_limit, self.limits.time_limit_s))]
         assert self.sketch is not None
         model = PeakModel(self.sketch, None)
+        judged: list[_Judged] = []
         deadline = time.perf_counter() + self.limits.time_limit_s
         for _ in range(_ROUNDS):
             answer = self._minimise(model, deadline, nodes=self.limits.node_limit if self.fine else _HARD_NODES)
@@ -196,7 +221,7 @@ class _Search:
             if judged[-1].peak_bytes <= claimed_bytes:
                 break
             self._cut(model, answer.values, judged[-1].timeline, claimed_bytes)
-        return min(judged, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
+        return judged
 
     def lower_peak(self, judged: _Judged) -> _Judged:
         """Of all actions that are as fast the ones with the least peak; only on graphs that are modelled op by op."""
@@ -242,24 +267,22 @@ class _Search:
         return made, asked
 
     def _minimise(self, model: PeakModel, deadline: float, *, nodes: int) -> Answer:
-        tolerances = self._tolerances()
+        gap, slack_ms = self._tolerances()
         return model.program.minimise(
-            gap=tolerances["gap"],
-            slack=tolerances["slack_ms"] / model.ms_unit,
+            gap=gap,
+            slack=slack_ms / model.ms_unit,
             node_limit=min(nodes, self.limits.node_limit),
             time_limit_s=max(deadline - time.perf_counter(), 0.1),
         )
 
-    def _tolerances(self) -> dict[str, float]:
+    def _tolerances(self) -> tuple[float, float]:
+        """Of the recompute time, and milliseconds."""
         gap = self.limits.gap
         if gap is None:
             gap = 0.0 if self.fine else _GAP
         # What is paid for is the step: near its bound in those terms, proving more only costs time.
         slack_ms = 0.0 if self.fine or self.limits.gap is not None else _STEP_GAP * self.costs.plain_step_ms
-        return {"gap": gap, "slack_ms": slack_ms}
-
-    def _limits(self) -> dict[str, float]:
-        return {"node_limit": self.limits.node_limit, "time_limit_s": self.limits.time_limit_s}
+        return gap, slack_ms
 
     def _cut(self, model: PeakModel, values: np.ndarray, timeline: Timeline, limit_bytes: int) -> bool:
         """Forbid the highest of the moments above ``limit_bytes``; return whether that cost no plan within it."""

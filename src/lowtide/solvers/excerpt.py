@@ -12,6 +12,7 @@ is then paid for here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -208,7 +209,16 @@ class _Cut:
                 self.events.append((FREE, self.names[s]))
             del self.names[s]
 
-    def _run(self, name: str, makes, reads, *, backward: bool, ms: float, like: Op | None = None) -> None:
+    def _run(
+        self,
+        name: str,
+        makes: Sequence[int],
+        reads: Iterable[int],
+        *,
+        backward: bool,
+        ms: float,
+        like: Op | None = None,
+    ) -> None:
         number = len(self.ops)
         for output, s in enumerate(makes):
             old = self.storages[s]
@@ -224,7 +234,7 @@ class _Cut:
         self.op_ms.append(ms)
         self.events.append((RUN, number))
 
-    def _play(self, stretch: tuple[int, int], ops) -> None:
+    def _play(self, stretch: tuple[int, int], ops: Iterable[int]) -> None:
         """Copy the events of ``stretch`` that concern what the excerpt knows; ``ops`` run."""
         graph, dies = self.graph, self.source.dies
         runs, mine = set(ops), len(self.whole_ids)
@@ -249,7 +259,7 @@ class _Cut:
                     self.saved.append(name)
                 self.events.append((kind, self.saved_names[number]))
 
-    def _events_in(self, stretch: tuple[int, int], whole: bool):
+    def _events_in(self, stretch: tuple[int, int], whole: bool) -> Iterable[int]:
         if whole:
             return range(*stretch)
         of = self.source.events_of

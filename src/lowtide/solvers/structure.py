@@ -74,7 +74,8 @@ def layers(graph: StepGraph) -> dict[int, int]:
     second and later calls, and none of them holds most of its ops. (``model.layers.3.mlp`` belongs to entry 3 of
     ``model.layers``; a ``Sequential`` of an embedding and an encoder is no stack of layers, the encoder's own is.)
     """
-    candidates = {op.id: _entries(graph, op.frame) for op in graph.forward_ops}
+    entries_of = {frame: _entries(graph, frame) for frame in {op.frame for op in graph.forward_ops}}
+    candidates = {op.id: entries_of[op.frame] for op in graph.forward_ops}
     sizes: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
     for entries in candidates.values():
         for container, entry in entries:

@@ -1,0 +1,69 @@
+"""The whole trade-off: the fastest plan at each of several peaks, from the least there is to the plain step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.solvers.draft import finish
+from lowtide.solvers.exact import Limits, Search
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One plan of the trade-off.
+
+    Attributes:
+        peak_bytes: Absolute allocated peak, by the simulator.
+        step_ms: Forward and backward, replays included.
+        plan: What to apply.
+    """
+
+    peak_bytes: int
+    step_ms: float
+    plan: Plan
+
+
+def frontier(
+    graph: StepGraph,
+    costs: Costs,
+    *,
+    points: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[FrontierPoint]:
+    """Plan the step for budgets between the least peak that is found and the plain step's, evenly spaced.
+
+    Args:
+        points: How many budgets are asked for; what another point beats in both time and peak is left out.
+        progress: Called with budgets done and budgets in all.
+
+    Returns:
+        Points by rising peak; step time falls from each to the next. The first has the least peak, the last recomputes
+        nothing.
+
+    Raises:
+        ValueError: ``points`` is below 2.
+    """
+    if points < 2:
+        raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
+    search = Search(graph, costs, Limits())
+    least, most = search.least.peak_bytes, search.plain.peak_bytes
+    budgets = sorted({least + (most - least) * i // (points - 1) for i in range(points)})
+    found: list[Plan] = []
+    for done, budget in enumerate(budgets, start=1):
+        start_s = time.perf_counter()
+        draft = search.within(budget)
+        found.append(finish(graph, costs, draft, method="exact", budget_bytes=budget, start_s=start_s))
+        if progress is not None:
+            progress(done, len(budgets))
+    # A plan for less memory that happens to be faster serves the larger budget as well.
+    found.sort(key=lambda plan: (plan.predicted_peak_bytes, plan.predicted_step_ms))
+    front: list[FrontierPoint] = []
+    for plan in found:
+        if not front or plan.predicted_step_ms < front[-1].step_ms:
+            front.append(FrontierPoint(plan.predicted_peak_bytes, plan.predicted_step_ms, plan))
+    return front

@@ -1,0 +1,156 @@
+"""Segments planned apart: an excerpt is the step's own piece, columns add up, and the pool agrees with one model."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_solvers import small_graphs
+from toys import decoder, decoder_costs, linear_tanh, unit_costs
+
+from lowtide.graph.step_graph import UNPACK
+from lowtide.plan import RECOMPUTE
+from lowtide.simulator import simulate_actions
+from lowtide.solvers import exact
+from lowtide.solvers.columns import Decomposition
+from lowtide.solvers.excerpt import Excerpts
+from lowtide.solvers.front_door import solve
+from lowtide.solvers.segments import segments, windows, worth_replaying
+from lowtide.solvers.structure import close, recomputable
+
+
+def cut_up(graph, costs, segment_of=None):
+    """The decomposition of a step, by layers or as told."""
+    asked = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
+    ops = worth_replaying(graph, recomputable(graph) & graph.stored & asked)
+    segment_of = segment_of or segments(graph, ops)
+    found = windows(graph, segment_of)
+    return segment_of, found, Excerpts(graph, costs, segment_of, found)
+
+
+def assert_windows_agree(graph, costs, found, source):
+    whole = simulate_actions(graph, costs, {}).event_peak_bytes
+    for segment, window in enumerate(found):
+        excerpt = source.cut(segment)
+        peaks = simulate_actions(excerpt.graph, costs=excerpt.costs, actions={}).event_peak_bytes
+        ours = max(peaks[: excerpt.turn], default=0), max(peaks[excerpt.backward :], default=0)
+        # An empty window holds what lived when it began.
+        for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
+            if begin < end:
+                assert mine == max(whole[begin:end])
+
+
+@pytest.mark.parametrize("graph", [decoder(6), decoder(3, hidden=32), linear_tanh(20)], ids=["decoder", "thin", "tanh"])
+def test_an_excerpt_peaks_where_the_step_does(graph):
+    costs = unit_costs(graph)
+    _, found, source = cut_up(graph, costs)
+    assert len(found) >= 3
+    assert_windows_agree(graph, costs, found, source)
+
+
+@settings(max_examples=200, deadline=None)
+@given(graph=small_graphs(most_ops=6), data=st.data())
+def test_an_excerpt_of_any_stretch_peaks_where_the_step_does(graph, data):
+    ops = [op.id for op in graph.forward_ops]
+    cut = data.draw(st.integers(1, len(ops)))
+    segment_of = {op: int(place >= cut) for place, op in enumerate(ops)}
+    segment_of = {op: min(s, max(segment_of.values())) for op, s in segment_of.items()}
+    _, found, source = cut_up(graph, unit_costs(graph), segment_of)
+    assert_windows_agree(graph, unit_costs(graph), found, source)
+
+
+def test_columns_add_up():
+    """A plan's peak over the whole step is what its columns say, whichever segments it touches."""
+    graph = decoder(6)
+    costs = decoder_costs(graph)
+    segment_of, found, _ = cut_up(graph, costs)
+    pool = Decomposition(graph, costs, segment_of, found)
+    plain = simulate_actions(graph, costs, {}).peak_bytes
+    pool.solve(plain // 2, 0.01, 0.0, 100, 10.0)
+    seen = 0
+    for pick in range(max(len(k.columns) for k in pool.different)):
+        columns = [k.columns[(pick + i) % len(k.columns)] for i, k in enumerate(pool.kinds)]
+        saved, claimed = 0, 0
+        for segment, column in enumerate(columns):
+            claimed = max(claimed, pool.peak(segment, column) - saved)
+            saved += pool.kinds[segment].plain.kept_bytes - column.kept_bytes
+        actions = pool.actions(columns)
+        seen += any(a == RECOMPUTE for a in actions.values())
+        line = simulate_actions(graph, costs, actions)
+        assert line.peak_bytes == claimed
+        assert line.recompute_ms - costs.mode_us / 1e3 * len(graph.forward_ops) == pytest.approx(
+            sum(c.ms for c in columns)
+        )
+    assert seen > 3
+
+
+def test_equal_layers_are_planned_once():
+    """Twice the layers ask for hardly more pricing: time grows with the number of different ones."""
+    priced = []
+    for layers in (8, 24):
+        graph = decoder(layers)
+        costs = decoder_costs(graph)
+        segment_of, found, _ = cut_up(graph, costs)
+        pool = Decomposition(graph, costs, segment_of, found)
+        assert len(pool.kinds) >= layers and len(pool.different) <= 4
+        plain = simulate_actions(graph, costs, {}).peak_bytes
+        assert pool.solve(int(0.4 * plain), 0.01, 0.0, 100, 10.0) is not None
+        priced.append(sum(len(k._priced) for k in pool.different))
+    assert priced[1] <= 1.5 * priced[0]
+
+
+@pytest.mark.parametrize("fraction", [0.6, 0.35])
+def test_segments_apart_are_as_good_as_one_model(fraction, monkeypatch):
+    graph = decoder(5)
+    costs = decoder_costs(graph)
+    together = solve(graph, costs, f"{100 * fraction}%")
+    monkeypatch.setattr(exact, "_WHOLE_SIZE", 0)
+    apart = solve(graph, costs, f"{100 * fraction}%")
+    assert apart.predicted_peak_bytes <= apart.budget_bytes
+    assert apart.predicted_step_ms <= together.predicted_step_ms * 1.005
+    assert apart.bound_ms <= together.predicted_step_ms * 1.005
+
+
+def test_the_bound_of_segments_apart_is_one():
+    """No choice of columns that fits is faster than the bound; here all choices of a pool are tried."""
+    graph = decoder(3)
+    costs = decoder_costs(graph)
+    segment_of, found, _ = cut_up(graph, costs)
+    pool = Decomposition(graph, costs, segment_of, found)
+    plain = simulate_actions(graph, costs, {}).peak_bytes
+    budget = int(0.45 * plain)
+    choice = pool.solve(budget, 0.01, 0.0, 1000, 10.0)
+    fastest = float("inf")
+    for columns in itertools.product(*(k.columns[:: max(len(k.columns) // 4, 1)] for k in pool.kinds)):
+        ms = sum(c.ms for c in columns)
+        if ms < fastest and simulate_actions(graph, costs, pool.actions(columns)).peak_bytes <= budget:
+            fastest = ms
+    chosen = simulate_actions(graph, costs, choice.actions)
+    chosen_ms = chosen.recompute_ms - costs.mode_us / 1e3 * len(graph.forward_ops)
+    assert chosen.peak_bytes <= budget
+    assert choice.bound_ms <= chosen_ms + 1e-9 <= fastest * 1.01 + 1e-9 < float("inf")
+
+
+def test_windows_need_forward_before_backward():
+    graph = decoder(3)
+    events = list(graph.events)
+    first = next(at for at, (kind, _) in enumerate(events) if kind == UNPACK)
+    twisted = type(graph)(**{**vars_of(graph), "events": (events[first], *events[:first], *events[first + 1 :])})
+    segment_of = {op.id: 0 for op in graph.forward_ops}
+    assert windows(graph, segment_of) is not None
+    assert windows(twisted, segment_of) is None
+
+
+def vars_of(graph):
+    return {name: getattr(graph, name) for name in type(graph).__dataclass_fields__}
+
+
+def test_actions_of_a_pool_are_closed():
+    graph = decoder(6)
+    costs = decoder_costs(graph)
+    segment_of, found, _ = cut_up(graph, costs)
+    pool = Decomposition(graph, costs, segment_of, found)
+    choice = pool.solve(int(0.4 * simulate_actions(graph, costs, {}).peak_bytes), 0.01, 0.0, 100, 10.0)
+    again = close(graph, [s for s, a in choice.actions.items() if a == RECOMPUTE and s in graph.stored],
+                  [s for s, a in choice.actions.items() if a != RECOMPUTE and s not in graph.stored])  # fmt: skip
+    assert again == choice.actions
