@@ -207,10 +207,17 @@ class Search:
     def _lean(self) -> list[_Judged]:
         """Candidates for the least peak."""
         if self.pool is not None:
-            return [self.judge(self.pool.leanest(self.limits.node_limit, self.limits.time_limit_s))]
+            judged = [self.judge(self.pool.leanest(self.limits.node_limit, self.limits.time_limit_s))]
+            for _ in range(_ROUNDS):  # the search for the fastest may know columns that are leaner still
+                step = max((judged[-1].peak_bytes - self.graph.resident_bytes) // 200, 1)
+                result = self._fastest_choice(self.pool, judged[-1].peak_bytes - step)
+                if not result.judged or result.judged[-1].peak_bytes >= judged[-1].peak_bytes:
+                    break
+                judged.append(result.judged[-1])
+            return judged
         assert self.sketch is not None
         model = PeakModel(self.sketch, None)
-        judged: list[_Judged] = []
+        judged = []
         deadline = time.perf_counter() + self.limits.time_limit_s
         for _ in range(_ROUNDS):
             answer = self._minimise(model, deadline, nodes=self.limits.node_limit if self.fine else _HARD_NODES)
