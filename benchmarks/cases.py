@@ -126,7 +126,7 @@ def vit(quick: bool) -> Case:
         hidden_size=192, num_hidden_layers=layers, num_attention_heads=3, intermediate_size=768, image_size=size,
         patch_size=16, num_labels=100,
     )  # fmt: skip
-    batch = {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(0, 100, (4,))}
+    batch = {"pixel_values": torch.randn(8, 3, size, size), "labels": torch.randint(0, 100, (8,))}
     return Case(transformers.ViTForImageClassification(config), batch, own_loss, f"ViT-Ti/16, {layers} layers")
 
 
@@ -134,11 +134,11 @@ def resnet(quick: bool) -> Case:
     """ResNet-50: four stages of different sizes, BatchNorm in training mode, convolutions with large workspace."""
     import transformers
 
-    depths, size = ([1, 1, 1, 1], 64) if quick else ([3, 4, 6, 3], 128)
+    depths, size = ([1, 1, 1, 1], 64) if quick else ([3, 4, 6, 3], 160)
     config = transformers.ResNetConfig(
         embedding_size=32, hidden_sizes=[128, 256, 512, 1024], depths=depths, num_labels=100
     )
-    batch = {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(0, 100, (4,))}
+    batch = {"pixel_values": torch.randn(8, 3, size, size), "labels": torch.randint(0, 100, (8,))}
     return Case(transformers.ResNetForImageClassification(config), batch, own_loss, f"ResNet, depths {depths}")
 
 
@@ -146,7 +146,7 @@ def unet(quick: bool) -> Case:
     """Skips across the whole model: what the first stage made is read again by the last."""
     size = 32 if quick else 128
     model = UNet(width=16, depth=2 if quick else 4)
-    batch = (torch.randn(2, 3, size, size), torch.randn(2, 3, size, size))
+    batch = (torch.randn(6, 3, size, size), torch.randn(6, 3, size, size))
     return Case(model, batch, _denoise, f"U-Net, images {size} x {size}")
 
 
@@ -187,7 +187,7 @@ def _conv_block(inner: int, outer: int) -> nn.Sequential:
 
 def autocast(quick: bool) -> Case:
     """A Llama under bf16 autocast: a cast of each weight and activation, bf16 kernels with workspace of their own."""
-    case = llama(2 if quick else 6, 256, 704, 8, 4, 512, 2, 128)
+    case = llama(2 if quick else 6, 256, 704, 8, 4, 512, 4, 256)
     return replace(case, step=_autocast_loss, facts=f"{case.facts}, bf16 autocast")
 
 
