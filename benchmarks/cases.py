@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
