@@ -3,10 +3,10 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-planner clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 demo: .venv/.ready  ## the main job on a real model, on this machine
 	$(BIN)/lowtide demo
@@ -14,7 +14,7 @@ demo: .venv/.ready  ## the main job on a real model, on this machine
 test: .venv/.ready  ## every test
 	$(BIN)/pytest -q
 
-check: .venv/.ready  ## format, lint, types, README's numbers
+check: .venv/.ready  ## format, lint, types, the pages' numbers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -22,6 +22,9 @@ check: .venv/.ready  ## format, lint, types, README's numbers
 
 bench: .venv/.ready  ## methods side by side on a decoder
 	$(BIN)/python benchmarks/decoder.py
+
+bench-planner: .venv/.ready  ## the planner on many architectures
+	$(BIN)/python benchmarks/planner.py
 
 clean:  ## remove caches and the environment
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

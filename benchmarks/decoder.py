@@ -15,16 +15,16 @@ Within a process all methods run interleaved on the same weights. Time is proces
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from provenance import provenance
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "decoder_cpu.jsonl"
@@ -237,11 +237,6 @@ class Bench:
         return line
 
     def _shared(self) -> dict:
-        import torch
-        import transformers
-
-        from lowtide.meters import device_name
-
         return {
             "benchmark": "decoder_cpu",
             "case": f"vocabulary {self.vocabulary}",
@@ -251,15 +246,9 @@ class Bench:
             "hidden": self.model.config.hidden_size,
             "dtype": "float32",
             "malloc": self.args.malloc,
-            "threads": torch.get_num_threads(),
             "seed": SEED,
             "rounds": 1 if self.args.quick else self.args.rounds,
-            "commit": _commit(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "device": device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            **provenance(),
         }
 
     def _checkpoint(self, every_n_layers: int) -> None:
@@ -286,16 +275,6 @@ class Bench:
 
 def _nothing() -> None:
     pass
-
-
-def _commit() -> str:
-    """Short hash; ``+`` where tracked files other than results differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", ".", ":!results")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the benchmark's table into README from the committed results; ``--check`` fails where they differ.
+"""Write the benchmarks' tables into README and docs from the committed results; ``--check`` fails where they differ.
 
 python benchmarks/table.py [--check]
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "decoder_cpu.jsonl"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+RESULTS = ROOT / "benchmarks" / "results"
 MIB = 2**20
 COLUMNS = (
     "method", "activations", "of plain", "predicted", "time", "time, malloc fixed", "predicted", "gap", "solve",
@@ -21,18 +21,40 @@ COLUMNS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Page:
+    """A file with a table between ``<!-- mark:begin -->`` and ``<!-- mark:end -->``."""
+
+    path: Path
+    mark: str
+    results: Path
+    table: Callable[[list[dict]], str]
+
+    def written(self) -> str:
+        """The page as its results would have it."""
+        return replaced(self.path.read_text(), self.mark, self.table(read(self.results)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where README differs")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
     args = parser.parse_args()
-    before = README.read_text()
-    after = replaced(before, tables(read(RESULTS)))
-    if args.check:
-        if before != after:
-            print("README's table is not that of the results. Run: python benchmarks/table.py", file=sys.stderr)
-        return int(before != after)
-    README.write_text(after)
-    return 0
+    differing = 0
+    for page in (
+        Page(ROOT / "README.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
+        Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
+    ):
+        after = page.written()
+        if page.path.read_text() == after:
+            continue
+        differing = 1
+        if args.check:
+            print(
+                f"{page.path.name}'s table is not that of the results. Run: python benchmarks/table.py", file=sys.stderr
+            )
+        else:
+            page.path.write_text(after)
+    return differing if args.check else 0
 
 
 def read(path: Path) -> list[dict]:
@@ -40,13 +62,14 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def replaced(readme: str, table: str) -> str:
-    """``readme`` with what lies between the markers replaced."""
-    head, begin, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"README.md has no {BEGIN} ... {END} to write between.")
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+def replaced(page: str, mark: str, table: str) -> str:
+    """``page`` with what lies between the markers replaced."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    head, found_begin, rest = page.partition(begin)
+    _, found_end, tail = rest.partition(end)
+    if not found_begin or not found_end:
+        raise SystemExit(f"the page has no {begin} ... {end} to write between.")
+    return f"{head}{begin}\n{table}\n{end}{tail}"
 
 
 def tables(lines: list[dict]) -> str:
@@ -104,6 +127,62 @@ def footnote(lines: list[dict]) -> str:
         "“Malloc fixed” keeps memory in the process (`MALLOC_MMAP_MAX_=0`, no trimming), so that page faults "
         "do not flatter lean plans; predictions are for that."
     )
+
+
+FULLS_PEAK = "at full's peak"
+PLANNER_COLUMNS = (
+    "case",
+    "ops",
+    "MiB",
+    "50 %",
+    "36 %",
+    "25 %",
+    "at full's",
+    "least",
+    "gap",
+    "solve",
+    "peak off",
+    "grads",
+)
+
+
+def planner_table(lines: list[dict]) -> str:
+    """One row per case: overheads by budget, then the worst of gap, solve time and peak error."""
+    rows = ["| " + " | ".join(PLANNER_COLUMNS) + " |", "|---|" + "---:|" * (len(PLANNER_COLUMNS) - 2) + "---|"]
+    for case in dict.fromkeys(line["case"] for line in lines):
+        rows.append("| " + " | ".join(planner_cells(case, [x for x in lines if x["case"] == case])) + " |")
+    first = lines[0]
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    note = f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, commit {commits}."
+    return "\n".join([*rows, "", note])
+
+
+def planner_cells(case: str, lines: list[dict]) -> list[str]:
+    by = {line["budget"]: line for line in lines}
+    ran = [line for line in lines if "peak_error" in line]
+    if not ran:
+        return [case, *[""] * 9, lines[0]["status"], ""]
+
+    def extra(budget: str) -> str:
+        line = by.get(budget, {})
+        return f"{100 * line['predicted_overhead']:+.1f}" if "predicted_overhead" in line else "-"
+
+    full = f"{extra(FULLS_PEAK)} / {extra('full checkpointing')}" if "full checkpointing" in by else ""
+    plain, least = by.get("none", ran[0]), by.get("least", {})
+    gaps = [line["gap"] for line in ran if line["gap"] is not None]
+    equal = all(line["bitwise_equal"] for line in ran)
+    return [
+        case,
+        str(plain["ops"]),
+        f"{(plain['plain_peak_bytes'] - plain['resident_bytes']) / MIB:.0f}",
+        *(extra(budget) for budget in ("50%", "36%", "25%")),
+        full,
+        f"{100 * least['fraction']:.1f}" if "fraction" in least else "-",
+        f"{100 * max(gaps):.2f}" if gaps else "-",
+        f"{max(line['total_solve_s'] for line in ran):.1f} s",
+        f"{100 * max(line['peak_error'] for line in ran):.4f}",
+        "equal" if equal else "**differ**",
+    ]
 
 
 if __name__ == "__main__":

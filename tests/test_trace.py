@@ -46,6 +46,17 @@ class Recurrent(nn.Module):
         return state
 
 
+class CalledTwice(nn.Module):
+    """Parts of one weight's gradient are transposed views: autograd sums them out of place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.inner(torch.tanh(self.inner(x)))
+
+
 def conv_net():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1),
@@ -69,6 +80,7 @@ MODELS = {
     "attention in bf16": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 24, 32), in_bf16),
     "convolutions": (conv_net, (4, 3, 16, 16), mean_square),
     "recurrent": (Recurrent, (8, 12, 16), mean_square),
+    "called twice": (CalledTwice, (4, 64), mean_square),
     "lstm": (lambda: Last(nn.LSTM(16, 32, 2)), (10, 4, 16), mean_square),
 }
 

@@ -46,8 +46,7 @@ _COSTS_FIELDS = ("version", "op_ms", "mode_us", "record_us", "replay_us", "sourc
 
 def save(graph: StepGraph, path: str | Path) -> None:
     """Write ``graph`` as JSON, gzipped if ``path`` ends in ``.gz``; the same graph gives the same bytes."""
-    text = json.dumps(to_dict(graph), separators=(",", ":")).encode()
-    Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
+    _write(to_dict(graph), path)
 
 
 def load(path: str | Path) -> StepGraph:
@@ -57,18 +56,34 @@ def load(path: str | Path) -> StepGraph:
         GraphFormatError: damaged, truncated, or of another version; the message names the field.
         OSError: the file cannot be read.
     """
+    return from_dict(_read(path, "a graph", "Save the graph again."))
+
+
+def save_costs(costs: Costs, path: str | Path) -> None:
+    """Write ``costs`` as ``save`` writes a graph."""
+    _write(costs_to_dict(costs), path)
+
+
+def load_costs(path: str | Path) -> Costs:
+    """Read what ``save_costs`` wrote; raises as ``load`` does."""
+    return costs_from_dict(_read(path, "costs", "Save the costs again."))
+
+
+def _write(body: dict, path: str | Path) -> None:
+    text = json.dumps(body, separators=(",", ":")).encode()
+    Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
+
+
+def _read(path: str | Path, what: str, way_out: str) -> Any:
     data = Path(path).read_bytes()
     try:
         if str(path).endswith(".gz"):
             data = gzip.decompress(data)
-        body = json.loads(data)
+        return json.loads(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise GraphFormatError(
-            f"not a graph: {path} is not a whole gzip file ({error}). Save the graph again."
-        ) from error
+        raise GraphFormatError(f"not {what}: {path} is not a whole gzip file ({error}). {way_out}") from error
     except (ValueError, RecursionError) as error:
-        raise GraphFormatError(f"not a graph: {path} is not whole JSON ({error}). Save the graph again.") from error
-    return from_dict(body)
+        raise GraphFormatError(f"not {what}: {path} is not whole JSON ({error}). {way_out}") from error
 
 
 def from_dict(body: Any) -> StepGraph:

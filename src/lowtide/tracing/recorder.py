@@ -199,7 +199,8 @@ class Recorder(TorchDispatchMode):
                 reason = reason or "changes an input that its schema says it only reads"
             written += tuple(sorted(hidden_ids))
         if self._backward and func is torch.ops.aten.add.Tensor:
-            parts = [self.know(t, "other") for t in inputs if fills_its_storage(t)]
+            # A view holds its base and with it the storage: never added into (a linear weight's gradient is one).
+            parts = [self.know(t, "other") for t in inputs if fills_its_storage(t) and not t._is_view()]
             # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
             if any(self._made_under.get(n) not in (None, _node()) for n in parts):
                 self._sums[len(self.ops)] = tuple(n for n in parts if n is not None)

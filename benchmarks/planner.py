@@ -1,0 +1,262 @@
+"""The planner judged on many architectures: does a plan need what it predicts, how near is it to its bound, how fast
+was it found? One JSON line per case and budget.
+
+    python benchmarks/planner.py                      all cases of cases.py; a quarter of an hour
+    python benchmarks/planner.py --cases t5 unet      these; lines of other cases in the results stay
+    python benchmarks/planner.py --quick              toys of the same kinds, to see that it runs
+    python benchmarks/planner.py --time 5             also times each plan; needs a quiet machine
+
+Budgets are fractions of the plain step's activation memory, the peak of full checkpointing where layers repeat, and
+the least that the planner says it can do. Each plan is carried out beside the plain step from the same state: loss,
+gradients and buffers must be equal to the last bit, and the allocator's peak is compared with the simulated one.
+
+Exits with 1 where gradients differ, something failed, or a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from cases import CASES, SEED, Case, build
+from provenance import provenance
+
+RESULTS = Path(__file__).parent / "results" / "planner_cpu.jsonl"
+FRACTIONS = ("50%", "36%", "25%")
+MEDIAN_ERROR, WORST_ERROR = 0.001, 0.01  # of the measured peak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), metavar="NAME")
+    parser.add_argument("--out", type=Path, help=f"default {RESULTS}; with --quick a temporary file")
+    parser.add_argument("--quick", action="store_true", help="toys of the same kinds")
+    parser.add_argument("--time", type=int, default=0, metavar="ROUNDS", help="interleaved timings of each plan")
+    args = parser.parse_args()
+    out = args.out or (Path(tempfile.mkdtemp()) / RESULTS.name if args.quick else RESULTS)
+
+    import torch
+
+    torch.set_num_threads(1)
+    lines = []
+    for name in args.cases:
+        for line in case_lines(name, quick=args.quick, rounds=args.time):
+            lines.append(line)
+            print(said(line), file=sys.stderr, flush=True)
+        write(out, lines)  # after each case, so that a run cut short leaves what it found
+    print(f"wrote {out}", file=sys.stderr)
+    return summary(lines)
+
+
+def write(out: Path, lines: list[dict]) -> None:
+    """Put ``lines`` in place of those that ``out`` has for the same cases; cases in the order of ``cases.py``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = {line["case"] for line in lines}
+    old = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    both = [line for line in old if line["case"] not in fresh and line["case"] in CASES] + lines
+    both.sort(key=lambda line: list(CASES).index(line["case"]))
+    out.write_text("".join(json.dumps(line) + "\n" for line in both))
+
+
+def case_lines(name: str, *, quick: bool, rounds: int) -> Iterator[dict]:
+    """One line per budget, or a single one that says why there is none."""
+    import lowtide
+
+    shared: dict[str, Any] = {"benchmark": "planner_cpu", "case": name, "seed": SEED, **provenance()}
+    try:
+        case = build(name, quick=quick)
+        start = time.perf_counter()
+        graph = lowtide.trace(case.model, case.batch, step=case.step)
+        traced = time.perf_counter()
+        costs = lowtide.measure(graph)
+        shared |= {
+            "facts": case.facts,
+            "ops": len(graph.ops),
+            "stored": len(graph.stored),
+            "resident_bytes": graph.resident_bytes,
+            "trace_s": traced - start,
+            "measure_s": time.perf_counter() - traced,
+        }
+        plain = Outcome(case, graph.resident_bytes)
+    except Exception as error:
+        yield shared | failed(error) | {"budget": ""}
+        return
+    lowest: dict[str, int] = {}
+    least_bytes = None
+    for budget, solve in solves(graph, costs):
+        line: dict[str, Any] = {"budget": budget}
+        try:
+            start = time.perf_counter()
+            plan = solve()
+            line["total_solve_s"] = time.perf_counter() - start  # of "least": with the search for what the least is
+            lowest[budget] = plan.predicted_peak_bytes
+            if budget == "least":
+                least_bytes = plan.budget_bytes
+                line["lower_elsewhere"] = {b: n for b, n in lowest.items() if n < least_bytes}
+            yield shared | line | planned(case, plain, plan, rounds)
+        except lowtide.BudgetInfeasibleError as error:
+            lowest[f"least known at {budget}"] = error.least_bytes
+            yield shared | line | {
+                "status": "infeasible", "budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes,
+            }  # fmt: skip
+        except Exception as error:
+            yield shared | line | failed(error)
+
+
+def solves(graph: Any, costs: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Budget by name, and the call that plans for it."""
+    import lowtide
+
+    def exact(budget: int | str) -> Callable[[], Any]:
+        return lambda: lowtide.solve(graph, costs, budget)
+
+    yield "none", lambda: lowtide.solve(graph, costs, method="none")
+    for fraction in FRACTIONS:
+        yield fraction, exact(fraction)
+    try:
+        full = lowtide.solve(graph, costs, method="full")
+    except ValueError:  # no layer repeats
+        full = None
+    if full is not None:
+        yield "full checkpointing", lambda: full
+        yield "at full's peak", exact(full.predicted_peak_bytes)
+    yield "least", lambda: exact(least_bytes(graph, costs))()
+
+
+def least_bytes(graph: Any, costs: Any) -> int:
+    """What the planner says is the least, asked for the impossible."""
+    import lowtide
+
+    try:
+        return lowtide.solve(graph, costs, graph.resident_bytes).predicted_peak_bytes
+    except lowtide.BudgetInfeasibleError as error:
+        return error.least_bytes
+
+
+class Outcome:
+    """One step of ``case``, planned or plain: its peak, and by name what it left. Everything is put back afterwards."""
+
+    def __init__(self, case: Case, resident_bytes: int, plan: Any = None) -> None:
+        import torch
+
+        import lowtide
+        from lowtide.meters import peak_bytes
+        from lowtide.tracing.state import rehearsal
+
+        def run() -> None:
+            with lowtide.apply(case.model, plan) if plan is not None else nullcontext() as applied:
+                loss = case.step(case.model, case.batch)
+            loss.backward()
+            self.left["loss"] = loss.detach()
+            self.unmatched_ops = 0 if applied is None else applied.counts.mismatched + applied.counts.unplanned
+
+        self.left: dict[str, Any] = {}
+        torch.manual_seed(SEED)
+        with rehearsal(case.model, case.batch):
+            self.peak_bytes = resident_bytes + peak_bytes(run)
+            self.left |= {f"gradient of {n}": p.grad for n, p in case.model.named_parameters()}
+            self.left |= {f"buffer {n}": b.clone() for n, b in case.model.named_buffers()}
+
+    def differing(self, other: Outcome) -> list[str]:
+        """Names of what is not equal to the last bit."""
+        from lowtide.tracing.state import same_bits
+
+        def same(a: Any, b: Any) -> bool:
+            return a is b or (a is not None and b is not None and same_bits(a, b))
+
+        return [name for name, tensor in self.left.items() if not same(tensor, other.left[name])]
+
+
+def planned(case: Case, plain: Outcome, plan: Any, rounds: int) -> dict:
+    """Carry ``plan`` out, and compare it with the plain step from the same state."""
+    import lowtide
+
+    ours = Outcome(case, plan.resident_bytes, plan)
+    differing = plain.differing(ours)
+    off = abs(plan.predicted_peak_bytes - ours.peak_bytes)
+    line = {
+        "status": "gradients differ" if differing else "ok",
+        "method": plan.method,
+        "plan_status": plan.status,
+        "budget_bytes": plan.budget_bytes,
+        "plain_peak_bytes": plain.peak_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "measured_peak_bytes": ours.peak_bytes,
+        "peak_error": off / ours.peak_bytes,
+        "activation_error": off / max(1, ours.peak_bytes - plan.resident_bytes),
+        "fraction": plan.predicted_fraction,
+        "predicted_overhead": plan.predicted_overhead,
+        "gap": None if plan.bound_ms is None else plan.gap,
+        "solve_s": plan.solve_s,
+        "bitwise_equal": not differing,
+        "differing": differing[:5],
+        "recomputed": plan.counts["recompute"],
+        "unmatched_ops": ours.unmatched_ops,
+    }
+    if rounds:
+        proof = lowtide.verify(case.model, case.batch, plan, step=case.step, rounds=rounds)
+        line |= {"overhead": proof.overhead, "rounds": rounds}
+    if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
+        line["status"] = "over budget"
+    return line
+
+
+def failed(error: Exception) -> dict:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    first = (str(error).splitlines() or [""])[0]
+    return {"status": "failed", "error": f"{type(error).__name__}: {first}", "at": f"{where.name}:{where.lineno}"}
+
+
+def said(line: dict) -> str:
+    start = f"{line['case']:<14} {line['budget']:<18} {line['status']:<10}"
+    if "peak_error" not in line:
+        return f"{start} {line.get('error', '')}{line.get('least_bytes', '')}"
+    gap = "" if line["gap"] is None else f"gap {100 * line['gap']:.3f} %, "
+    measured = f", measured {100 * line['overhead']:+.1f} %" if "overhead" in line else ""
+    return (
+        f"{start} {line['fraction']:.3f} of plain, {100 * line['predicted_overhead']:+.1f} %{measured}, {gap}"
+        f"{line['total_solve_s']:.2f} s, peak off by {100 * line['peak_error']:.4f} % "
+        f"{'lower elsewhere: ' + str(line['lower_elsewhere']) if line.get('lower_elsewhere') else ''}"
+    )
+
+
+def summary(lines: list[dict]) -> int:
+    """Print worst and median to stderr; return 1 on a finding."""
+    ran = [line for line in lines if "peak_error" in line]
+    findings = [line for line in lines if line["status"] not in ("ok", "infeasible") or line.get("lower_elsewhere")]
+
+    def worst(field: str) -> str:
+        having = [line for line in ran if line.get(field) is not None]
+        if not having:
+            return "none"
+        line = max(having, key=lambda line: line[field])
+        number = f"{line[field]:.1f} s" if field.endswith("_s") else f"{100 * line[field]:.4f} %"
+        return f"{number} ({line['case']}, {line['budget']})"
+
+    median = statistics.median([line["peak_error"] for line in ran]) if ran else float("nan")
+    print(
+        f"{len(ran)} plans of {len({line['case'] for line in ran})} cases\n"
+        f"  |simulated - measured| / measured peak  median {100 * median:.4f} %, worst {worst('peak_error')}\n"
+        f"  the same of activation memory           worst {worst('activation_error')}\n"
+        f"  gap                                     worst {worst('gap')}\n"
+        f"  solve                                   worst {worst('total_solve_s')}\n"
+        f"  findings                                {len(findings)}",
+        file=sys.stderr,
+    )
+    for line in findings:
+        print(f"    {said(line)}", file=sys.stderr)
+    met = bool(ran) and median <= MEDIAN_ERROR and max(line["peak_error"] for line in ran) <= WORST_ERROR
+    return 0 if met and not findings else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
