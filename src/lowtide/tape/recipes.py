@@ -12,7 +12,7 @@ A plan may let a recipe run more often; ``bursts.py`` says which runs are then f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tracing.operators import left_out, tensors_in
 from lowtide.tracing.state import same_bits
 
+_PLAIN = frozenset({int, float, bool, type(None)})  # arguments that are what they are
 MARK = "_lowtide_value"  # on the storage's Python object, so it dies with the storage and no address is reused
 
 
@@ -69,8 +70,8 @@ class View:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        self.dtype = tensor.dtype
-        self.conj = tensor.is_conj()
+        self.dtype = dtype = tensor.dtype
+        self.conj = dtype.is_complex and tensor.is_conj()
         self.neg = tensor.is_neg()
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
@@ -156,20 +157,23 @@ class Recipe:
     def __init__(self, number: int, func: Any, where: str, ambient: Ambient, passing_runs: int) -> None:
         self.number, self.func, self.where, self.ambient = number, func, where, ambient
         self.passing_runs = passing_runs
-        self.inputs: list[Value] = []
-        self.outputs: list[tuple[int, weakref.ref[Value]]] = []
+        self.inputs: Sequence[Value] = ()
+        self.outputs: Sequence[tuple[int, weakref.ref[Value]]] = ()
         self.rng: GeneratorState | None = None
         self.on_audit: Callable[[bool], None] | None = None
         self.args: Any = None
         self.kwargs: Any = None
-        self._finish: list[tuple[Any, tuple, dict, GeneratorState | None]] = []
+        self._finish: tuple[tuple[Any, list, dict, GeneratorState | None], ...] = ()
 
     def extend(
         self, func: Any, args: tuple, kwargs: dict, value: Value, run: object, rng: GeneratorState | None
     ) -> None:
         """Add an in-place op on ``value``, this recipe's own output."""
-        taken = tuple(_Own(value, a) if _same_storage(a, args[0]) else self._take(a, run) for a in args)
-        self._finish.append((func, taken, {k: self._take(v, run) for k, v in kwargs.items()}, rng))
+        inputs = list(self.inputs)
+        taken = [_Own(value, a) if _same_storage(a, args[0]) else _take(a, run, inputs) for a in args]
+        named = {k: _take(v, run, inputs) for k, v in kwargs.items()}
+        self.inputs = inputs
+        self._finish = (*self._finish, (func, taken, named, rng))
 
     def inputs_later_than(self, args: tuple, kwargs: dict, run: object) -> bool:
         """Some argument is made by a later op than this one: replayed in program order, it would not be there."""
@@ -181,26 +185,18 @@ class Recipe:
         spared = left_out(self.func, args)
         if spared:
             args = tuple([None if i in spared else a for i, a in enumerate(args)])
-        self.args = tuple([self._take(a, run) for a in args])
-        self.kwargs = {k: self._take(v, run) for k, v in kwargs.items()} if kwargs else None
-
-    def _take(self, argument: Any, run: object) -> Any:
-        if isinstance(argument, torch.Tensor):
-            value = value_of(argument, run)
-            if value is None:
-                return Kept(argument)
-            self.inputs.append(value)
-            return View(value, argument)
-        if isinstance(argument, (list, tuple)):
-            return [self._take(a, run) for a in argument]
-        return argument
+        inputs: list[Value] = []
+        self.inputs = inputs
+        self.args = [a if type(a) in _PLAIN else _take(a, run, inputs) for a in args]
+        self.kwargs = {k: _take(v, run, inputs) for k, v in kwargs.items()} if kwargs else None
 
     def _give(self, argument: Any) -> Any:
-        if isinstance(argument, View):
+        kind = type(argument)
+        if kind is View:
             base = argument.value.tensor
             assert base is not None  # materialise runs inputs first
             return argument.of(base)
-        if isinstance(argument, Kept):
+        if kind is Kept:
             if argument.changed():
                 raise ReplayError(
                     f"{self.func} in {self.where or 'the model'} cannot be replayed: a tensor of shape "
@@ -209,7 +205,7 @@ class Recipe:
                     "Change it before the forward pass or after backward, or fit the step that really runs."
                 )
             return argument.tensor
-        if isinstance(argument, list):
+        if kind is list:
             return [self._give(a) for a in argument]
         return argument
 
@@ -220,7 +216,7 @@ class Recipe:
             keep: Let nothing go: it will run again in another backward.
             wanted: A passing run: nothing goes either, and only these Values get an output.
         """
-        args = [self._give(a) for a in self.args]
+        args = [a if type(a) in _PLAIN else self._give(a) for a in self.args]
         kwargs = {k: self._give(v) for k, v in self.kwargs.items()} if self.kwargs else {}
         if self.rng is None:
             result = self.func(*args, **kwargs)
@@ -237,15 +233,15 @@ class Recipe:
             spent = self.inputs
             if not keep:
                 self.args = self.kwargs = None
-                self._finish = []
-                self.inputs = []
-            for value in spent:
-                had_by_one(value)
+                self._finish = self.inputs = ()
+            else:
+                for value in spent:
+                    had_by_one(value)
         for output, reference in self.outputs:
             made = reference()
             if made is None or made.recipe is None or (wanted is not None and made not in wanted):
                 continue
-            tensor = made.found_again()
+            tensor = None if made.lent is None else made.found_again()
             made.tensor = nth_tensor(result, output) if tensor is None else tensor
             if wanted is None:
                 made.lent = None
@@ -265,6 +261,19 @@ class Recipe:
             value.tensor, value.recipe, value.left = original, None, 0
         if self.on_audit is not None:
             self.on_audit(equal)
+
+
+def _take(argument: Any, run: object, inputs: list[Value]) -> Any:
+    """What a recipe notes of an argument; Values of this run also go into ``inputs``."""
+    if isinstance(argument, torch.Tensor):
+        value = value_of(argument, run)
+        if value is None:
+            return Kept(argument)
+        inputs.append(value)
+        return View(value, argument)
+    if isinstance(argument, (list, tuple)):
+        return [_take(a, run, inputs) for a in argument]
+    return argument
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,7 +297,7 @@ def _same_storage(a: Any, b: torch.Tensor) -> bool:
 def value_of(tensor: torch.Tensor, run: object) -> Value | None:
     """The Value of a tensor dropped in this run and unchanged since; None: hold the tensor itself."""
     try:
-        value = tensor.untyped_storage().__dict__.get(MARK)
+        value = getattr(tensor.untyped_storage(), MARK, None)
     except (NotImplementedError, RuntimeError):  # sparse, functorch: no plain storage
         return None
     if value is None or value.run is not run or value.version != tensor._version:
