@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.ambient import Ambient, GeneratorState
+from lowtide.tape.bursts import Handle
 from lowtide.tape.program import Node, Program, Slot
-from lowtide.tape.recipes import MARK, Handle, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
+from lowtide.tape.recipes import MARK, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
 from lowtide.tracing import scopes
 from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
 
@@ -207,10 +208,11 @@ class Tape(TorchDispatchMode):
         self.counts.unplanned += 1
 
     def _record(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
-        recipe = Recipe(self._number, func, slot.where, self._ambient)
+        recipe = Recipe(self._number, func, slot.where, self._ambient, slot.passing_runs)
         self._number += 1
         recipe.take(args, kwargs, self._run)
-        if slot.needs and len({id(v) for v in recipe.inputs}) < slot.needs:
+        needs = slot.needs
+        if needs and (len(recipe.inputs) < needs or (needs > 1 and len(set(recipe.inputs)) < needs)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as gone
             return func(*args, **kwargs)
         if slot.random:
@@ -220,6 +222,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         if recipe.rng is not None and not recipe.rng.moved():
             recipe.rng = None
+        outputs = []
         for output, size in slot.drops:
             tensor = nth_tensor(result, output)
             storage = tensor.untyped_storage()
@@ -228,13 +231,14 @@ class Tape(TorchDispatchMode):
                 self.counts.mismatched += 1
                 continue
             value = Value(recipe, output, tensor._version, self._run)
-            recipe.outputs.append((output, weakref.ref(value)))
-            storage.__dict__[MARK] = value
+            outputs.append((output, weakref.ref(value)))
+            setattr(storage, MARK, value)
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
             if self.audit is not None and self.audit.wants(slot, size):
                 value.original = sharing_version(tensor)
                 recipe.on_audit = partial(self.audit.result, slot)
+        recipe.outputs = outputs
         return result
 
     def _extend(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -350,15 +354,14 @@ def _forget_what_it_writes(func: Any, args: tuple, kwargs: dict) -> None:
 
 def _is_among(storage: torch.UntypedStorage, args: tuple) -> bool:
     """The op gave back memory it was given: an alias that the schema may not declare."""
-    key = storage._cdata
-    return any(isinstance(a, torch.Tensor) and _cdata(a) == key for a in args)
-
-
-def _cdata(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return 0
+        for argument in args:
+            # One storage has one Python object, whoever asks.
+            if isinstance(argument, torch.Tensor) and argument.untyped_storage() is storage:
+                return True
+    except (NotImplementedError, RuntimeError):  # sparse: it has none, and what is beside it is looked at with care
+        return any(storage_of(a) is storage for a in args if isinstance(a, torch.Tensor))
+    return False
 
 
 def _modified_in_place(kept: Kept) -> RuntimeError:

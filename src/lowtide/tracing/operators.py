@@ -99,7 +99,8 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
 
 def left_out(func: Any, args: tuple) -> tuple[int, ...]:
     """Positions of arguments that a replay of ``func`` passes as None: only in training are they not read."""
-    return _spared(func) if any(a is True for a in args) else ()
+    spared = _spared(func)
+    return spared if spared and any(a is True for a in args) else ()
 
 
 @cache
