@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import LowtideError, ReplayError, UnsupportedModelError, api
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.tape import recipes, tape
+from lowtide.tape import bursts, recipes, tape
 from lowtide.tape.ambient import GeneratorState
 from lowtide.tape.program import Slot
 from lowtide.tracing import operators, recorder
@@ -201,7 +201,7 @@ def test_an_inplace_write_to_a_saved_tensor_gives_a_wrong_number_without_the_che
 
 
 def unchecked_unpack(self: tape.Tape, packed: Any) -> torch.Tensor:
-    return packed.tensor() if isinstance(packed, recipes.Handle) else packed.tensor
+    return packed.tensor() if isinstance(packed, bursts.Handle) else packed.tensor
 
 
 def written_after_forward(model: Net, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -545,7 +545,7 @@ def test_autocast_around_backward_does_not_reach_replays():
 
 
 def test_autocast_around_backward_reaches_replays_without_the_guard(monkeypatch):
-    monkeypatch.setattr(recipes, "no_autocast", contextlib.nullcontext)
+    monkeypatch.setattr(bursts, "no_autocast", contextlib.nullcontext)
 
     assert under_autocast_backward()
 
@@ -562,9 +562,9 @@ def test_replays_run_with_the_flags_of_forward_and_leave_those_of_backward():
     model, x = mlp(), torch.randn(4, 16)
     seen = []
 
-    def replay(self: recipes.Recipe, *, keep: bool) -> None:
+    def replay(self: recipes.Recipe, **how: Any) -> None:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        original(self, keep=keep)
+        original(self, **how)
 
     original = recipes.Recipe.replay
     with pytest.MonkeyPatch.context() as patch:
@@ -1009,7 +1009,7 @@ def test_a_chain_of_recipes_overflows_if_replayed_recursively(monkeypatch):
             value.recipe.replay(keep=False)
         return value.tensor
 
-    monkeypatch.setattr(recipes, "materialise", materialise)
+    monkeypatch.setattr(bursts, "materialise", materialise)
     model, x, step = long_chain(4000)
     with lowtide.apply(model, harshest(model, x, step)):
         loss = step(model, x)

@@ -9,7 +9,7 @@ from torch import nn
 import lowtide
 from lowtide.graph.costs import Costs
 from lowtide.graph.serial import from_dict
-from lowtide.graph.step_graph import UNPACK, to_dict
+from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, to_dict
 from lowtide.meters import peak_bytes
 from lowtide.simulator import simulate_actions
 
@@ -213,3 +213,25 @@ def test_a_signature_that_lies_is_seen_at_first_sight():
     (made,) = (s for s in graph.storages if s.op is not None and graph.ops[s.op].name == "lowtide_test.sneaky.default")
     assert made.fixed == "changes an input that its schema says it only reads"
     assert model.state.tolist() == [0, 0, 0, 0]  # and the rehearsal is undone
+
+
+def masked(h):
+    return torch.where(h.detach() > 0, h, h * 2)
+
+
+def scaled(h):
+    return h * h[:1].sum(0, keepdim=True).detach()
+
+
+@pytest.mark.parametrize(("forward", "name"), [(masked, "aten.gt.Scalar"), (scaled, "aten.sum.dim_IntList")])
+def test_what_backward_is_handed_is_held_until_its_op_has_run(forward, name):
+    # A mask and a small tensor: the trace has copies of these, and their lives are not the handed-out tensors'.
+    model = nn.Linear(16, 16)
+    graph = lowtide.trace(model, torch.randn(64, 16), step=lambda m, x: forward(m(x)).square().mean())
+    made = next(s.id for s in graph.storages if s.op is not None and graph.ops[s.op].name == name)
+    handles = [i for i, s in enumerate(graph.saved) if s == made]
+
+    kinds = [kind for kind, number in graph.events if kind == RUN or (kind != FREE and number in handles)]
+    kinds = kinds[kinds.index(UNPACK) :]
+
+    assert kinds.index(RUN) < kinds.index(DROP) < kinds.index(RELEASE)

@@ -24,6 +24,9 @@ class Decision:
         output: Which of that op's flattened outputs.
         stored: Autograd stores it in the plain step (False: only replays need it).
         recompute_ms: Time of one replay of its op (0 unless recomputed).
+        replays: How often its op may run again in one backward. All runs but the last make it only for the burst that
+            asked, or for the backward op that it is handed to; the last makes it for good. The count is the op's: of
+            several recomputed outputs the largest counts.
     """
 
     storage: int
@@ -33,6 +36,7 @@ class Decision:
     output: int
     stored: bool
     recompute_ms: float = 0.0
+    replays: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,10 @@ class Plan:
         """Storage id -> action."""
         return {d.storage: d.action for d in self.decisions}
 
+    def replays_of(self) -> dict[int, int]:
+        """Storage id -> replays, of the recomputed storages whose op may run again more than once."""
+        return {d.storage: d.replays for d in self.decisions if d.action == RECOMPUTE and d.replays > 1}
+
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
         body["version"] = VERSION
@@ -166,6 +174,7 @@ class Plan:
     def _is_good(self, _: int, decision: Decision) -> bool:
         counts = (decision.storage, decision.bytes, decision.output)
         at_least_0 = all(isinstance(n, int) and n >= 0 for n in counts)
+        at_least_0 &= isinstance(decision.replays, int) and decision.replays >= 1
         return at_least_0 and decision.action in ACTIONS and _index(decision.op, self.ops)
 
     def save(self, path: str | Path) -> None:

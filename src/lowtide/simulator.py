@@ -7,10 +7,14 @@ It counts references exactly as the tape does:
 - A recomputed storage is stored as a *value*, which costs nothing until it is *materialised* by a replay. A value lives
   while a handle, a pending recipe or, until backward begins, its original refers to it; a materialised one costs its
   bytes until then.
-- A *recipe* is an op with at least one recomputed output. It is pending from its forward run until it is replayed, or
-  until all its values are dead; as long as it refers to what it reads, and keeps the generator state it needs.
-- The first unpack of a value runs a *burst*: every pending recipe it needs, in program order, each dropping its
-  references at once.
+- A *recipe* is an op with at least one recomputed output. It is pending from its forward run until its last planned
+  replay, or until all its values are dead; as long as it refers to what it reads, and keeps the generator state it
+  needs. Its plan is a count, the largest of its recomputed outputs'.
+- The unpack of a value that is not materialised runs a *burst*: every pending recipe it needs, in program order.
+- The last planned replay makes the values for good and drops the recipe's references at once. An earlier one is a
+  *passing* replay: it makes only what the burst asked for, and each such value goes when the last recipe of the burst
+  that reads it has run. The value that backward asked for is *lent*: it goes when backward drops what it was handed,
+  and until then whoever needs it gets the same.
 
 Known weakness: an op's own temporaries count only as far as ``Op.workspace_bytes`` was measured, and two storages
 that share one allocator block count as two.
@@ -24,10 +28,10 @@ from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, Plan
 
-_PENDING, _GONE = 1, 2  # a recipe: before its replay; replayed, or dropped unneeded
+_PENDING, _GONE = 1, 2  # a recipe: before its last replay; replayed for good, or dropped unneeded
 
 
 class Replay(NamedTuple):
@@ -76,7 +80,8 @@ def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> 
     Args:
         graph: Forward and backward ops in execution order.
         costs: Milliseconds per op.
-        plan: A plan made for ``graph``, or actions by storage id; a storage without one is saved.
+        plan: A plan made for ``graph``, or actions by storage id; a storage without one is saved. Actions alone replay
+            each op once at most.
 
     Raises:
         PlanMismatchError: ``plan`` was made for another graph, or asks for what ``graph`` does not allow.
@@ -87,18 +92,26 @@ def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> 
                 f"the plan was made for graph {plan.graph_fingerprint}, this graph is {graph.fingerprint}. "
                 "Solve again for this graph, or load the graph that the plan was made for."
             )
+        replays = plan.replays_of()
         plan = plan.action_of()
+    else:
+        replays = {}
     _check(graph, plan)
-    return simulate_actions(graph, costs, plan)
+    return simulate_actions(graph, costs, plan, replays)
 
 
-def simulate_actions(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> Timeline:
+def simulate_actions(
+    graph: StepGraph, costs: Costs, actions: Mapping[int, str], replays: Mapping[int, int] | None = None
+) -> Timeline:
     """``simulate`` for actions that are known to suit ``graph``: the inner loop of a search.
 
+    Args:
+        replays: How often a recomputed storage may be made again, by storage id; 1 where absent.
+
     Raises:
-        PlanMismatchError: a value is unpacked whose recipe is gone.
+        PlanMismatchError: a value is unpacked whose recipe is gone, or a count in ``replays`` is below 1.
     """
-    run = _Step(_index(graph), actions)
+    run = _Step(_index(graph), actions, replays or {})
     run.play(graph.events)
     replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in run.replays)
     record_ms = costs.record_us / 1e3 * run.recorded
@@ -170,16 +183,27 @@ class _Step:
     ``refs`` counts references to an original, ``value_refs`` those to the value of a recomputed storage.
     """
 
-    def __init__(self, index: _Index, actions: Mapping[int, str]) -> None:
+    def __init__(self, index: _Index, actions: Mapping[int, str], replays: Mapping[int, int]) -> None:
         self.index = index
         self.recomputed = {s for s, action in actions.items() if action == RECOMPUTE}
         self.recipes = {index.maker[s] for s in self.recomputed}  # ops that leave a recipe
+        self.passing_runs: dict[int, int] = {}  # op -> how many replays are to come before its last
+        for storage, count in replays.items():
+            if count < 1:
+                raise PlanMismatchError(
+                    f"storage {storage}: replays={count}. A recomputed storage is made again at least once; "
+                    f"give 1 or more, or {SAVE!r} it."
+                )
+            if storage in self.recomputed and count > 1:
+                op = index.maker[storage]
+                self.passing_runs[op] = max(self.passing_runs.get(op, 0), count - 1)
         self.recorded = 0
         self.state: dict[int, int] = {}  # op -> what became of its recipe
         self.refs = [0] * len(index.bytes)
         self.value_refs = dict.fromkeys(self.recomputed, 0)
         self.originals: set[int] = set()  # recomputed storages whose living original holds the value
         self.materialised: set[int] = set()
+        self.lent: dict[int, int] = {}  # those of them that live until backward drops them -> unpacked how many times
         self.live = index.start
         self.lives: list[int] = []
         self.peaks: list[int] = []
@@ -204,8 +228,13 @@ class _Step:
                         self.originals.remove(storage)
                         self.release_value(storage)
                 elif storage in recomputed:
-                    if kind == UNPACK and storage not in self.materialised:
-                        self.burst(storage, at)
+                    if kind == UNPACK:
+                        if storage not in self.materialised:
+                            self.burst(storage, at)
+                        if storage in self.lent:
+                            self.lent[storage] += 1
+                    elif kind == DROP and storage in self.lent:
+                        self.take_back(storage)
                     if kind in (PACK, UNPACK):
                         self.value_refs[storage] += 1
                     else:
@@ -282,10 +311,24 @@ class _Step:
                 self.release(storage)
         return values
 
+    def take_back(self, storage: int) -> None:
+        """Backward drops a lent value once."""
+        self.lent[storage] -= 1
+        if self.lent[storage] == 0:
+            del self.lent[storage]
+            self.vanish(storage)
+
+    def vanish(self, storage: int) -> None:
+        """The memory of a value goes, its recipe stays."""
+        if storage in self.materialised:
+            self.materialised.remove(storage)
+            self.live -= self.index.bytes[storage]
+
     def burst(self, storage: int, event: int) -> None:
         """Materialise ``storage`` and, for as long as they are needed, all values between it and what is live."""
-        index = self.index
+        index, passing_runs = self.index, self.passing_runs
         needed: set[int] = set()
+        passing: dict[int, int] = {}  # values that live for this burst only -> how many recipes are still to read them
         wanted = [storage]
         while wanted:
             op = index.maker[wanted.pop()]
@@ -293,18 +336,38 @@ class _Step:
                 continue
             if self.state.get(op) != _PENDING:
                 raise PlanMismatchError(
-                    f"op {op} would have to be replayed twice (unpack event {event}). Save one of its outputs."
+                    f"op {op} would have to be replayed after its last replay (unpack event {event}). "
+                    "Save one of its outputs."
                 )
             needed.add(op)
-            wanted += [s for s in index.reads[op] if s in self.recomputed and s not in self.materialised]
+            for read in index.reads[op]:
+                if read in self.recomputed and read not in self.materialised:
+                    wanted.append(read)
+                    if passing_runs and passing_runs.get(index.maker[read]):
+                        passing[read] = passing.get(read, 0) + 1
         for op in sorted(needed):
             self.live += index.made_bytes[op]
             # The generator's present state is put aside while the recorded one is in force.
             self.replays.append(Replay(event, op, self.live + index.workspace[op] + index.rng[op]))
+            for_now = bool(passing_runs.get(op))
             for made in index.makes[op]:
-                if self.value_refs.get(made, 0) > 0:
+                stays = made in passing or made == storage if for_now else self.value_refs.get(made, 0) > 0
+                if stays and made not in self.materialised:  # a lent value is there already
                     self.materialised.add(made)
                 else:
                     self.live -= index.bytes[made]
-            for value in self.forget(op):
-                self.release_value(value)
+                if not for_now:
+                    self.lent.pop(made, None)
+            if for_now:
+                passing_runs[op] -= 1
+            else:
+                for value in self.forget(op):
+                    self.release_value(value)
+            for read in index.reads[op] if passing else ():
+                if read in passing:
+                    passing[read] -= 1
+                    if passing[read] == 0:
+                        del passing[read]
+                        self.vanish(read)
+        if for_now:  # the op that makes ``storage`` is the last of its burst
+            self.lent[storage] = 0

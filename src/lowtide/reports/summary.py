@@ -113,7 +113,7 @@ def _group(name: str, decisions: list[Decision]) -> Group:
     save = [d.bytes for d in stored if d.action == SAVE]
     recompute = [d.bytes for d in stored if d.action == RECOMPUTE]
     other = [d.bytes for d in stored if d.action not in (SAVE, RECOMPUTE)]
-    ms = sum(d.recompute_ms for d in decisions)
+    ms = sum(d.recompute_ms * d.replays for d in decisions)
     return Group(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
 
 

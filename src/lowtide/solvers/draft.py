@@ -18,6 +18,7 @@ class Draft:
     """A solver's answer before it is a plan.
 
     Attributes:
+        replays: How often a recomputed storage may be made again, by storage id; 1 where absent (see ``Decision``).
         bound_ms: No plan within the budget has a shorter step; None where the method has no bound.
         status: ``optimal``, ``feasible`` or ``fixed``, as in ``Plan``.
     """
@@ -26,13 +27,14 @@ class Draft:
     status: str = "fixed"
     bound_ms: float | None = None
     provenance: dict[str, str] = field(default_factory=dict)
+    replays: dict[int, int] = field(default_factory=dict)
 
 
 def finish(
     graph: StepGraph, costs: Costs, draft: Draft, *, method: str, budget_bytes: int | None, start_s: float
 ) -> Plan:
     """Simulate ``draft`` and write it down; ``start_s`` is ``time.perf_counter()`` when solving began."""
-    timeline = simulate_actions(graph, costs, draft.actions)
+    timeline = simulate_actions(graph, costs, draft.actions, draft.replays)
     plain = simulate_actions(graph, costs, {})
     forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
     finished = {op.finishes for op in graph.forward_ops}
@@ -50,6 +52,7 @@ def finish(
                 storage.output,
                 storage_id in graph.stored,
                 replay_ms,
+                draft.replays.get(storage_id, 1) if action == RECOMPUTE else 1,
             )
         )
     bound_ms = draft.bound_ms

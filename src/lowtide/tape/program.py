@@ -16,10 +16,11 @@ class Slot:
         drops: (output, bytes) of the results to drop; empty for most ops.
         finishes: The slot whose dropped output this in-place op completes.
         needs: How many dropped storages it reads.
+        passing_runs: How often it may be replayed before the replay that makes its results for good.
         audited: The replay has been compared bitwise with the original once.
     """
 
-    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "needs", "random", "where")
+    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "needs", "passing_runs", "random", "where")
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
         self.name, self.where, self.dynamic = name, where, dynamic
@@ -28,6 +29,7 @@ class Slot:
         self.drops: tuple[tuple[int, int], ...] = ()
         self.finishes: Slot | None = None
         self.needs = 0
+        self.passing_runs = 0
         self.audited = False
 
     def names(self, func: Any) -> bool:
@@ -73,7 +75,9 @@ class Program:
             self.slots.append(slot)
         for d in plan.decisions:
             if d.action == RECOMPUTE:
-                self.slots[d.op].drops += ((d.output, d.bytes),)
+                slot = self.slots[d.op]
+                slot.drops += ((d.output, d.bytes),)
+                slot.passing_runs = max(slot.passing_runs, d.replays - 1)
                 self.nodes[plan.ops[d.op].frame].planned = True
         for slot, op in zip(self.slots, plan.ops, strict=True):
             if op.finishes is not None and self.slots[op.finishes].drops:

@@ -1,19 +1,18 @@
-"""Recipes: how to make a dropped tensor again, and the machine that runs them.
+"""Recipes: how to make a dropped tensor again.
 
     Value    one dropped storage. Autograd's handles and other recipes' arguments hold it; nothing else does.
     Recipe   one recorded op: operator, arguments, generator state. Its dropped outputs' Values hold it.
-    Handle   what autograd keeps in place of a saved tensor: a Value and the view of it.
 
-Reference counts do the scheduling. A recipe that has run lets its arguments go; a Value that nobody holds is gone
-with its memory. So every result lives from the moment it is first needed to its last consumer, and runs once.
+Reference counts do the scheduling. A recipe that has run for good lets its arguments go; a Value that nobody holds is
+gone with its memory. So every result lives from the moment it is first needed to its last consumer, and runs once.
 Under ``retain_graph`` arguments stay, and results go when each known user has had them, or when backward ends.
+A plan may let a recipe run more often; ``bursts.py`` says which runs are then for good.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,12 +20,11 @@ import torch
 from torch._C import DispatchKey
 
 from lowtide.errors import ReplayError
-from lowtide.tape.ambient import Ambient, GeneratorState, no_autocast
+from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tracing.operators import left_out, tensors_in
 from lowtide.tracing.state import same_bits
 
 MARK = "_lowtide_value"  # on the storage's Python object, so it dies with the storage and no address is reused
-_lock = threading.RLock()
 
 
 class Value:
@@ -36,10 +34,12 @@ class Value:
         recipe: Makes it; None once it has been made for good.
         tensor: The output as replayed; None while it is dropped.
         users: Handles and recipes that were given it.
+        left: Under ``retain_graph``: users still to come in this backward; below 0, those that had it in passing.
+        lent: The storage of a passing result that autograd has.
         original: The dropped tensor itself, kept beside while it is audited.
     """
 
-    __slots__ = ("__weakref__", "left", "original", "output", "recipe", "run", "tensor", "users", "version")
+    __slots__ = ("__weakref__", "left", "lent", "original", "output", "recipe", "run", "tensor", "users", "version")
 
     def __init__(self, recipe: Recipe, output: int, version: int, run: object) -> None:
         self.recipe: Recipe | None = recipe
@@ -50,6 +50,12 @@ class Value:
         self.original: torch.Tensor | None = None
         self.users = 0
         self.left = 0
+        self.lent: weakref.ref[torch.UntypedStorage] | None = None
+
+    def found_again(self) -> torch.Tensor | None:
+        """The lent tensor, flat, if autograd still has it: any view can be made of it."""
+        storage = None if self.lent is None else self.lent()
+        return None if storage is None else torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class View:
@@ -79,27 +85,6 @@ class View:
         if self.conj:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.neg else tensor
-
-
-class Handle(View):
-    """What autograd stores for a dropped tensor."""
-
-    __slots__ = ()
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor again, made if need be. Called by autograd inside backward.
-
-        Raises:
-            ReplayError: something it is made from was changed in place.
-        """
-        if torch.is_grad_enabled():  # under create_graph
-            with torch.no_grad():
-                return self.tensor()
-        with _lock:
-            base = materialise(self.value)
-            tensor = self.of(base)
-            _used(self.value)
-            return tensor  # autograd makes a shallow copy before it attaches history
 
 
 class _Own(View):
@@ -149,6 +134,7 @@ class Recipe:
         where: Module path, for messages.
         args, kwargs: With ``View`` and ``Kept`` in place of tensors; None once done for good.
         inputs: The Values among them.
+        passing_runs: How many runs are to come before the one for good.
     """
 
     __slots__ = (
@@ -162,12 +148,14 @@ class Recipe:
         "number",
         "on_audit",
         "outputs",
+        "passing_runs",
         "rng",
         "where",
     )
 
-    def __init__(self, number: int, func: Any, where: str, ambient: Ambient) -> None:
+    def __init__(self, number: int, func: Any, where: str, ambient: Ambient, passing_runs: int) -> None:
         self.number, self.func, self.where, self.ambient = number, func, where, ambient
+        self.passing_runs = passing_runs
         self.inputs: list[Value] = []
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
         self.rng: GeneratorState | None = None
@@ -225,8 +213,13 @@ class Recipe:
             return [self._give(a) for a in argument]
         return argument
 
-    def replay(self, *, keep: bool) -> None:
-        """Run the op; hand its outputs to the Values that still live."""
+    def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None:
+        """Run the op; hand its outputs to the Values that still live.
+
+        Args:
+            keep: Let nothing go: it will run again in another backward.
+            wanted: A passing run: nothing goes either, and only these Values get an output.
+        """
         args = [self._give(a) for a in self.args]
         kwargs = {k: self._give(v) for k, v in self.kwargs.items()} if self.kwargs else {}
         if self.rng is None:
@@ -240,23 +233,26 @@ class Recipe:
                 func(*own, **{k: self._give(v) for k, v in named.items()})
             del own
         del args, kwargs
-        if not keep:
-            self.args = self.kwargs = None
-            self._finish = []
-        spent = self.inputs
-        if not keep:
-            self.inputs = []
-        for value in spent:
-            _used(value)
+        if wanted is None:
+            spent = self.inputs
+            if not keep:
+                self.args = self.kwargs = None
+                self._finish = []
+                self.inputs = []
+            for value in spent:
+                had_by_one(value)
         for output, reference in self.outputs:
             made = reference()
-            if made is None:
+            if made is None or made.recipe is None or (wanted is not None and made not in wanted):
                 continue
-            made.tensor = nth_tensor(result, output)
-            made.left = made.users if keep else -1
+            tensor = made.found_again()
+            made.tensor = nth_tensor(result, output) if tensor is None else tensor
+            if wanted is None:
+                made.lent = None
+                made.left = made.users + min(made.left, 0) if keep else -1
             if made.original is not None:
                 self._audit(made)
-            if not keep:
+            if wanted is None and not keep:
                 made.recipe = None
 
     def _audit(self, value: Value) -> None:
@@ -265,7 +261,8 @@ class Recipe:
         assert original is not None and value.tensor is not None
         equal = same_bits(value.tensor, original)
         if not equal:
-            value.tensor = original
+            # Another run would be wrong again: this one is made for good, whatever the plan and ``retain_graph`` say.
+            value.tensor, value.recipe, value.left = original, None, 0
         if self.on_audit is not None:
             self.on_audit(equal)
 
@@ -299,66 +296,17 @@ def value_of(tensor: torch.Tensor, run: object) -> Value | None:
     return value
 
 
-def materialise(value: Value) -> torch.Tensor:
-    """The tensor of a Value, after replaying whatever it needs: iteratively, in program order, each op once."""
-    if value.tensor is None:
-        _replay_into(value)
-    assert value.tensor is not None
-    return value.tensor
-
-
-def _replay_into(value: Value) -> None:
-    # Outside backward (someone looks at grad_fn._saved_self) nothing may be used up.
-    keep = torch._C._current_graph_task_id() == -1 or torch._C._autograd._get_current_graph_task_keep_graph()
-    burst: dict[int, Recipe] = {}
-    stack = [_recipe_of(value)]
-    while stack:
-        recipe = stack.pop()
-        if recipe.number not in burst:
-            burst[recipe.number] = recipe
-            stack.extend(_recipe_of(v) for v in recipe.inputs if v.tensor is None)
-    made: list[weakref.ref[Value]] = []
-    ambient = burst[min(burst)].ambient  # recipes refer to their own forward pass only
-    if keep and torch._C._current_graph_task_id() != -1 and ambient.steps_in_backward():
-        raise ReplayError(
-            "backward(retain_graph=True) on a model whose parameters have post-accumulate hooks: an optimizer fused "
-            "into\nbackward changes weights that a second backward would replay with.\n"
-            "Leave out retain_graph, or remove the plan for this step."
-        )
-    with no_autocast(), ambient.restored():
-        for number in sorted(burst):
-            recipe = burst.pop(number)
-            recipe.replay(keep=keep)
-            if keep:
-                made.extend(reference for _, reference in recipe.outputs)
-            del recipe
-    if keep:
-        _forget_after_backward(made)
-
-
-def _recipe_of(value: Value) -> Recipe:
-    if value.recipe is None:
-        raise ReplayError(
-            "a dropped tensor was asked for after it had been used up and freed.\nThis is a bug in lowtide."
-        )
-    return value.recipe
-
-
-def _used(value: Value) -> None:
+def had_by_one(value: Value) -> None:
     """One known user has had a Value that ``retain_graph`` keeps: after the last, drop it again."""
     if value.left > 0:
         value.left -= 1
         if value.left == 0:
             value.tensor = None
+    elif value.recipe is not None and keeps_graph():
+        value.left -= 1  # in passing: when it is made for the rest of this backward, one user fewer is to come
 
 
-def _forget_after_backward(made: list[weakref.ref[Value]]) -> None:
-    def forget() -> None:
-        for reference in made:
-            value = reference()
-            if value is not None and value.recipe is not None:
-                value.tensor = None
-
-    if torch._C._current_graph_task_id() == -1:
-        return  # nobody will call back; _used drops what a look outside backward made
-    torch.autograd.Variable._execution_engine.queue_callback(forget)
+def keeps_graph() -> bool:
+    """A backward runs, and there may be another after it."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch._C._autograd._get_current_graph_task_keep_graph()

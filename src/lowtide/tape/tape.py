@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.ambient import Ambient, GeneratorState
+from lowtide.tape.bursts import Handle
 from lowtide.tape.program import Node, Program, Slot
-from lowtide.tape.recipes import MARK, Handle, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
+from lowtide.tape.recipes import MARK, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
 from lowtide.tracing import scopes
 from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
 
@@ -207,7 +208,7 @@ class Tape(TorchDispatchMode):
         self.counts.unplanned += 1
 
     def _record(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
-        recipe = Recipe(self._number, func, slot.where, self._ambient)
+        recipe = Recipe(self._number, func, slot.where, self._ambient, slot.passing_runs)
         self._number += 1
         recipe.take(args, kwargs, self._run)
         if slot.needs and len({id(v) for v in recipe.inputs}) < slot.needs:

@@ -356,32 +356,28 @@ class Recorder(TorchDispatchMode):
         if isinstance(packed, _Held):
             self.event(DROP, packed.saved)
             return packed.tensor
-        if packed.copy is not None:
-            self.event(DROP, packed.saved)
-            self._alias(packed.copy, packed)
-            return packed.copy
         self._paused = True
-        blank = packed.blank()
+        # A clone, because the copy lives longer than what backward holds, whose end is an event.
+        handed_out = packed.blank() if packed.copy is None else packed.copy.clone()
         self._paused = False
-        self._alias(blank, packed, dropped=True)
-        return blank
+        self._alias(handed_out, packed)
+        return handed_out
 
-    def _alias(self, tensor: torch.Tensor, ghost: _Ghost, *, dropped: bool = False) -> None:
+    def _alias(self, tensor: torch.Tensor, ghost: _Ghost) -> None:
         """Backward ops that touch ``tensor`` touch the storage it stands for."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ids:
             return
         self._ids[key] = self.saved[ghost.saved]
-        marker = -1 - ghost.saved
+        marker = -key  # not the saved id: one handle may be unpacked again while its first tensor lives
 
         def died(_: Any) -> None:
             self._ids.pop(key, None)
             self._watch.pop(marker, None)
-            if dropped:
-                self.event(DROP, ghost_saved)
+            self.event(DROP, saved)
 
-        ghost_saved = ghost.saved
+        saved = ghost.saved
         self._watch[marker] = weakref.ref(storage, died)
 
     # -- the end ------------------------------------------------------------------------------------------------
