@@ -117,7 +117,7 @@ def tabulate(stages: Sequence[Stage], units: int, unit_bytes: int = 1) -> Table:
                 c1[m < np.maximum.accumulate(passing)[:, None]] = np.inf
                 place = c1.argmin(axis=0)
                 c1_best = c1[place, m]
-                chosen = np.where(c1_best <= best, s + 1 + place, chosen)
+                chosen = np.where(c1_best < best, s + 1 + place, chosen)
                 best = np.minimum(best, c1_best)
             time_ms[s, t], choice[s, t] = best, chosen
             if s:
