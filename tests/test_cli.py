@@ -168,7 +168,8 @@ def test_a_step_that_differs_is_a_finding(capsys, monkeypatch):
         ),
         (
             ["fit", "train.py:setup", "--budget", "60%", "--method", "magic"],
-            "method='magic' is not known. Use one of exact, none, full, every_n, sqrt_n, selective.",
+            "method='magic' is not known. Use one of exact, none, full, every_n, sqrt_n, selective, "
+            "revolve, rotor, knapsack.",
         ),
         (
             ["report", "nowhere.json"],

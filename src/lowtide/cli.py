@@ -85,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     fit = verbs.add_parser("fit", help="plan the training step of your script, and prove the plan")
     fit.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
     fit.add_argument("--budget", default="auto", help='"6GiB", bytes, "40%%" of the plain activations, or "auto"')
-    fit.add_argument("--method", default="exact", help="exact, every_n, sqrt_n, selective, full or none")
+    fit.add_argument(
+        "--method", default="exact", help="exact, revolve, rotor, knapsack, every_n, sqrt_n, selective, full or none"
+    )
     fit.add_argument("--verify", action="store_true", help="run plain and planned step, compare every bit, time both")
     fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
     fit.add_argument("--save-graph", metavar="GRAPH.json", type=Path, help="write the traced step")

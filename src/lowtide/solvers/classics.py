@@ -1,19 +1,27 @@
-"""The methods that need no solver, by the name under which ``solve`` knows them."""
+"""The published methods, by the name under which ``solve`` knows them."""
 
 from __future__ import annotations
 
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers.draft import Draft
 from lowtide.solvers.every_n import every_n
 from lowtide.solvers.full import full
+from lowtide.solvers.knapsack import knapsack
+from lowtide.solvers.offers import Offer
+from lowtide.solvers.revolve import revolve
+from lowtide.solvers.rotor import rotor
 from lowtide.solvers.selective import selective
 from lowtide.solvers.sqrt_n import sqrt_n
 from lowtide.solvers.structure import close
 
-CLASSICS = ("none", "full", "every_n", "sqrt_n", "selective")
+CLASSICS = ("none", "full", "every_n", "sqrt_n", "selective", "revolve", "rotor", "knapsack")
+# These have a plan for each budget; with the option named here one of their plans can be asked for without a budget.
+BUDGETED = {"revolve": "n", "rotor": None, "knapsack": "ratio"}
 
 
 def classic(graph: StepGraph, method: str, n: int | None = None) -> dict[int, str]:
-    """Actions of one classic method.
+    """Actions of a classic that has one plan, whatever the budget.
 
     Raises:
         ValueError: the graph has no repeated layers and the method needs them, or ``n`` makes no sense.
@@ -25,10 +33,30 @@ def classic(graph: StepGraph, method: str, n: int | None = None) -> dict[int, st
     return {"full": full, "sqrt_n": sqrt_n, "selective": selective}[method](graph)
 
 
+def offers(
+    graph: StepGraph, costs: Costs, method: str, *, n: int | None = None, ratio: float | None = None
+) -> list[Offer]:
+    """Every plan that a classic has to offer.
+
+    Raises:
+        ValueError: the graph has no repeated layers and the method needs them, or ``n`` or ``ratio`` makes no sense.
+    """
+    if method == "revolve":
+        return revolve(graph, costs, n)
+    if method == "rotor":
+        return rotor(graph, costs)
+    if method == "knapsack":
+        return knapsack(graph, costs, ratio)
+    actions = classic(graph, method, n)
+    return [Offer(costs.plain_step_ms, graph.resident_bytes, lambda: Draft(actions))]
+
+
 def classic_actions(graph: StepGraph) -> list[dict[int, str]]:
-    """The actions of every classic that applies to ``graph``: starting points and upper bounds for a search."""
+    """The actions of every classic that has one plan and applies to ``graph``: starting points for a search."""
     found = []
     for method in CLASSICS:
+        if method in BUDGETED:
+            continue
         try:
             found.append(classic(graph, method))
         except ValueError:  # no layer repeats

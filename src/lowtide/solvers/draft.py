@@ -92,10 +92,16 @@ def finish(
 
 
 def infeasible(
-    graph: StepGraph, costs: Costs, budget_bytes: int, least: dict[int, str], *, method: str
+    graph: StepGraph,
+    costs: Costs,
+    budget_bytes: int,
+    least: dict[int, str],
+    *,
+    method: str,
+    replays: dict[int, int] | None = None,
 ) -> BudgetInfeasibleError:
-    """The error for a budget below what ``least``, the leanest actions the method has, needs."""
-    timeline = simulate_actions(graph, costs, least)
+    """The error for a budget below what ``least`` (with ``replays``), the leanest the method has, needs."""
+    timeline = simulate_actions(graph, costs, least, replays)
     need = format_bytes(timeline.peak_bytes)
     every = "every plan" if method == "exact" else f"method={method!r}"
     asked = format_bytes(budget_bytes)

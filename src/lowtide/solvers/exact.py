@@ -8,13 +8,14 @@ The bound is that of the first, uncut model. It holds for all plans of that mode
 to be modelled op by op; on larger ones those that replay each group of ops as a whole, at most once, and, where
 segments are planned apart, inside its segment.
 
-Known weaknesses: an op is never replayed twice; on large graphs the least peak is the best found, not proven.
+Known weaknesses: it replays an op twice only where nothing else fits, by the chain methods (``rotor.py``,
+``revolve.py``); on large graphs the least peak is the best found, not proven.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import highspy
@@ -24,11 +25,12 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline, simulate_actions
-from lowtide.solvers.classics import classic_actions
+from lowtide.solvers.classics import classic_actions, offers
 from lowtide.solvers.columns import Decomposition
-from lowtide.solvers.draft import Draft, infeasible
+from lowtide.solvers.draft import Draft
 from lowtide.solvers.groups import Sketch
 from lowtide.solvers.highs import Answer
+from lowtide.solvers.offers import Offer, fastest
 from lowtide.solvers.peak_model import PeakModel
 from lowtide.solvers.segments import segments, windows, worth_replaying
 from lowtide.solvers.structure import close, recomputable
@@ -139,12 +141,22 @@ class Search:
         fitting = [j for j in (*self.classics, *result.judged) if j.peak_bytes <= budget_bytes]
         if not result.judged or result.judged[-1].peak_bytes > budget_bytes:
             if self.least.peak_bytes > budget_bytes:
-                raise infeasible(self.graph, self.costs, budget_bytes, self.least.actions, method="exact")
+                return self._replaying_often(budget_bytes)
             fitting.append(self.least)
         best = min(fitting, key=lambda j: j.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
         best = self.save_what_fits(self.lower_peak(best), budget_bytes)
         return self.draft(best, status, result.bound_ms)
+
+    def _replaying_often(self, budget_bytes: int) -> Draft:
+        """Below what replaying nothing twice can reach: the chain methods' schedules of several levels."""
+        try:
+            often = [*offers(self.graph, self.costs, "rotor"), *offers(self.graph, self.costs, "revolve")]
+        except ValueError:  # no layer repeats
+            often = []
+        once = Offer(self.least.timeline.step_ms, self.least.peak_bytes, lambda: Draft(self.least.actions))
+        draft = fastest(self.graph, self.costs, [*often, once], budget_bytes, method="exact")
+        return replace(draft, status="feasible")
 
     @cached_property
     def classics(self) -> list[_Judged]:

@@ -8,9 +8,10 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.classics import CLASSICS, classic
-from lowtide.solvers.draft import Draft, finish, infeasible
+from lowtide.solvers.classics import BUDGETED, CLASSICS, offers
+from lowtide.solvers.draft import finish
 from lowtide.solvers.exact import Limits, exact
+from lowtide.solvers.offers import fastest
 from lowtide.units import parse_budget
 
 METHODS = ("exact", *CLASSICS)
@@ -23,6 +24,7 @@ def solve(
     *,
     method: str = "exact",
     n: int | None = None,
+    ratio: float | None = None,
     time_limit_s: float = Limits.time_limit_s,
     node_limit: int = Limits.node_limit,
     gap: float | None = Limits.gap,
@@ -31,9 +33,12 @@ def solve(
 
     Args:
         budget: Peak allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of the plain step's activation memory.
-            The classic methods decide without one; given one, they are held to it.
-        method: ``exact``, ``none``, ``full``, ``every_n``, ``sqrt_n`` or ``selective``.
-        n: For ``every_n``: every how many layers (default 2).
+            ``none`` to ``selective`` decide without one; given one, they are held to it.
+        method: ``exact``, or a published method, held to the same judge: ``none``, ``full``, ``every_n``, ``sqrt_n``,
+            ``selective``, or one that makes the most of a budget: ``revolve``, ``rotor``, ``knapsack``.
+        n: For ``every_n``: every how many layers (default 2). For ``revolve``: layer inputs held at a time (default:
+            whatever number is fastest within the budget).
+        ratio: For ``knapsack``: share of the stored bytes that may stay, 0 to 1 (default: likewise).
         time_limit_s: A safety net; a search that it ends may differ from run to run.
         node_limit: Branch-and-bound nodes of one solve: the limit that keeps results reproducible.
         gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
@@ -43,28 +48,36 @@ def solve(
 
     Raises:
         BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
-        ValueError: ``budget``, ``method`` or ``n`` makes no sense.
+        ValueError: ``budget``, ``method``, ``n`` or ``ratio`` makes no sense, or ``method`` needs repeated layers and
+            there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
     start_s = time.perf_counter()
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not known. Use one of {', '.join(METHODS)}.")
-    if n is not None and method != "every_n":
-        raise ValueError(f'n={n!r} has no meaning for method={method!r}. Leave it out, or use method="every_n".')
+    if n is not None and method not in ("every_n", "revolve"):
+        raise ValueError(
+            f'n={n!r} has no meaning for method={method!r}. Leave it out, or use method="every_n" or "revolve".'
+        )
+    if ratio is not None and method != "knapsack":
+        raise ValueError(
+            f'ratio={ratio!r} has no meaning for method={method!r}. Leave it out, or use method="knapsack".'
+        )
     if len(costs.op_ms) != len(graph.ops):
         raise ValueError(
             f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
         )
     budget_bytes = None if budget is None else absolute_bytes(graph, costs, budget)
-    if method != "exact":
-        draft = Draft(classic(graph, method, n))
-        peak_bytes = simulate_actions(graph, costs, draft.actions).peak_bytes
-        if budget_bytes is not None and peak_bytes > budget_bytes:
-            raise infeasible(graph, costs, budget_bytes, draft.actions, method=method)
-    elif budget_bytes is None:
-        raise ValueError('budget=None: method="exact" needs one. Pass bytes, "6GiB" or "40%".')
-    else:
+    if budget_bytes is None and (method == "exact" or (method in BUDGETED and n is None and ratio is None)):
+        option = BUDGETED.get(method)
+        instead = f", or {option}=" if option else ""
+        raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
+    if method == "exact":
+        assert budget_bytes is not None
         draft = exact(graph, costs, budget_bytes, Limits(time_limit_s, node_limit, gap))
+    else:
+        offered = offers(graph, costs, method, n=n, ratio=ratio)
+        draft = fastest(graph, costs, offered, budget_bytes, method=method)
     return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s)
 
 

@@ -1,0 +1,74 @@
+"""A method with many plans lists them cheaply; they are worked out and judged only as far as a budget asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import PACK, RELEASE, RUN, StepGraph
+from lowtide.simulator import simulate_actions
+from lowtide.solvers.draft import Draft, infeasible
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One plan of a method.
+
+    Attributes:
+        step_ms: At most so long: every replay that the plan allows for takes place.
+        floor_bytes: The peak is no less: what is saved lives together when backward begins.
+    """
+
+    step_ms: float
+    floor_bytes: int
+    draft: Callable[[], Draft]
+
+
+def planned_ms(graph: StepGraph, costs: Costs, replay_ms: float, recorded: int) -> float:
+    """Step time with ``replay_ms`` of replays and ``recorded`` ops that leave a recipe."""
+    if not recorded:
+        return costs.plain_step_ms
+    tape_us = costs.mode_us * len(graph.forward_ops) + costs.record_us * recorded
+    return costs.plain_step_ms + replay_ms + tape_us / 1e3
+
+
+def stored_at_the_turn(graph: StepGraph) -> frozenset[int]:
+    """Storages made in forward that autograd has stored when backward begins."""
+    held: set[int] = set()
+    for kind, number in graph.events:
+        if kind == RUN and graph.ops[number].backward:
+            break
+        if kind == PACK:
+            held.add(number)
+        elif kind == RELEASE:
+            held.discard(number)
+    return frozenset(graph.saved[h] for h in held) & graph.stored
+
+
+def fastest(graph: StepGraph, costs: Costs, offers: Sequence[Offer], budget_bytes: int | None, *, method: str) -> Draft:
+    """Of a method's plans the fastest whose simulated peak fits, and of equally fast ones that with the lower floor.
+
+    Raises:
+        BudgetInfeasibleError: none fits; ``least_bytes`` is the least of their peaks.
+    """
+    for offer in sorted(offers, key=lambda o: (o.step_ms, o.floor_bytes)):
+        if budget_bytes is None:
+            return offer.draft()
+        if offer.floor_bytes <= budget_bytes:
+            draft = offer.draft()
+            if _peak_bytes(graph, costs, draft) <= budget_bytes:
+                return draft
+    least: tuple[int, Draft] | None = None
+    for offer in sorted(offers, key=lambda o: o.floor_bytes):
+        if least is None or offer.floor_bytes < least[0]:
+            draft = offer.draft()
+            peak_bytes = _peak_bytes(graph, costs, draft)
+            if least is None or peak_bytes < least[0]:
+                least = peak_bytes, draft
+    assert least is not None and budget_bytes is not None
+    raise infeasible(graph, costs, budget_bytes, least[1].actions, method=method, replays=least[1].replays)
+
+
+def _peak_bytes(graph: StepGraph, costs: Costs, draft: Draft) -> int:
+    return simulate_actions(graph, costs, draft.actions, draft.replays).peak_bytes
