@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
@@ -51,7 +52,7 @@ def frontier(
     if points < 2:
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
     search = Search(graph, costs, Limits())
-    least, most = search.least.peak_bytes, search.plain.peak_bytes
+    least, most = _least_bytes(search), search.plain.peak_bytes
     budgets = sorted({least + (most - least) * i // (points - 1) for i in range(points)})
     found: list[Plan] = []
     for done, budget in enumerate(budgets, start=1):
@@ -67,3 +68,12 @@ def frontier(
         if not front or plan.predicted_step_ms < front[-1].step_ms:
             front.append(FrontierPoint(plan.predicted_peak_bytes, plan.predicted_step_ms, plan))
     return front
+
+
+def _least_bytes(search: Search) -> int:
+    """The least budget that has a plan."""
+    try:
+        search.within(search.graph.resident_bytes)
+    except BudgetInfeasibleError as error:
+        return error.least_bytes
+    return search.graph.resident_bytes
