@@ -1,23 +1,25 @@
 """The bounds hold for whatever a plan does, say enough to be useful, and fail when what is certain is got wrong."""
 
 import math
+import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_solvers import oracle, small_cases, small_graphs
-from toys import Step, chain, decoder, decoder_costs, linear_tanh, unit_costs
+from toys import chain, decoder, decoder_costs, linear_tanh, unit_costs
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
+from lowtide.plan import RECOMPUTE
 from lowtide.simulator import simulate, simulate_actions
 from lowtide.solvers import certain as certain_module
 from lowtide.solvers import relaxation
 from lowtide.solvers.bound import bound_peak, bound_time
 from lowtide.solvers.certain import Certain
-from lowtide.solvers.front_door import METHODS, solve
+from lowtide.solvers.front_door import solve
 from lowtide.solvers.structure import close, recomputable
-
 
 
 def violations(graph, costs, found):
@@ -44,13 +46,15 @@ def test_no_plan_of_a_small_graph_beats_the_bounds(tiny, case, record_us, replay
 
 @settings(max_examples=100, deadline=None)
 @given(graph=small_graphs(most_ops=14), data=st.data())
-def test_no_random_actions_beat_the_bounds(graph, data):
+def test_no_random_actions_with_any_number_of_replays_beat_the_bounds(graph, data):
     costs = unit_costs(graph, record_us=300.0)
     free = sorted(recomputable(graph))
     found = set()
     for _ in range(5):
         picked = {s for s in free if data.draw(st.booleans())}
-        line = simulate_actions(graph, costs, close(graph, picked & graph.stored, picked - graph.stored))
+        actions = close(graph, picked & graph.stored, picked - graph.stored)
+        replays = {s: data.draw(st.integers(1, 3)) for s, action in actions.items() if action == RECOMPUTE}
+        line = simulate_actions(graph, costs, actions, replays)
         found.add((line.step_ms, line.peak_bytes))
 
     assert violations(graph, costs, found) == []
@@ -67,7 +71,7 @@ def test_the_bound_falls_as_the_budget_grows_at_no_less_than_its_price(case):
 
     assert times == sorted(times, reverse=True) and times[-1] == costs.plain_step_ms
     assert bounds[-1].ms_per_byte == 0
-    for now, more in zip(bounds[:-2], bounds[1:-1]):  # the last step also saves the tape's watching
+    for now, more in pairwise(bounds[:-1]):  # the last step also saves the tape's watching
         if math.isfinite(now.step_ms):
             assert now.step_ms - more.step_ms <= now.ms_per_byte + 1e-6
 
@@ -105,7 +109,7 @@ def test_no_classic_is_below_the_bound_at_its_own_peak(small_decoder):
     graph, costs = small_decoder
     least = bound_peak(graph)
 
-    for method in set(METHODS) - {"exact"}:
+    for method in ("none", "full", "every_n", "sqrt_n", "selective"):
         plan = solve(graph, costs, method=method)
         assert bound_time(graph, costs, plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
         assert least <= plan.predicted_peak_bytes
@@ -139,8 +143,6 @@ def test_it_is_quick_on_a_deep_decoder():
     graph = decoder(layers=32)
     costs = decoder_costs(graph)
     peak = simulate(graph, costs, {}).peak_bytes
-    import time
-
     start = time.perf_counter()
     bound = bound_time(graph, costs, graph.resident_bytes + (peak - graph.resident_bytes) // 3)
 
@@ -168,14 +170,8 @@ def wrong(monkeypatch, mutation):
         monkeypatch.setattr(certain_module, "_union", longer)
     elif mutation == "nothing runs before its own stage":
         monkeypatch.setattr(relaxation, "_meet", lambda found, one, other: max(one or 0, other or 0) or None)
-    elif mutation == "what is pinned or held stays to the end":
-        truth = Certain._stages
-
-        def late(self):
-            truth(self)
-            self.ends = [len(self.graph.events)] * len(self.stages)
-
-        monkeypatch.setattr(Certain, "_stages", late)
+    elif mutation == "what is replayed at all is replayed at once":
+        monkeypatch.setattr(relaxation.Relaxation, "_slot", lambda self, op, stage: 0)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +182,7 @@ def wrong(monkeypatch, mutation):
         "all that is stored is kept",
         "what is freed stays a while",
         "nothing runs before its own stage",
-        "what is pinned or held stays to the end",
+        "what is replayed at all is replayed at once",
     ],
 )
 def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
@@ -201,3 +197,34 @@ def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
 
     with pytest.raises((AssertionError, ExceptionGroup)):
         law()
+
+
+# What a plan and an error say of them
+
+
+def test_a_plan_carries_the_bound_of_all_plans_and_says_so(small_decoder):
+    graph, costs = small_decoder
+    plan, classic = solve(graph, costs, "50%"), solve(graph, costs, "90%", method="full")
+
+    for made in (plan, classic):
+        assert made.bound_ms == bound_time(graph, costs, made.budget_bytes).step_ms
+        assert made.bound_model.startswith("every plan that saves or recomputes")
+    assert plan.provenance["search_bound"].endswith(" ms for the plans that method exact looks at")
+    assert classic.gap > plan.gap and "search_bound" not in classic.provenance
+    assert solve(graph, costs, method="full").bound_ms is None
+
+
+def test_an_impossible_budget_tells_what_is_proven_from_what_was_found(small_decoder):
+    graph, costs = small_decoder
+    proven = bound_peak(graph)
+    with pytest.raises(BudgetInfeasibleError) as below:
+        solve(graph, costs, proven - 1)
+    with pytest.raises(BudgetInfeasibleError) as between:
+        solve(graph, costs, proven)
+    found = below.value.least_bytes
+
+    assert proven < found == between.value.least_bytes
+    assert f"every plan needs at least 118.98 KiB ({proven} bytes), the leanest found " in str(below.value)
+    assert str(between.value).startswith("no plan found fits budget=118.98 KiB: the leanest needs ")
+    assert f" ({found} bytes), none less than 118.98 KiB ({proven} bytes)." in str(between.value)
+    assert str(between.value).endswith(f"Raise the budget to {found} bytes or more, or reduce the batch.")

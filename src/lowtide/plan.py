@@ -65,7 +65,8 @@ class Plan:
         budget_bytes: Absolute peak that was asked for; None without a budget.
         predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
         predicted_step_ms, plain_step_ms: Forward and backward.
-        bound_ms: No plan within the budget has a shorter step; None where no bound is known.
+        bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
+            speaks of, in words.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
 
@@ -86,6 +87,7 @@ class Plan:
     device: str = "cpu"
     calls: tuple[str, ...] = ()
     region: str = "model"
+    bound_model: str = ""
     provenance: dict[str, str] = field(default_factory=dict)
 
     @property

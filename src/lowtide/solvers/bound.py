@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.certain import Certain
+from lowtide.solvers.certain import certain
 from lowtide.solvers.relaxation import Relaxation
 
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
@@ -71,13 +71,13 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
     """
     if simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes:
         return Bound(costs.plain_step_ms, 0.0)
-    certain = Certain(graph)
-    if certain.floor_bytes.max() > budget_bytes:
+    sure = certain(graph)
+    if sure.floor_bytes.max() > budget_bytes:
         return Bound(math.inf, 0.0)
     # Something is recomputed, so the tape watches all of forward.
     floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
-    model = Relaxation(certain, costs, budget_bytes)
-    answer = model.program.relax()
+    model = Relaxation(sure, costs, budget_bytes)
+    answer = model.program.relax(presolve=False)
     if math.isnan(answer.objective):
         return Bound(floor_ms, 0.0)
     if math.isinf(answer.objective):
@@ -88,10 +88,10 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
 
 def bound_peak(graph: StepGraph) -> int:
     """Return the least peak that any plan can have: absolute allocated bytes."""
-    certain = Certain(graph)
-    least = int(certain.floor_bytes.max())
-    model = Relaxation(certain, Costs((0.0,) * len(graph.ops)), None)
-    answer = model.program.relax()
+    sure = certain(graph)
+    least = int(sure.floor_bytes.max())
+    model = Relaxation(sure, Costs((0.0,) * len(graph.ops)), None)
+    answer = model.program.relax(presolve=False)
     if not math.isfinite(answer.objective):
         return least
     claimed = answer.objective * (1 - _TOLERANCE) * model.byte_unit

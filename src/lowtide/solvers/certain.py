@@ -13,6 +13,7 @@ Shares no code with the models of ``exact.py``.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -64,7 +65,7 @@ class Certain:
         return op
 
     def stage_of(self, event: int) -> int:
-        return int(np.searchsorted(self.stages, event, side="right")) - 1
+        return bisect_right(self.stages, event) - 1
 
     def extra_spans(self, storage: int, spans: Iterable[Span]) -> list[Span]:
         """The parts of ``spans`` in which ``storage`` is not in the floor already."""
@@ -160,6 +161,14 @@ class Certain:
             stages = [t for s in outputs for t in self.asked.get(s, ())]
             self.since[op] = min([*stages, *(self.since[r] for r in readers_)])
             self.until[op] = max([*stages, *(self.until[r] for r in readers_)])
+
+
+def certain(graph: StepGraph) -> Certain:
+    """``Certain(graph)``, made once and kept with the graph: it lives as long and is derived from nothing else."""
+    cache = vars(graph)
+    if "_certain" not in cache:
+        cache["_certain"] = Certain(graph)
+    return cache["_certain"]
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

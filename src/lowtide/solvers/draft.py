@@ -10,6 +10,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, Op, StepGraph
 from lowtide.plan import RECOMPUTE, Decision, Plan, PlannedOp
 from lowtide.simulator import Timeline, simulate_actions
+from lowtide.solvers.bound import HOLDS_FOR, bound_peak, bound_time
 from lowtide.units import format_bytes
 
 
@@ -19,7 +20,7 @@ class Draft:
 
     Attributes:
         replays: How often a recomputed storage may be made again, by storage id; 1 where absent (see ``Decision``).
-        bound_ms: No plan within the budget has a shorter step; None where the method has no bound.
+        bound_ms: No plan among those that the method looks at has a shorter step; None where it does not know.
         status: ``optimal``, ``feasible`` or ``fixed``, as in ``Plan``.
     """
 
@@ -55,10 +56,10 @@ def finish(
                 draft.replays.get(storage_id, 1) if action == RECOMPUTE else 1,
             )
         )
-    bound_ms = draft.bound_ms
-    if bound_ms is not None:
-        # The bound is a float from another sum of the same terms.
-        bound_ms = min(bound_ms, timeline.step_ms)
+    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes)
+    searched = {}
+    if draft.bound_ms is not None:
+        searched["search_bound"] = f"{draft.bound_ms:.3f} ms for the plans that method {method} looks at"
     return Plan(
         method=method,
         decisions=tuple(decisions),
@@ -81,13 +82,15 @@ def finish(
         resident_bytes=graph.resident_bytes,
         predicted_step_ms=timeline.step_ms,
         plain_step_ms=costs.plain_step_ms,
-        bound_ms=bound_ms,
+        # The bound is a float from another sum of the same terms.
+        bound_ms=None if bound is None else min(bound.step_ms, timeline.step_ms),
         status=draft.status,
         solve_s=time.perf_counter() - start_s,
         device=graph.device,
         calls=graph.calls,
         region=graph.region,
-        provenance={**graph.provenance, **draft.provenance},
+        bound_model="" if bound is None else HOLDS_FOR,
+        provenance={**graph.provenance, **draft.provenance, **searched},
     )
 
 
@@ -103,9 +106,17 @@ def infeasible(
     """The error for a budget below what ``least`` (with ``replays``), the leanest the method has, needs."""
     timeline = simulate_actions(graph, costs, least, replays)
     need = format_bytes(timeline.peak_bytes)
-    every = "every plan" if method == "exact" else f"method={method!r}"
-    asked = format_bytes(budget_bytes)
-    lines = [f"no plan fits budget={asked}: {every} needs at least {need} ({timeline.peak_bytes} bytes)."]
+    asked, found = format_bytes(budget_bytes), f"{need} ({timeline.peak_bytes} bytes)"
+    lines = [f"no plan fits budget={asked}: method={method!r} needs at least {found}."]
+    if method == "exact":
+        proven = bound_peak(graph)
+        floor = f"{format_bytes(proven)} ({proven} bytes)"
+        if proven == timeline.peak_bytes:
+            lines = [f"no plan fits budget={asked}: every plan needs at least {found}."]
+        elif proven > budget_bytes:
+            lines = [f"no plan fits budget={asked}: every plan needs at least {floor}, the leanest found {found}."]
+        else:
+            lines = [f"no plan found fits budget={asked}: the leanest needs {found}, none less than {floor}."]
     rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
     rows.append(("bottleneck", _bottleneck(graph, timeline)))
     width = max(len(name) for name, _ in rows)

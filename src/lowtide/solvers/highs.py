@@ -105,11 +105,12 @@ class Program:
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
         return Answer(verdict, values, info.objective_function_value if found else INFINITY, bound)
 
-    def relax(self) -> Relaxed:
-        """Solve without integrality."""
+    def relax(self, *, presolve: bool = True) -> Relaxed:
+        """Solve without integrality; a program of many small rows is faster without ``presolve``."""
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
+        solver.setOptionValue("presolve", "choose" if presolve else "off")
         model = self._model()
         model.integrality_ = []
         solver.passModel(model)
