@@ -33,7 +33,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The linear relaxation: its optimum (infinite where there is none), values by column, dual prices by row."""
+    """The linear relaxation: its optimum, values by column, dual prices by row.
+
+    The optimum is infinite where no values satisfy the rows, and NaN where HiGHS could not tell.
+    """
 
     objective: float
     values: np.ndarray
@@ -112,12 +115,12 @@ class Program:
         solver.passModel(model)
         solver.run()
         solution = solver.getSolution()
-        solved = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-        return Relaxed(
-            solver.getInfo().objective_function_value if solved else INFINITY,
-            np.array(solution.col_value),
-            np.array(solution.row_dual),
-        )
+        status, optimum = solver.getModelStatus(), math.nan
+        if status == highspy.HighsModelStatus.kOptimal:
+            optimum = solver.getInfo().objective_function_value
+        elif status == highspy.HighsModelStatus.kInfeasible:
+            optimum = INFINITY
+        return Relaxed(optimum, np.array(solution.col_value), np.array(solution.row_dual))
 
     def _model(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()

@@ -1,0 +1,286 @@
+"""The linear program behind ``bound.py``, whose docstring gives its rows and symbols. Every row holds for every plan.
+
+An op's *grid* is a rising list of stages, ``(t_0, ..., t_last)``; its slot i ends with stage t_i. There are two slots,
+until the stage in which the plain step peaks and after it: that stage is where kept storages meet the transients of the
+loss head or of the last layer, and more slots did not bring the bound nearer (``benchmarks/LOG.md``). Only tiny graphs
+get one for each stage. Where two ops' slots do not match, "by stage t" becomes "by the end of the slot that has t",
+which only loosens a row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import numpy as np
+
+from lowtide.graph.costs import Costs
+from lowtide.solvers.certain import Certain, Span
+from lowtide.solvers.highs import INFINITY, Program
+
+Terms = dict[int, float]
+_TINY = 400  # ops x stages up to which each stage has its slot
+_MOMENTS = 48  # memory rows for backward; never chosen by the budget, so that the bound falls as it grows
+
+
+class Relaxation:
+    """Columns and rows for one graph.
+
+    Args:
+        budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
+
+    Attributes:
+        program: The objective is recompute time in ``ms_unit``, or the peak beyond what is resident in ``byte_unit``.
+        moments: The event of each memory row, by row.
+    """
+
+    def __init__(self, certain: Certain, costs: Costs, budget_bytes: int | None) -> None:
+        self.certain, self.costs, self.budget_bytes = certain, costs, budget_bytes
+        self.graph, self.program = certain.graph, Program()
+        self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
+        self.byte_unit = max(float(certain.floor_bytes.max() - self.graph.resident_bytes) / 1e3, 1.0)
+        self.moments: dict[int, int] = {}
+        self._grids()
+        self._columns()
+        self._keep_or_replay()
+        self._reads()
+        self._same_burst()
+        self._pinned()
+        self._held()
+        self._memory()
+
+    # Columns
+
+    def _grids(self) -> None:
+        certain = self.certain
+        stages: tuple[int, ...] = ()
+        if len(certain.useful) * len(certain.stages) <= _TINY:
+            stages = tuple(range(len(certain.stages)))
+        elif certain.stages:
+            turn = certain.stages[0]
+            stages = (certain.stage_of(turn + int(certain.plain_bytes[turn:].argmax())),)
+        self.grid: dict[int, tuple[int, ...]] = {}
+        for op in certain.useful:
+            since, until = certain.since[op], certain.until[op]
+            self.grid[op] = (*(t for t in stages if since <= t < until), until)
+
+    def _slot(self, op: int, stage: int) -> int:
+        """The slot of ``op`` that has ``stage``; the last one for later stages."""
+        return min(bisect_left(self.grid[op], stage), len(self.grid[op]) - 1)
+
+    def _columns(self) -> None:
+        certain, costs, column = self.certain, self.costs, self.program.column
+        timed = self.budget_bytes is not None
+        self.A: dict[int, list[int]] = {}
+        self.N: dict[int, list[int]] = {}
+        for op in certain.useful:
+            ms = (costs.op_ms[op] + costs.replay_us / 1e3) / self.ms_unit * timed
+            steps = [column() for _ in self.grid[op][:-1]]
+            self.A[op] = [*steps, column(costs.record_us / 1e3 / self.ms_unit * timed)]
+            self.N[op] = [column(ms) for _ in self.grid[op]]
+        read = (s for op in certain.useful for s in self.graph.ops[op].reads if self.graph.storages[s].op is not None)
+        choices = sorted(certain.droppable.union(read) - certain.always_kept)
+        self.s = {x: column() for x in choices}
+        self.peak = None if timed else column(1.0, upper=INFINITY)
+
+    def _by(self, storage: int, stage: int, factor: float) -> Terms:
+        """``storage`` has been brought back by ``stage``; nothing where it cannot be."""
+        op = self.graph.storages[storage].op
+        if storage not in self.certain.returns or op is None or stage < self.certain.since[op]:
+            return {}
+        return {self.A[op][self._slot(op, stage)]: factor}
+
+    # Rows without bytes
+
+    def _keep_or_replay(self) -> None:
+        certain, row = self.certain, self.program.row
+        for x in sorted(certain.droppable):
+            row({self.s[x]: 1, **self._by(x, certain.asked[x][0], 1)}, lower=1)
+        for op in certain.useful:
+            outputs = [self.s[x] for x in self.graph.ops[op].makes if x in certain.returns and x in self.s]
+            row({self.A[op][-1]: 1, **dict.fromkeys(outputs, 1.0)}, upper=len(outputs))
+            row({self.N[op][0]: 1, self.A[op][0]: -1}, lower=0)
+            for i, (before, after) in enumerate(pairwise(self.A[op])):
+                row({before: 1, after: -1}, upper=0)
+                row({self.N[op][i + 1]: 1, before: 1, after: -1}, lower=0)
+
+    def _sources(self, op: int) -> Iterable[int]:
+        """What ``op`` reads that a plan decides over."""
+        return (x for x in dict.fromkeys(self.graph.ops[op].reads) if x in self.s)
+
+    def _reads(self) -> None:
+        for op in self.certain.useful:
+            for x in self._sources(op):
+                for step, stage in zip(self.A[op], self.grid[op], strict=True):
+                    self.program.row({step: 1, self.s[x]: -1, **self._by(x, stage, -1)}, upper=0)
+
+    def _same_burst(self) -> None:
+        """An op is replayed only together with its post-dominator."""
+        certain = self.certain
+        last = len(certain.stages)
+        wanted: dict[int, list[int]] = {last: list(certain.useful)} if certain.useful else {}
+        for op in certain.useful:
+            for stage in self.grid[op][:-1]:
+                wanted.setdefault(stage, []).append(op)
+        for stage, ops in wanted.items():
+            dominator = self._post_dominators(stage, min(ops))
+            for op in ops:
+                above = dominator[op]
+                at = self._slot(op, stage)
+                if above is not None:
+                    self.program.row({self.A[op][at]: 1, self.A[above][self._slot(above, stage)]: -1}, upper=0)
+
+    def _post_dominators(self, stage: int, first: int) -> dict[int, int | None]:
+        """By op from ``first`` on: the next op on every path to what backward has asked for by ``stage``."""
+        certain = self.certain
+        found: dict[int, int | None] = {}
+        for op in reversed(certain.useful):
+            if op < first:
+                break
+            if certain.since[op] > stage:
+                continue
+            outputs = [x for x in self.graph.ops[op].makes if x in certain.returns]
+            if any(certain.asked[x][0] <= stage for x in outputs if x in certain.droppable):
+                found[op] = None
+                continue
+            nexts = [r for x in outputs for r in certain.read_by.get(x, ()) if certain.since[r] <= stage]
+            meet: int | None = nexts[0]
+            for other in nexts[1:]:
+                meet = _meet(found, meet, other)
+            found[op] = meet
+        return found
+
+    def _held(self) -> None:
+        """What is brought back is there when it is asked for or read: just then, or held since."""
+        certain, row = self.certain, self.program.row
+        self.V: dict[tuple[int, int], int] = {}  # storage, slot of its maker
+        for x in sorted(certain.returns & self.s.keys()):
+            op = certain.maker(x)
+            for i in range(len(self.grid[op]) - 1):
+                self.V[x, i] = held = self.program.column()
+                row({held: 1, self.N[op][i]: -1, **self._since(x, i, -1)}, upper=0)
+            for stage in certain.asked.get(x, ()):
+                i = self._slot(op, stage)
+                row({self.s[x]: 1, self.N[op][i]: 1, **self._since(x, i, 1)}, lower=1)
+        for op in certain.useful:
+            for x in self._sources(op):
+                for i, stage in enumerate(self.grid[op]):
+                    kept = self.s[x]
+                    if i and x in self.K:
+                        kept = dict(self.K[x])[self.grid[op][i - 1]]
+                    terms = {self.N[op][i]: 1.0, kept: -1.0}
+                    if x in certain.returns:
+                        maker = certain.maker(x)
+                        begin = self.grid[op][i - 1] + 1 if i else certain.since[op]
+                        low, high = self._slot(maker, begin), self._slot(maker, stage)
+                        terms.update(self._since(x, low, -1))
+                        terms.update(dict.fromkeys(self.N[maker][low : high + 1], -1.0))
+                    row(terms, upper=0)
+
+    def _since(self, storage: int, slot: int, factor: float) -> Terms:
+        return {self.V[storage, slot - 1]: factor} if slot else {}
+
+    def _pinned(self) -> None:
+        """K: by storage, the column for each stretch of stages up to the one given."""
+        certain = self.certain
+        self.K: dict[int, list[tuple[int, int]]] = {}
+        for x in self.s:
+            if x in self.graph.stored:
+                continue
+            ends = sorted({stage for op in certain.read_by[x] for stage in self.grid[op]})[:-1]
+            self.K[x] = [(stage, self.program.column()) for stage in ends]
+            for (_, before), (_, after) in pairwise([(0, self.s[x]), *self.K[x]]):
+                self.program.row({before: 1, after: -1}, lower=0)
+            for stage, pinned in self.K[x]:
+                for op in certain.read_by[x]:
+                    i = self._slot(op, stage)
+                    if i < len(self.grid[op]) - 1:
+                        back = {self.A[certain.maker(x)][-1]: 1.0} if x in certain.returns else {}
+                        self.program.row({pinned: 1, self.A[op][-1]: -1, self.A[op][i]: 1, **back}, lower=0)
+
+    # Rows with bytes
+
+    def _memory(self) -> None:
+        charges = list(self._charges())
+        end = len(self.graph.events)
+        change = np.zeros(end + 1, dtype=np.int64)
+        starts: dict[int, list[tuple[int, int]]] = {}
+        for column, size, spans in charges:
+            for start, stop in spans:
+                change[start] += size
+                change[stop] -= size
+                starts.setdefault(start, []).append((column, size))
+                starts.setdefault(stop, []).append((column, -size))
+        most = self.certain.floor_bytes + np.cumsum(change[:-1])
+        chosen = self._moments(most, np.array(sorted({0, end, *starts})))
+        live: dict[int, int] = {}
+        done = iter(sorted(starts))
+        due = next(done, end)
+        for event in chosen:
+            while due <= event:
+                for column, size in starts[due]:
+                    live[column] = live.get(column, 0) + size
+                    if not live[column]:
+                        del live[column]
+                due = next(done, end + 1)
+            self._memory_row(event, live)
+
+    def _charges(self) -> Iterable[tuple[int, int, Iterable[Span]]]:
+        """Column, bytes and when it costs them."""
+        certain, storages = self.certain, self.graph.storages
+        stages, ends = certain.stages, certain.ends
+        for x, column in self.s.items():
+            size, made = storages[x].bytes, certain.ran[certain.maker(x)]
+            if x in certain.kept_spans:
+                yield column, size, certain.kept_spans[x]
+                continue
+            begin = min(certain.since[op] for op in certain.read_by[x])
+            yield column, size, certain.extra_spans(x, [(made, stages[begin])])
+            for stage, pinned in self.K[x]:
+                yield pinned, size, certain.extra_spans(x, [(stages[begin], ends[stage])])
+                begin = stage + 1
+        for (x, i), column in self.V.items():
+            stage = self.grid[certain.maker(x)][i]
+            yield column, storages[x].bytes, certain.extra_spans(x, [(certain.settled[stage], ends[stage])])
+
+    def _moments(self, most: np.ndarray, cuts: np.ndarray) -> list[int]:
+        """The events that get a row: in forward all that can bind, in backward the highest of each of some parts."""
+        floor = self.certain.floor_bytes
+        turn = self.certain.stages[0] if self.certain.stages else len(floor)
+        peaks = [int(floor[a:b].argmax()) + a for a, b in pairwise(cuts.tolist())]
+        chosen = []
+        highest = -1
+        for event in reversed([e for e in peaks if e < turn]):
+            if floor[event] > highest:  # what is kept only adds up in forward
+                highest = int(floor[event])
+                chosen.append(event)
+        backward = [e for e in peaks if e >= turn]
+        for part in np.array_split(np.array(backward, dtype=int), max(min(_MOMENTS, len(backward)), 1)):
+            if len(part):
+                chosen.append(int(part[most[part].argmax()]))
+        limit = self.budget_bytes if self.budget_bytes is not None else int(floor.max())
+        return sorted(e for e in chosen if most[e] > limit)
+
+    def _memory_row(self, event: int, live: Mapping[int, int]) -> None:
+        terms = {column: size / self.byte_unit for column, size in live.items()}
+        floor = int(self.certain.floor_bytes[event]) - self.graph.resident_bytes
+        if self.peak is not None:
+            row = self.program.row({**terms, self.peak: -1.0}, upper=-floor / self.byte_unit)
+        else:
+            assert self.budget_bytes is not None
+            left = self.budget_bytes - self.graph.resident_bytes - floor
+            row = self.program.row(terms, upper=left / self.byte_unit)
+        self.moments[row] = event
+
+
+def _meet(dominator: Mapping[int, int | None], one: int | None, other: int | None) -> int | None:
+    """The first op that post-dominates both; None where they meet only after the last."""
+    while one != other:
+        if one is None or other is None:
+            return None
+        if one < other:
+            one = dominator[one]
+        else:
+            other = dominator[other]
+    return one

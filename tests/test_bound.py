@@ -1,0 +1,203 @@
+"""The bounds hold for whatever a plan does, say enough to be useful, and fail when what is certain is got wrong."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_solvers import oracle, small_cases, small_graphs
+from toys import Step, chain, decoder, decoder_costs, linear_tanh, unit_costs
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.costs import Costs
+from lowtide.simulator import simulate, simulate_actions
+from lowtide.solvers import certain as certain_module
+from lowtide.solvers import relaxation
+from lowtide.solvers.bound import bound_peak, bound_time
+from lowtide.solvers.certain import Certain
+from lowtide.solvers.front_door import METHODS, solve
+from lowtide.solvers.structure import close, recomputable
+
+
+
+def violations(graph, costs, found):
+    """(step_ms, peak_bytes) pairs that the bounds say cannot be."""
+    least = bound_peak(graph)
+    wrong = [(ms, peak) for ms, peak in found if peak < least]
+    for peak in sorted({peak for _, peak in found if peak > 0}):
+        bound = bound_time(graph, costs, peak).step_ms
+        wrong += [(ms, peak) for ms, other in found if other <= peak and ms < bound - 1e-9]
+    return wrong
+
+
+@pytest.mark.parametrize("tiny", (0, 10_000), ids=("two slots", "all stages"))
+@settings(max_examples=200, deadline=None)
+@given(case=small_cases(), record_us=st.sampled_from([0.0, 700.0]), replay_us=st.sampled_from([0.0, 400.0]))
+def test_no_plan_of_a_small_graph_beats_the_bounds(tiny, case, record_us, replay_us):
+    graph, costs = case
+    costs = Costs(costs.op_ms, mode_us=costs.mode_us, record_us=record_us, replay_us=replay_us)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relaxation, "_TINY", tiny)
+        assert violations(graph, costs, oracle(graph, costs)) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=small_graphs(most_ops=14), data=st.data())
+def test_no_random_actions_beat_the_bounds(graph, data):
+    costs = unit_costs(graph, record_us=300.0)
+    free = sorted(recomputable(graph))
+    found = set()
+    for _ in range(5):
+        picked = {s for s in free if data.draw(st.booleans())}
+        line = simulate_actions(graph, costs, close(graph, picked & graph.stored, picked - graph.stored))
+        found.add((line.step_ms, line.peak_bytes))
+
+    assert violations(graph, costs, found) == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=small_cases())
+def test_the_bound_falls_as_the_budget_grows_at_no_less_than_its_price(case):
+    graph, costs = case
+    peak = simulate(graph, costs, {}).peak_bytes
+    assume(peak > 0)
+    bounds = [bound_time(graph, costs, budget) for budget in range(peak + 1)]
+    times = [b.step_ms for b in bounds]
+
+    assert times == sorted(times, reverse=True) and times[-1] == costs.plain_step_ms
+    assert bounds[-1].ms_per_byte == 0
+    for now, more in zip(bounds[:-2], bounds[1:-1]):  # the last step also saves the tape's watching
+        if math.isfinite(now.step_ms):
+            assert now.step_ms - more.step_ms <= now.ms_per_byte + 1e-6
+
+
+def test_a_price_is_what_a_byte_buys():
+    # Four storages of 8 bytes, each worth 1 ms, beside 8 of gradient: a byte less is an eighth of a replay more.
+    graph = chain(5, size=8)
+    costs = unit_costs(graph)
+    plain = simulate(graph, costs, {}).peak_bytes
+
+    bound = bound_time(graph, costs, plain - 8)
+
+    assert bound.ms_per_byte == pytest.approx(1 / 8)
+    assert bound_time(graph, costs, plain - 12).step_ms == pytest.approx(bound.step_ms + 4 / 8, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def small_decoder():
+    graph = decoder(layers=4)
+    return graph, decoder_costs(graph)
+
+
+@pytest.mark.parametrize("budget", ("70%", "50%", "36%", "30%"))
+def test_exact_is_never_below_the_bound_and_near_it(small_decoder, budget):
+    graph, costs = small_decoder
+    plan = solve(graph, costs, budget)
+
+    bound = bound_time(graph, costs, plan.budget_bytes)
+
+    # Where a layer is a quarter of the step, what backward brings back within it weighs most.
+    assert bound.step_ms <= plan.predicted_step_ms <= 1.055 * bound.step_ms
+
+
+def test_no_classic_is_below_the_bound_at_its_own_peak(small_decoder):
+    graph, costs = small_decoder
+    least = bound_peak(graph)
+
+    for method in set(METHODS) - {"exact"}:
+        plan = solve(graph, costs, method=method)
+        assert bound_time(graph, costs, plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
+        assert least <= plan.predicted_peak_bytes
+
+
+def test_the_least_peak_found_is_above_the_least_that_is_proven(small_decoder):
+    graph, costs = small_decoder
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        solve(graph, costs, 1)
+
+    assert bound_peak(graph) <= caught.value.least_bytes
+
+
+def test_a_budget_below_what_is_always_there_has_no_step_time():
+    graph = chain(4)
+    least = bound_peak(graph)
+
+    assert math.isinf(bound_time(graph, unit_costs(graph), least - 1).step_ms)
+    assert math.isfinite(bound_time(graph, unit_costs(graph), least).step_ms)
+
+
+def test_a_square_root_of_memory_costs_what_the_bound_says():
+    graph = linear_tanh(24, 64)
+    costs = unit_costs(graph)
+    for fraction in (0.9, 0.7, 0.5):
+        plan = solve(graph, costs, f"{100 * fraction}%")
+        assert bound_time(graph, costs, plan.budget_bytes).step_ms <= plan.predicted_step_ms
+
+
+def test_it_is_quick_on_a_deep_decoder():
+    graph = decoder(layers=32)
+    costs = decoder_costs(graph)
+    peak = simulate(graph, costs, {}).peak_bytes
+    import time
+
+    start = time.perf_counter()
+    bound = bound_time(graph, costs, graph.resident_bytes + (peak - graph.resident_bytes) // 3)
+
+    assert math.isfinite(bound.step_ms) and time.perf_counter() - start < 10
+
+
+# The bound leans on these; each, got wrong, must show.
+
+
+def wrong(monkeypatch, mutation):
+    if mutation == "a storage that is kept lives from the start":
+        truth = Certain.extra_spans
+        monkeypatch.setattr(Certain, "extra_spans", lambda self, s, spans: [(0, b) for _, b in truth(self, s, spans)])
+    elif mutation == "what is kept counts beside what backward has out":
+        monkeypatch.setattr(Certain, "extra_spans", lambda self, s, spans: list(spans))
+    elif mutation == "all that is stored is kept":
+        monkeypatch.setattr(certain_module, "recomputable", lambda graph: frozenset())
+    elif mutation == "what is freed stays a while":
+        truth = certain_module._union
+
+        def longer(spans):
+            spans = list(spans)
+            return truth([(a, max([b, *(b_ for _, b_ in spans)])) for a, b in spans])
+
+        monkeypatch.setattr(certain_module, "_union", longer)
+    elif mutation == "nothing runs before its own stage":
+        monkeypatch.setattr(relaxation, "_meet", lambda found, one, other: max(one or 0, other or 0) or None)
+    elif mutation == "what is pinned or held stays to the end":
+        truth = Certain._stages
+
+        def late(self):
+            truth(self)
+            self.ends = [len(self.graph.events)] * len(self.stages)
+
+        monkeypatch.setattr(Certain, "_stages", late)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        "a storage that is kept lives from the start",
+        "what is kept counts beside what backward has out",
+        "all that is stored is kept",
+        "what is freed stays a while",
+        "nothing runs before its own stage",
+        "what is pinned or held stays to the end",
+    ],
+)
+def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
+    wrong(monkeypatch, mutation)
+    monkeypatch.setattr(relaxation, "_TINY", 10_000)
+
+    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
+    @given(case=small_cases())
+    def law(case):
+        graph, costs = case
+        assert violations(graph, costs, oracle(graph, costs)) == []
+
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        law()
