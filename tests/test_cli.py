@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -246,3 +247,40 @@ def test_a_graph_of_another_step_is_refused(capsys):
 
     assert main(["report", "plan.json", "--graph", "graph.json", "--html", "r.html", "--json"]) == 2
     assert only_json(capsys)["status"] == "bad_usage"
+
+
+def test_the_trade_off_is_drawn_with_the_published_methods_beside_it(capsys):
+    saved = ["--save", "plan.json", "--save-graph", "graph.json", "--save-costs", "costs.json"]
+    main(["fit", "train.py:setup", "--budget", "60%", *saved])
+    capsys.readouterr()
+    files = ["--graph", "graph.json", "--costs", "costs.json", "--frontier"]
+
+    assert main(["report", "plan.json", *files, "front.svg", "--json"]) == 0
+
+    body = json.loads(capsys.readouterr().out)
+    peaks = [point["peak_bytes"] for point in body["frontier"]]
+    times = [point["step_ms"] for point in body["frontier"]]
+    assert len(peaks) > 2 and peaks == sorted(peaks) and times == sorted(times, reverse=True)
+    assert "full" in body["classics"]
+    assert "<svg" in Path("front.svg").read_text()
+    assert main(["report", "plan.json", *files, "front.png"]) == 0
+    assert Path("front.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trade_off_without_step_or_times_says_where_to_get_them(capsys):
+    main(["fit", "train.py:setup", "--budget", "60%", "--save", "plan.json", "--save-graph", "graph.json"])
+    capsys.readouterr()
+
+    assert main(["report", "plan.json", "--graph", "graph.json", "--frontier", "f.png"]) == 2
+    assert "--save-costs" in capsys.readouterr().err
+
+
+def test_times_of_another_step_are_refused(capsys):
+    saved = ["--save", "plan.json", "--save-graph", "graph.json"]
+    main(["fit", "train.py:setup", "--budget", "60%", *saved])
+    main(["fit", "train.py:with_step", "--budget", "60%", "--save-costs", "costs.json"])
+    capsys.readouterr()
+
+    files = ["--graph", "graph.json", "--costs", "costs.json", "--frontier", "f.png"]
+    assert main(["report", "plan.json", *files]) == 2
+    assert "Write both in one run" in capsys.readouterr().err

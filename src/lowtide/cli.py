@@ -23,6 +23,7 @@ from lowtide.units import parse_budget
 
 if TYPE_CHECKING:
     from lowtide.api import Fit
+    from lowtide.graph.costs import Costs
     from lowtide.graph.step_graph import StepGraph
     from lowtide.plan import Plan
     from lowtide.verifier import Verification
@@ -91,11 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--verify", action="store_true", help="run plain and planned step, compare every bit, time both")
     fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
     fit.add_argument("--save-graph", metavar="GRAPH.json", type=Path, help="write the traced step")
+    fit.add_argument("--save-costs", metavar="COSTS.json", type=Path, help="write the measured op times")
     fit.set_defaults(verb=_fit)
 
     report = verbs.add_parser("report", help="read a saved plan: text, web page or plot")
     report.add_argument("plan", metavar="PLAN.json", type=Path)
     report.add_argument("--graph", metavar="GRAPH.json", type=Path, help="the traced step: memory over time")
+    report.add_argument("--costs", metavar="COSTS.json", type=Path, help="its op times")
+    report.add_argument(
+        "--frontier", metavar="F.png", type=Path, help="draw time against memory, every budget and published method"
+    )
     report.set_defaults(verb=_report)
 
     for verb in (fit, report):
@@ -129,7 +135,7 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
     from lowtide.reports.summary import Measured, summary
 
     budget = _budget(args.budget)
-    _check_folders(args.save, args.save_graph, args.html, args.plot)
+    _check_folders(args.save, args.save_graph, args.save_costs, args.html, args.plot)
     model, batch, step = _call(args.target)
     try:
         fit: Fit = lowtide.fit(model, batch, step=step, budget=budget, method=args.method)
@@ -158,6 +164,8 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
         _write(args.save, fit.plan.save)
     if args.save_graph:
         _write(args.save_graph, lambda path: serial.save(fit.graph, path))
+    if args.save_costs:
+        _write(args.save_costs, lambda path: serial.save_costs(fit.costs, path))
     _pictures(args, fit.plan, fit.graph, measured, fit.costs)
     found = _findings(proof, fit.plan)
     body = {
@@ -206,7 +214,7 @@ def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
     from lowtide.reports.summary import summary
     from lowtide.reports.terminal import fit_report
 
-    _check_folders(args.html, args.plot)
+    _check_folders(args.html, args.plot, args.frontier)
     plan = _read(args.plan, Plan.load, "a plan", "lowtide fit ... --save PLAN.json")
     graph = _read(args.graph, serial.load, "a graph", "lowtide fit ... --save-graph GRAPH.json") if args.graph else None
     if args.plot and graph is None:
@@ -214,8 +222,36 @@ def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
             "--plot needs the traced step, which a plan does not hold.\n"
             "Add --graph GRAPH.json, written by: lowtide fit ... --save-graph GRAPH.json"
         )
-    _pictures(args, plan, graph, None, None)
-    return OK, fit_report(plan, graph), {"status": "ok", **summary(plan)}
+    costs = (
+        _read(args.costs, serial.load_costs, "op times", "lowtide fit ... --save-costs COSTS.json")
+        if args.costs
+        else None
+    )
+    if args.frontier and (graph is None or costs is None):
+        raise BadUsageError(
+            "--frontier plans the traced step anew for every budget, and a plan holds neither step nor op times.\n"
+            "Add --graph GRAPH.json --costs COSTS.json, written by: lowtide fit ... --save-graph ... --save-costs ..."
+        )
+    _pictures(args, plan, graph, None, costs)
+    body = {"status": "ok", **summary(plan)}
+    if args.frontier and graph is not None and costs is not None:
+        body |= _frontier(args.frontier, graph, costs)
+    return OK, fit_report(plan, graph), body
+
+
+def _frontier(path: Path, graph: StepGraph, costs: Costs) -> dict:
+    from lowtide.reports.progress import counting
+    from lowtide.reports.trade_off import plot_trade_off, trade_off
+
+    if len(costs.op_ms) != len(graph.ops):
+        raise BadUsageError(
+            f"--costs has times for {len(costs.op_ms)} ops, --graph has {len(graph.ops)} ops.\n"
+            "Write both in one run: lowtide fit ... --save-graph GRAPH.json --save-costs COSTS.json"
+        )
+    with counting("planning") as progress:
+        found = trade_off(graph, costs, progress=progress)
+    plot_trade_off(found, path)
+    return found.as_json()
 
 
 def _pictures(args: argparse.Namespace, plan: Plan, graph: StepGraph | None, measured: Any, costs: Any) -> None:

@@ -25,14 +25,32 @@ def plot_memory(graph: StepGraph, plan: Plan, path: str | Path, *, costs: Costs 
         LowtideError: matplotlib is not installed, or it cannot write that kind of file.
         PlanMismatchError: ``plan`` was made for another graph.
     """
+    figure = new_figure(path, (9, 4.2))
+    _draw(figure, graph, plan, costs)
+    save_figure(figure, path)
+
+
+def new_figure(path: str | Path, inches: tuple[float, float]) -> Figure:
+    """An empty figure to be saved at ``path``.
+
+    Raises:
+        LowtideError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise LowtideError(
             f"cannot draw {path}: matplotlib is not installed ({error}).\nInstall it with: pip install 'lowtide[plots]'"
         ) from error
-    figure = Figure(figsize=(9, 4.2), dpi=150, layout="constrained")
-    _draw(figure, graph, plan, costs)
+    return Figure(figsize=inches, dpi=150, layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write ``figure``.
+
+    Raises:
+        LowtideError: matplotlib cannot write that kind of file there.
+    """
     try:
         figure.savefig(path)
     except (ValueError, OSError) as error:

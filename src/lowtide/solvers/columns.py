@@ -167,7 +167,7 @@ class Decomposition:
                 kinds[excerpt.key] = Kind(excerpt)
             self.kinds.append(kinds[excerpt.key])
         self.different = list(kinds.values())
-        self.total_ms = sum(k.columns[1].ms if len(k.columns) > 1 else 0.0 for k in self.kinds) or 1.0
+        self.total_ms = sum(g.ms for k in self.kinds for g in k.sketch.groups) or 1.0
         self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)
 
     def peak(self, segment: int, column: Column) -> int:
@@ -184,10 +184,11 @@ class Decomposition:
             if finer and not self._densify(peak_prices):
                 break
             master = _Master(self, budget_bytes)
+            master.program.upper[master.shortage] = 0.0  # else a few bytes could be bought within the gap
             answer = master.program.minimise(
                 gap=gap, slack=slack_ms / master.ms_unit, node_limit=node_limit, time_limit_s=time_limit_s
             )
-            if not len(answer.values) or master.short(answer.values):
+            if not len(answer.values):
                 return None
             if answer.objective * master.ms_unit <= bound_ms + slack_ms:
                 break

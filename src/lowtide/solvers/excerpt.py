@@ -23,6 +23,8 @@ from lowtide.solvers.segments import Windows
 from lowtide.solvers.structure import readers
 
 _NEVER = 1 << 60
+_BALLAST = "ballast"
+_IMPORTED = "made by another segment"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Excerpts:
         self.dies.update((s, _NEVER) for s in self.born if s not in freed)
         self._first_unpack = {s: events[0] for s, events in unpacked.items()}
 
-    def _tied(self, storage: int, segment: int) -> str:
+    def tied(self, storage: int, segment: int) -> str:
         """Why ``storage`` has to be saved for the sake of other segments; "" if it has not."""
         window = self.windows[segment]
         if any(self.segment_of.get(op) != segment for op in self._readers.get(storage, ())):
@@ -131,17 +133,18 @@ class _Cut:
         self.events: list[tuple[int, int]] = []
         self.saved: list[int] = []
         self.saved_names: dict[int, int] = {}
-        self.proxies: dict[str, int] = {}
+        self.op_names: dict[int, int] = {}
+        self.proxies: dict[str, int] = {}  # one storage for all that may be read and costs nothing, one for the rest
+        self.whole_ids: list[int] = []  # of the first storages: the segment's own, then imports
 
     def excerpt(self) -> Excerpt:
         graph, source = self.graph, self.source
         ops = source.ops_of[self.segment]
         own = [s for op in ops for s in graph.ops[op].makes]
         imports = self._imports(ops, set(own))
-        self.whole_ids: list[int] = []
         for s in (*own, *imports):
             storage = graph.storages[s]
-            fixed = storage.fixed or ("made by another segment" if s in imports else source._tied(s, self.segment))
+            fixed = storage.fixed or (_IMPORTED if s in imports else source.tied(s, self.segment))
             self._add(s, storage.bytes, storage.kind, fixed)
             self.whole_ids.append(s)
         forward_bytes = self._ballast(self.window.forward, set(own), imports)
@@ -199,7 +202,7 @@ class _Cut:
                 makes.append(self._add(s, graph.storages[s].bytes, "backward"))
         self.rest = self._add(None, staying, "backward")
         makes.append(self.rest)
-        self._run("ballast", makes, (), backward=window[0] >= source.turn, ms=0.0)
+        self._run(_BALLAST, makes, (), backward=window[0] >= source.turn, ms=0.0)
         return staying
 
     def _end_ballast(self, window: tuple[int, int], skip: set[int]) -> None:
@@ -253,7 +256,7 @@ class _Cut:
                     self.events.append((FREE, name))
             elif kind == FREE:
                 self.events.append((FREE, name))
-            elif self.storages[name].fixed != "made by another segment":
+            elif self.storages[name].fixed != _IMPORTED:
                 if number not in self.saved_names:
                     self.saved_names[number] = len(self.saved)
                     self.saved.append(name)
@@ -264,10 +267,6 @@ class _Cut:
             return range(*stretch)
         of = self.source.events_of
         return sorted(at for s in self.whole_ids for at in of.get(s, ()) if stretch[0] <= at < stretch[1])
-
-    @cached_property
-    def op_names(self) -> dict[int, int]:
-        return {}
 
     def _copy(self, op: Op) -> None:
         graph = self.graph
@@ -308,14 +307,11 @@ class _Cut:
             frames=(Frame(-1, "", 0),), storages=tuple(self.storages), ops=tuple(self.ops), saved=tuple(self.saved),
             events=tuple(self.events),
         )  # fmt: skip
-        weightless = [
-            (s.bytes if self.ops[s.op].name != "ballast" or self.ops[s.op].makes[-1] != s.id else 0)
-            if s.op is not None else 0
-            for s in self.storages
-        ]  # fmt: skip
+        rests = {op.makes[-1] for op in self.ops if op.name == _BALLAST}
+        weights = tuple(0 if s.id in rests else s.bytes for s in self.storages)
         key = (
             tuple((o.name, o.backward, o.reads, o.makes, o.workspace_bytes, o.rng_bytes, o.finishes) for o in self.ops),
-            tuple(self.op_ms), tuple(weightless), tuple((s.kind, s.fixed) for s in self.storages),
+            tuple(self.op_ms), weights, tuple((s.kind, s.fixed) for s in self.storages),
             graph.saved, graph.events, turn, backward,
         )  # fmt: skip
         return Excerpt(

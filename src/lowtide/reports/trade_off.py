@@ -1,0 +1,91 @@
+"""The whole trade-off of one step, with the published methods on the same axes: as data, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.reports.plots import BUDGET, PLAIN, PLANNED, new_figure, save_figure
+from lowtide.solvers.classics import BUDGETED, CLASSICS
+from lowtide.solvers.front_door import solve
+from lowtide.solvers.pareto import FrontierPoint, frontier
+
+_SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets at which the methods that make the most of one are asked
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """Points of (peak bytes, step ms), by method; the frontier's under ``exact``."""
+
+    front: list[FrontierPoint]
+    classics: dict[str, list[tuple[int, float]]]
+
+    def as_json(self) -> dict:
+        """Plain types."""
+        return {
+            "frontier": [
+                {"peak_bytes": p.peak_bytes, "step_ms": p.step_ms, "overhead": p.plan.predicted_overhead}
+                for p in self.front
+            ],
+            "classics": {
+                method: [{"peak_bytes": peak, "step_ms": ms} for peak, ms in points]
+                for method, points in self.classics.items()
+            },
+        }
+
+
+def trade_off(
+    graph: StepGraph, costs: Costs, *, points: int = 12, progress: Callable[[int, int], None] | None = None
+) -> TradeOff:
+    """Plan the step over its whole range of budgets, and by every published method that applies to it."""
+    classics: dict[str, list[tuple[int, float]]] = {}
+    for method in CLASSICS:
+        found = set()
+        for budget in _SHARES if method in BUDGETED else (None,):
+            try:
+                plan = solve(graph, costs, budget, method=method)
+            except (BudgetInfeasibleError, ValueError):  # not in so little, or no layer repeats
+                continue
+            found.add((plan.predicted_peak_bytes, plan.predicted_step_ms))
+        if found and method != "none":
+            classics[method] = sorted(found)
+    return TradeOff(frontier(graph, costs, points=points, progress=progress), classics)
+
+
+def plot_trade_off(found: TradeOff, path: str | Path) -> None:
+    """Write peak memory against extra time to ``path``; the suffix (.png, .svg, .pdf) says how.
+
+    Raises:
+        LowtideError: matplotlib is not installed, or it cannot write that kind of file.
+    """
+    figure = new_figure(path, (7.5, 4.6))
+    plan = found.front[-1].plan
+    plain_ms, resident, whole = plan.plain_step_ms, plan.resident_bytes, plan.plain_peak_bytes - plan.resident_bytes
+
+    def place(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+        return [100 * (b - resident) / whole for b, _ in points], [100 * (ms / plain_ms - 1) for _, ms in points]
+
+    axes = figure.add_subplot()
+    ours = place([(p.peak_bytes, p.step_ms) for p in found.front])
+    axes.plot(*ours, color=PLANNED, marker="o", markersize=4, linewidth=1.6, label="lowtide", zorder=3)
+    shapes = "s^vDPX*"
+    for (method, points), shape in zip(found.classics.items(), shapes, strict=False):
+        color = BUDGET if method == "full" else PLAIN
+        axes.plot(*place(points), color=color, marker=shape, markersize=6, linestyle="", label=method, alpha=0.9)
+    axes.set(xlabel="activation memory, % of the plain step's", ylabel="extra time, %")
+    # Schedules that replay an op many times cost more than the rest of the picture is high.
+    most = max(
+        y for _, points in [("", ours[1]), *((m, place(p)[1]) for m, p in found.classics.items())] for y in points
+    )
+    if most > 100:
+        axes.set_yscale("symlog", linthresh=10)
+        axes.set_yticks([0, 5, 10, 20, 50, 100, 200], ["0", "5", "10", "20", "50", "100", "200"])
+    axes.set_xlim(0, 103)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(linewidth=0.4, alpha=0.4)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    save_figure(figure, path)
