@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_case_graphs import load_case
 from test_solvers import oracle, small_cases, small_graphs
 from toys import chain, decoder, decoder_costs, linear_tanh, unit_costs
 
@@ -197,6 +198,29 @@ def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
 
     with pytest.raises((AssertionError, ExceptionGroup)):
         law()
+
+
+@pytest.mark.parametrize("name", ("toy", "decoder8_512", "minilm"))
+@pytest.mark.parametrize("budget", ("50%", "25%"))
+def test_on_real_steps_exact_is_within_a_percent_of_it(name, budget):
+    graph, costs = load_case(name)
+    try:
+        plan = solve(graph, costs, budget)
+    except BudgetInfeasibleError as error:
+        plan = solve(graph, costs, error.least_bytes)
+
+    assert 0 <= plan.gap <= 0.01
+
+
+@pytest.mark.parametrize("name", ("toy", "chain48", "autocast"))
+def test_no_published_method_is_below_it_on_real_steps(name):
+    graph, costs = load_case(name)
+    least = bound_peak(graph)
+
+    for method, budget in (("full", None), ("sqrt_n", None), ("selective", None), ("rotor", "25%"), ("revolve", "40%")):
+        plan = solve(graph, costs, budget, method=method)
+        assert least <= plan.predicted_peak_bytes
+        assert bound_time(graph, costs, plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
 
 
 # What a plan and an error say of them

@@ -14,8 +14,8 @@ dominance algorithm").
 Symbols (stages t as in ``certain.py``; an op has a grid of stages, ends of its slots i):
 
     s_x       1: x is kept                              D_j = A_{j,last}   1: op j is replayed at all
-    A_{j,i}   1: op j has been replayed by slot i        N_{j,i}            times that j is replayed within slot i
-    K_{x,t}   1: unstored x is pinned through stage t    V_{x,i}            1: x, brought back, is held beyond slot i
+    A_{j,i}   1: op j has been replayed by slot i       N_{j,i}            1: j is replayed within slot i (N_{j,0} = A_{j,0})
+    K_{x,t}   1: unstored x is pinned through stage t   V_{x,i}            1: x, brought back, is held beyond slot i
 
     minimise  sum_j ms_j sum_i N_{j,i} + record_ms D_j
     such that s_x + A_{j,t} >= 1                             backward asks for x, made by j, in stage t
@@ -24,7 +24,8 @@ Symbols (stages t as in ``certain.py``; an op has a grid of stages, ends of its 
               D_j + sum s_x <= outputs of j                  what is kept is not made again
               N_{j,i} >= A_{j,i} - A_{j,i-1}
               s_x + V_{x,i-1} + N_{j,i} >= 1                 ... each time that it asks
-              A_{j,i} - A_{j,i-1} <= s_p + V_p + N_p         a first replay finds what it reads there and then
+              N_{j,i} <= s_p + V_p + N_p                     every replay finds what it reads there and then;
+                                                             of an unstored p only what is pinned until then, K_p
               V_{x,i} <= V_{x,i-1} + N_{j,i}
               K_{x,t} >= D_j - A_{j,t} - D_{maker(x)}        for each reader j of x
               floor + sum m (s + K + V) <= budget            at every moment that may bind

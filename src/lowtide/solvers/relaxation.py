@@ -76,9 +76,11 @@ class Relaxation:
         self.N: dict[int, list[int]] = {}
         for op in certain.useful:
             ms = (costs.op_ms[op] + costs.replay_us / 1e3) / self.ms_unit * timed
-            steps = [column() for _ in self.grid[op][:-1]]
+            slots = len(self.grid[op])
+            steps = [column() for _ in range(slots - 1)]
             self.A[op] = [*steps, column(costs.record_us / 1e3 / self.ms_unit * timed)]
-            self.N[op] = [column(ms) for _ in self.grid[op]]
+            self.N[op] = [self.A[op][0], *(column(ms) for _ in range(slots - 1))]  # in the first slot they are one
+            self.program.cost[self.A[op][0]] += ms
         read = (s for op in certain.useful for s in self.graph.ops[op].reads if self.graph.storages[s].op is not None)
         choices = sorted(certain.droppable.union(read) - certain.always_kept)
         self.s = {x: column() for x in choices}
@@ -100,7 +102,6 @@ class Relaxation:
         for op in certain.useful:
             outputs = [self.s[x] for x in self.graph.ops[op].makes if x in certain.returns and x in self.s]
             row({self.A[op][-1]: 1, **dict.fromkeys(outputs, 1.0)}, upper=len(outputs))
-            row({self.N[op][0]: 1, self.A[op][0]: -1}, lower=0)
             for i, (before, after) in enumerate(pairwise(self.A[op])):
                 row({before: 1, after: -1}, upper=0)
                 row({self.N[op][i + 1]: 1, before: 1, after: -1}, lower=0)
@@ -162,20 +163,21 @@ class Relaxation:
                 row({held: 1, self.N[op][i]: -1, **self._since(x, i, -1)}, upper=0)
             for stage in certain.asked.get(x, ()):
                 i = self._slot(op, stage)
-                row({self.s[x]: 1, self.N[op][i]: 1, **self._since(x, i, 1)}, lower=1)
+                if i:  # the first slot is in the rows above
+                    row({self.s[x]: 1, self.N[op][i]: 1, **self._since(x, i, 1)}, lower=1)
         for op in certain.useful:
             for x in self._sources(op):
                 for i, stage in enumerate(self.grid[op]):
-                    kept = self.s[x]
-                    if i and x in self.K:
-                        kept = dict(self.K[x])[self.grid[op][i - 1]]
+                    begin = self.grid[op][i - 1] + 1 if i else certain.since[op]
+                    maker = certain.maker(x) if x in certain.returns else None
+                    low = self._slot(maker, begin) if maker is not None else 0
+                    if not (i or low):
+                        continue  # the rows above say so
+                    kept = dict(self.K[x])[self.grid[op][i - 1]] if i and x in self.K else self.s[x]
                     terms = {self.N[op][i]: 1.0, kept: -1.0}
-                    if x in certain.returns:
-                        maker = certain.maker(x)
-                        begin = self.grid[op][i - 1] + 1 if i else certain.since[op]
-                        low, high = self._slot(maker, begin), self._slot(maker, stage)
+                    if maker is not None:
                         terms.update(self._since(x, low, -1))
-                        terms.update(dict.fromkeys(self.N[maker][low : high + 1], -1.0))
+                        terms.update(dict.fromkeys(self.N[maker][low : self._slot(maker, stage) + 1], -1.0))
                     row(terms, upper=0)
 
     def _since(self, storage: int, slot: int, factor: float) -> Terms:
