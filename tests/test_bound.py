@@ -19,7 +19,6 @@ from lowtide.solvers.front_door import METHODS, solve
 from lowtide.solvers.structure import close, recomputable
 
 
-
 def violations(graph, costs, found):
     """(step_ms, peak_bytes) pairs that the bounds say cannot be."""
     least = bound_peak(graph)
