@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lowtide.errors import GraphFormatError
+from lowtide.explanation import Explanation, read_evidence, weigh
 from lowtide.graph.step_graph import Frame, StepGraph
 
 VERSION = 1
@@ -67,6 +69,7 @@ class Plan:
         predicted_step_ms, plain_step_ms: Forward and backward.
         bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
             speaks of, in words.
+        evidence: What ``explain`` needs beyond the decisions; empty in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
 
@@ -88,6 +91,7 @@ class Plan:
     calls: tuple[str, ...] = ()
     region: str = "model"
     bound_model: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -119,6 +123,30 @@ class Plan:
     @property
     def keeps_everything(self) -> bool:
         return all(d.action == SAVE for d in self.decisions)
+
+    def explain(self) -> Explanation:
+        """What binds the peak, what more memory would buy, and which decisions weigh most; ``print`` it."""
+        when, module, op, holders, other_bytes, price = read_evidence(self.evidence)
+        excess_ms = max(self.predicted_step_ms - self.plain_step_ms, 0.0)
+        rows: list[tuple[str, str, str, int, float]] = []
+        timed: set[int] = set()
+        for d in self.decisions:
+            # Outputs of one op are replayed by one run of it.
+            ms = 0.0 if d.op in timed else d.recompute_ms
+            timed.update((d.op,) if ms else ())
+            rows.append((d.action, self.scope(d), self.ops[d.op].name, d.bytes, ms))
+        return Explanation(
+            peak_bytes=self.predicted_peak_bytes,
+            resident_bytes=self.resident_bytes,
+            when=when,
+            module=module,
+            op=op,
+            holders=holders,
+            other_bytes=other_bytes,
+            ms_per_byte=price,
+            ms_per_gib=None if price is None else min(price * 2**30, excess_ms),
+            decisions=weigh(rows, price),
+        )
 
     def scope(self, decision: Decision) -> str:
         """Module path of the op that makes the storage."""
@@ -157,7 +185,8 @@ class Plan:
             body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), *rest) for name, frame, dyn, *rest in body["ops"])
             body["calls"] = tuple(body["calls"])
             plan = Plan(**body)
-        except (KeyError, TypeError, ValueError) as error:
+            read_evidence(plan.evidence)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
         for name, good in (("frames", plan._frame_is_good), ("ops", plan._op_is_good), ("decisions", plan._is_good)):
             for i, entry in enumerate(body[name]):

@@ -74,6 +74,25 @@ class Timeline:
         return self.event_peak_bytes.index(self.peak_bytes) if self.peak_bytes in self.event_peak_bytes else 0
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What memory holds when the peak is first reached.
+
+    Attributes:
+        event: Index into ``StepGraph.events``.
+        op: What runs then (or ran last); None at the start of the step. ``replay``: it runs again, in backward.
+        originals: Bytes by storage, of what first runs made. ``replayed``: of what replays made.
+        peak_bytes: These, what lived before the step, workspace and generator state.
+    """
+
+    event: int
+    op: int | None
+    replay: bool
+    originals: dict[int, int]
+    replayed: dict[int, int]
+    peak_bytes: int
+
+
 def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> Timeline:
     """Run one training step under ``plan`` and return memory over time.
 
@@ -125,6 +144,27 @@ def simulate_actions(
         event_peak_bytes=tuple(run.peaks),
         replays=tuple(run.replays),
     )
+
+
+def contents_at_peak(
+    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int] | None = None
+) -> Contents:
+    """What fills memory at the first moment of the peak; arguments as for ``simulate_actions``."""
+    first = _Step(_index(graph), actions, replays or {})
+    first.play(graph.events)
+    peak_bytes = max(first.peaks, default=graph.resident_bytes)
+    event = first.peaks.index(peak_bytes) if first.peaks else 0
+    again = _Step(_index(graph), actions, replays or {})
+    again.watched = peak_bytes
+    again.play(graph.events[: event + 1])
+    if again.seen is None:  # nothing runs at that moment
+        again.look(None)
+    assert again.seen is not None
+    originals, replayed = again.seen
+    here = [r.op for r in first.replays if r.event == event and r.peak_bytes == peak_bytes]
+    runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
+    op = here[0] if here else runs[-1] if runs else None
+    return Contents(event, op, bool(here), originals, replayed, peak_bytes)
 
 
 def _check(graph: StepGraph, actions: Mapping[int, str]) -> None:
@@ -208,6 +248,17 @@ class _Step:
         self.lives: list[int] = []
         self.peaks: list[int] = []
         self.replays: list[Replay] = []
+        self.watched = -1  # the bytes at which to note what lives
+        self.seen: tuple[dict[int, int], dict[int, int]] | None = None
+
+    def look(self, replayed_op: int | None) -> None:
+        """Note what lives, originals and what replays made, the outputs of ``replayed_op`` among these."""
+        size = self.index.bytes
+        originals = {s: size[s] for s, refs in enumerate(self.refs) if refs > 0 and self.index.maker[s] >= 0}
+        replayed = {s: size[s] for s in sorted(self.materialised)}
+        for s in () if replayed_op is None else self.index.makes[replayed_op]:
+            replayed[s] = replayed.get(s, 0) + size[s]  # a lent value is there already
+        self.seen = originals, replayed
 
     def play(self, events: tuple[tuple[int, int], ...]) -> None:
         index, recomputed = self.index, self.recomputed
@@ -267,6 +318,8 @@ class _Step:
                     self.value_refs[storage] += 1
                 else:
                     self.refer(storage)
+        if peak == self.watched and self.seen is None:
+            self.look(None)
         return peak
 
     def forget_originals(self) -> None:
@@ -349,6 +402,8 @@ class _Step:
             self.live += index.made_bytes[op]
             # The generator's present state is put aside while the recorded one is in force.
             self.replays.append(Replay(event, op, self.live + index.workspace[op] + index.rng[op]))
+            if self.replays[-1].peak_bytes == self.watched and self.seen is None:
+                self.look(op)
             for_now = bool(passing_runs.get(op))
             for made in index.makes[op]:
                 stays = made in passing or made == storage if for_now else self.value_refs.get(made, 0) > 0

@@ -48,6 +48,7 @@ tr.all td { font-weight: 600; } .stack { display: flex; height: 10px; min-width:
 .legend i:first-child { margin-left: 0; } .swatch-plain { background: var(--plain); }
 .swatch-budget { border-top: 2px dashed var(--budget); height: 0 !important; width: 18px !important;
   vertical-align: 4px; }
+pre { background: var(--tile); border-radius: 8px; padding: 12px 16px; font-size: 13px; overflow-x: auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; font-size: 14px; margin: 0; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 """
@@ -74,6 +75,7 @@ def html_report(
         _warnings([*own_warnings(plan, measured), *warnings]),
         "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
         _picture(plan, graph, measured, costs),
+        *_explanation(plan),
         "<h2>Decisions by module</h2>",
         _table("module", by_module(plan)),
         "<h2>Decisions by operator</h2>",
@@ -144,6 +146,10 @@ def _picture(plan: Plan, graph: StepGraph | None, measured: Measured | None, cos
     bars.append(("before the step", "plain", plan.resident_bytes))
     note = "" if plan.budget_bytes is None else '<p class="legend"><i class="swatch-budget"></i>budget</p>\n'
     return note + bar_chart(bars, plan.budget_bytes)
+
+
+def _explanation(plan: Plan) -> list[str]:
+    return ["<h2>What binds</h2>", f"<pre>{escape(str(plan.explain()))}</pre>"] if plan.evidence else []
 
 
 def _table(what: str, groups: tuple[Group, ...]) -> str:

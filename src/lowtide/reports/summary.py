@@ -6,14 +6,11 @@ The terminal, HTML and JSON reports all render this one summary, so they cannot 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from lowtide.explanation import collapse_path, short_op
 from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
-
-_NUMBERED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-_REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
 
 
 @dataclass(frozen=True)
@@ -81,19 +78,6 @@ class Group:
     other_count: int
     other_bytes: int
     recompute_ms: float
-
-
-def collapse_path(path: str) -> str:
-    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: like layers, and one level within them, share a row."""
-    starred = _NUMBERED.sub("*", path)
-    return _REPEATED.sub(r"\1", starred) or "(outside modules)"
-
-
-def short_op(name: str) -> str:
-    """``aten.mul.Tensor -> mul``: overloads of one operator share a row; other namespaces stay visible."""
-    namespace, _, rest = name.partition(".")
-    op = rest.partition(".")[0]
-    return op if namespace == "aten" and op else f"{namespace}.{op}" if op else name
 
 
 def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[Group, ...]:
@@ -181,6 +165,7 @@ def summary(plan: Plan, measured: Measured | None = None, more_warnings: Sequenc
         "bound_ms": plan.bound_ms,
         "gap": None if math.isnan(plan.gap) else plan.gap,
         "solve_s": plan.solve_s,
+        "explanation": asdict(plan.explain()) if plan.evidence else None,
         "counts": plan.counts,
         "bytes_by_action": plan.bytes_by_action,
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},

@@ -42,6 +42,8 @@ def fit_report(
     blocks = [_headline(plan, graph), _peaks(plan, measured), _facts(plan, graph, measured)]
     blocks.append(_groups("by module", by_module(plan)))
     blocks.append(_groups("by operator", by_op(plan)))
+    if plan.evidence:
+        blocks.append(str(plan.explain()))
     found = [*own_warnings(plan, measured), *warnings]
     if found:
         blocks.append("\n".join(["warnings", *(line for text in found for line in _wrapped("  -", text, indent=4))]))

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import RUN, Op, StepGraph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, Decision, Plan, PlannedOp
-from lowtide.simulator import Timeline, simulate_actions
+from lowtide.simulator import simulate_actions
 from lowtide.solvers.bound import HOLDS_FOR, bound_peak, bound_time
+from lowtide.solvers.evidence import bottleneck, evidence
 from lowtide.units import format_bytes
 
 
@@ -90,6 +91,7 @@ def finish(
         calls=graph.calls,
         region=graph.region,
         bound_model="" if bound is None else HOLDS_FOR,
+        evidence=evidence(graph, draft.actions, draft.replays, bound),
         provenance={**graph.provenance, **draft.provenance, **searched},
     )
 
@@ -118,32 +120,9 @@ def infeasible(
         else:
             lines = [f"no plan found fits budget={asked}: the leanest needs {found}, none less than {floor}."]
     rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
-    rows.append(("bottleneck", _bottleneck(graph, timeline)))
+    rows.append(("bottleneck", bottleneck(graph, least, replays or {})))
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
     other = "reduce the batch" if method == "exact" else 'use method="exact"'
     lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.")
     return BudgetInfeasibleError("\n".join(lines), budget_bytes=budget_bytes, least_bytes=timeline.peak_bytes)
-
-
-def _bottleneck(graph: StepGraph, timeline: Timeline) -> str:
-    """Module and op that run when the peak is reached."""
-    event = timeline.peak_event
-    during = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == timeline.peak_bytes]
-    runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
-    if not runs:
-        return "the start of the step"
-    op = graph.ops[(during or runs)[-1]]
-    if during:
-        how = "run again in backward"
-    else:
-        how = "backward" if op.backward else "forward"
-    return f"{_module(graph, op) or 'the step itself'} ({op.name}, {how})"
-
-
-def _module(graph: StepGraph, op: Op) -> str:
-    """Module path of ``op``; of a backward op outside all modules that of the forward op whose output it reads."""
-    if op.backward and not graph.scope(op):
-        makers = [graph.storages[s].op for s in op.reads if graph.storages[s].kind == "activation"]
-        return next((graph.scope(graph.ops[m]) for m in makers if m is not None), "")
-    return graph.scope(op)

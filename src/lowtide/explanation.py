@@ -1,0 +1,170 @@
+"""Why a plan is as it is: what fills memory at the peak, what more memory would buy, which decisions weigh most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.units import format_bytes
+
+_WIDTH = 100
+_MOST_DECISIONS = 10
+_STEPS = (("MiB", 20), ("KiB", 10), ("byte", 0))
+_NUMBERED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
+
+
+def collapse_path(path: str) -> str:
+    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: like layers, and one level within them, share a row."""
+    starred = _NUMBERED.sub("*", path)
+    return _REPEATED.sub(r"\1", starred) or "(outside modules)"
+
+
+def short_op(name: str) -> str:
+    """``aten.mul.Tensor -> mul``: overloads of one operator share a row; other namespaces stay visible."""
+    namespace, _, rest = name.partition(".")
+    op = rest.partition(".")[0]
+    return op if namespace == "aten" and op else f"{namespace}.{op}" if op else name
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Storages that live at the peak, of like origin.
+
+    Attributes:
+        kind: ``saved`` for backward or a replay, ``replayed``, made in ``backward``, or still ``in use`` in forward.
+        module, op: What makes them, with numbered siblings and overloads together.
+    """
+
+    kind: str
+    module: str
+    op: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Decisions alike: same action, module and operator, numbered siblings together.
+
+    Attributes:
+        recompute_ms: What their replays take; 0 for what is saved.
+        rent_ms: What their bytes would buy at the price of memory, where that is known; 0 for what is recomputed.
+    """
+
+    action: str
+    module: str
+    op: str
+    count: int
+    bytes: int
+    recompute_ms: float
+    rent_ms: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What binds a plan. ``print`` it; it fits 100 columns.
+
+    Attributes:
+        peak_bytes, resident_bytes: Absolute; what lives before the step is part of the peak.
+        when: ``forward``, ``backward`` or ``replay``: what the step is at when the peak is reached; "" for a plan made
+            before that was written down.
+        module, op: What runs then.
+        holders: What fills memory then beside what lived before the step, most bytes first.
+        other_bytes: The rest: smaller holders, workspace, generator state.
+        ms_per_byte: What one more byte of budget takes off the time bound, for small changes; None without a budget.
+        ms_per_gib: What one more GiB takes off it at most; never more than all of the overhead.
+        decisions: The ones that weigh most, by the larger of their two times, else by bytes.
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+    when: str
+    module: str
+    op: str
+    holders: tuple[Holder, ...]
+    other_bytes: int
+    ms_per_byte: float | None
+    ms_per_gib: float | None
+    decisions: tuple[Weight, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(line[:_WIDTH].rstrip() for line in (*self._peak(), *self._price(), *self._decisions()))
+
+    def _peak(self) -> list[str]:
+        peak = format_bytes(self.peak_bytes)
+        if not self.when:
+            return [f"peak {peak}; what binds it was not written down: plan again with this lowtide"]
+        how = {"replay": "in backward, while {} runs again"}.get(self.when, f"in {self.when}, while {{}} runs")
+        lines = [f"peak {peak}, {how.format(f'{_middle(self.op, 34)} of {_middle(self.module, 34)}')}"]
+        lines.append(f"  {format_bytes(self.resident_bytes):>11}  before the step")
+        for h in self.holders:
+            lines.append(f"  {format_bytes(h.bytes):>11}  {h.kind:<9}  {_origin(h.count, h.op, h.module)}")
+        if self.other_bytes:
+            lines.append(f"  {format_bytes(self.other_bytes):>11}  others")
+        return lines
+
+    def _price(self) -> list[str]:
+        if self.ms_per_byte is None or self.ms_per_gib is None:
+            return []
+        if not self.ms_per_byte:
+            return ["more memory buys no time"]
+        unit, size = next((u, 2**p) for u, p in _STEPS if self.ms_per_byte * 2**p < 1000 or not p)
+        here = f"{self.ms_per_byte * size:.3g} ms per {unit} here"
+        return [f"one more GiB takes at most {self.ms_per_gib:.1f} ms off the step ({here})"]
+
+    def _decisions(self) -> list[str]:
+        if not self.decisions:
+            return []
+        rents = any(d.rent_ms for d in self.decisions)
+        lines = ["decisions that weigh most" + (" (saved: what their memory would buy)" if rents else "")]
+        for d in self.decisions:
+            ms = d.recompute_ms or d.rent_ms
+            time = f"{ms:.1f} ms" if ms else ""
+            lines.append(
+                f"  {format_bytes(d.bytes):>11}  {d.action:<12} {time:>11}  {_origin(d.count, d.op, d.module, 46)}"
+            )
+        return lines
+
+
+def weigh(rows: Iterable[tuple[str, str, str, int, float]], ms_per_byte: float | None) -> tuple[Weight, ...]:
+    """The ten groups of decisions that weigh most.
+
+    Args:
+        rows: Action, module path, operator, bytes and replay milliseconds of each decision.
+    """
+    groups: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+    for action, module, op, size, ms in rows:
+        groups.setdefault((action, collapse_path(module), short_op(op)), []).append((size, ms))
+    found = []
+    for (action, module, op), members in groups.items():
+        size, ms = sum(m[0] for m in members), sum(m[1] for m in members)
+        rent_ms = 0.0 if action == "recompute" else size * (ms_per_byte or 0.0)
+        found.append(Weight(action, module, op, len(members), size, ms, rent_ms))
+    found.sort(key=lambda w: (-max(w.recompute_ms, w.rent_ms), -w.bytes, w.module, w.op))
+    return tuple(found[:_MOST_DECISIONS])
+
+
+def read_evidence(evidence: Mapping[str, Any]) -> tuple[str, str, str, tuple[Holder, ...], int, float | None]:
+    """``when``, ``module``, ``op``, ``holders``, ``other_bytes`` and ``ms_per_byte`` of an ``Explanation``, as a plan
+    keeps them; a plan without evidence has none of it."""
+    peak = evidence.get("peak", {})
+    holders = tuple(Holder(*row) for row in evidence.get("holders", ()))
+    return (
+        peak.get("when", ""), peak.get("module", ""), peak.get("op", ""), holders, evidence.get("other_bytes", 0),
+        evidence.get("ms_per_byte"),
+    )  # fmt: skip
+
+
+def _origin(count: int, op: str, module: str, width: int = 70) -> str:
+    return _middle(f"{count} x {_middle(op, 34)}, {module}" if count > 1 else f"{_middle(op, 34)}, {module}", width)
+
+
+def _middle(text: str, width: int) -> str:
+    """Cut the middle out of a long name: both its ends tell."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
