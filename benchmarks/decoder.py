@@ -9,7 +9,8 @@ Each malloc mode is a process of its own, because glibc reads its settings at st
   overhead lies below predicted.
 - ``fixed``: memory is kept by the process (``MALLOC_MMAP_MAX_=0``, no trimming). For comparing with predictions.
 
-Within a process all methods run interleaved on the same weights. Time is process CPU time, peaks are the allocator's.
+Within a process all methods run interleaved on the same weights. Time is process CPU time, as a ratio to the plain step
+just before and just after; peaks are the allocator's.
 """
 
 from __future__ import annotations
@@ -127,15 +128,20 @@ class Bench:
         ours = self._planned(graph, op_costs, graph.resident_bytes + full_bytes)
         outcomes |= {method.name: self._outcome(method) for method in ours if method.plan is not None}
         runnable = [method for method in [*baselines, *ours] if method.name in outcomes]
-        times = meters.compare_times(
-            {method.name: partial(self._run, method) for method in runnable},
+        others = {m.name: partial(self._run, m) for m in runnable if m.name != "none"}
+        plain, times, ratios = meters.compare_with(
+            partial(self._run, baselines[0]),
+            others,
             rounds=1 if self.args.quick else self.args.rounds,
             on_round=lambda done, total: self._say(f"round {done} of {total}"),
             seed=SEED,
         )
+        times["none"] = plain
+        one = meters.Times.of([ms / plain.median_ms for ms in plain.samples_ms])
+        ratios["none"] = one
         shared = self._shared() | seconds
         return [
-            shared | self._line(method, graph, outcomes.get(method.name), times, outcomes["none"][0])
+            shared | self._line(method, graph, outcomes.get(method.name), times, ratios, outcomes["none"][0])
             for method in [*baselines, *ours]
         ]
 
@@ -201,12 +207,12 @@ class Bench:
             self.reference = [tensor.clone() for tensor in found]
         return activation_bytes, all(same_bits(a, b) for a, b in zip(found, self.reference, strict=True))
 
-    def _line(self, method: Method, graph, outcome, times: dict, plain_bytes: int) -> dict:
+    def _line(self, method: Method, graph, outcome, times: dict, ratios: dict, plain_bytes: int) -> dict:
         line: dict = {"method": method.name}
         if outcome is None:
             return line | {"status": "infeasible"}
         activation_bytes, equal = outcome
-        spent, base_ms = times[method.name], times["none"].median_ms
+        spent, ratio = times[method.name], ratios[method.name]
         line |= {
             "status": "ok" if equal else "gradients differ",
             "bitwise_equal": equal,
@@ -216,8 +222,8 @@ class Bench:
             "fraction": activation_bytes / plain_bytes,
             "time_ms": spent.median_ms,
             "time_ms_quartiles": spent.quartiles,
-            "time_ratio": spent.median_ms / base_ms,
-            "time_ratio_quartiles": [q / base_ms for q in spent.quartiles],
+            "time_ratio": ratio.median_ms,
+            "time_ratio_quartiles": ratio.quartiles,
         }
         plan = method.plan
         if plan is None:

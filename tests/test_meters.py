@@ -130,6 +130,30 @@ def test_methods_take_turns_in_an_order_that_the_seed_fixes():
     assert calls == order(seed=1) != order(seed=2)
 
 
+def test_a_baseline_runs_before_and_after_every_two_methods():
+    calls = []
+    methods = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+
+    plain, times, ratios = meters.compare_with(lambda: calls.append("p"), methods, rounds=4, seed=1)
+
+    rounds = [calls[i : i + 6] for i in range(0, 30, 6)]
+    assert all("".join("p" if c == "p" else "m" for c in run) == "pmmpmp" for run in rounds)
+    assert all(sorted(run) == ["a", "b", "c", "p", "p", "p"] for run in rounds)
+    assert len(plain.samples_ms) == 8
+    assert all(len(t.samples_ms) == 4 for t in (*times.values(), *ratios.values()))
+
+
+def test_a_machine_that_slows_down_does_not_change_a_ratio(monkeypatch):
+    """Every call takes a tenth longer than the one before; a ratio of medians would say otherwise."""
+    spent = iter(1.1**i for i in range(1000))
+    monkeypatch.setattr(meters, "time_ms", lambda fn, device: fn() * next(spent))
+
+    _, times, ratios = meters.compare_with(lambda: 1.0, {"double": lambda: 2.0}, rounds=5)
+
+    assert all(abs(r - 2) < 0.02 for r in ratios["double"].samples_ms)
+    assert max(times["double"].samples_ms) > 3 * min(times["double"].samples_ms)
+
+
 def test_more_work_takes_longer_and_the_quartiles_enclose_the_median():
     x = torch.randn(64, 64)
     work = {"one": lambda: [x @ x for _ in range(50)], "ten": lambda: [x @ x for _ in range(500)]}

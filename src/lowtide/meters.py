@@ -187,6 +187,55 @@ def compare_times(
     return {name: Times.of(taken) for name, taken in samples.items()}
 
 
+def compare_with(
+    baseline: Callable[[], Any],
+    methods: dict[str, Callable[[], Any]],
+    *,
+    rounds: int = 7,
+    device: str | torch.device = "cpu",
+    on_round: Callable[[int, int], None] | None = None,
+    seed: int = 0,
+) -> tuple[Times, dict[str, Times], dict[str, Times]]:
+    """Time methods beside a baseline that runs again after every second of them, in a fresh random order each round.
+
+    Shared machines change speed within a minute. A ratio to the mean of the baseline just before and just after is
+    about the method; a ratio of two medians is about the minutes as well.
+
+    Returns:
+        Milliseconds of the baseline, milliseconds by name, and ratios to the baseline by name (a ``Times`` of plain
+        numbers). One round before the first is thrown away.
+
+    Raises:
+        ValueError: ``rounds`` is not positive.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: nothing would be measured. Ask for 1 or more.")
+    order = random.Random(seed)
+    plain: list[float] = []
+    taken: dict[str, list[float]] = {name: [] for name in methods}
+    ratios: dict[str, list[float]] = {name: [] for name in methods}
+    for done in range(rounds + 1):
+        names = order.sample(sorted(methods), len(methods))
+        before = time_ms(baseline, device)
+        for first in range(0, len(names), 2):
+            pair = names[first : first + 2]
+            spent = [time_ms(methods[name], device) for name in pair]
+            after = time_ms(baseline, device)
+            if done:
+                plain.append(after)
+                for name, ms in zip(pair, spent, strict=True):
+                    taken[name].append(ms)
+                    ratios[name].append(2 * ms / (before + after))
+            before = after
+        if on_round is not None:
+            on_round(done + 1, rounds + 1)
+    return (
+        Times.of(plain),
+        {name: Times.of(found) for name, found in taken.items()},
+        {name: Times.of(found) for name, found in ratios.items()},
+    )
+
+
 def time_ms(fn: Callable[[], Any], device: str | torch.device = "cpu") -> float:
     """Return the milliseconds of one call of ``fn``: process CPU time, or CUDA events; no garbage collection inside."""
     cuda = torch.device(device).type == "cuda"
