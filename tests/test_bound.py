@@ -5,7 +5,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from test_case_graphs import load_case
 from test_solvers import oracle, small_cases, small_graphs
@@ -190,7 +190,7 @@ def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
     wrong(monkeypatch, mutation)
     monkeypatch.setattr(relaxation, "_TINY", 10_000)
 
-    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=400, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
     @given(case=small_cases())
     def law(case):
         graph, costs = case
