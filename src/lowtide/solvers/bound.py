@@ -14,7 +14,7 @@ dominance algorithm").
 Symbols (stages t as in ``certain.py``; an op has a grid of stages, ends of its slots i):
 
     s_x       1: x is kept                              D_j = A_{j,last}  1: op j is replayed at all
-    A_{j,i}   1: op j has been replayed by slot i       N_{j,i}           1: j is replayed within slot i; N_{j,0}=A_{j,0}
+    A_{j,i}   1: op j has been replayed by slot i       N_{j,i}           1: j is replayed in slot i; N_{j,0} = A_{j,0}
     K_{x,t}   1: unstored x is pinned through stage t   V_{x,i}           1: x, brought back, is held beyond slot i
 
     minimise  sum_j ms_j sum_i N_{j,i} + record_ms D_j
