@@ -4,9 +4,9 @@ A MILP (``peak_model.py``) chooses, the simulator judges, and each moment at whi
 model becomes a cut, until they agree. What comes back never exceeds the budget by the simulator. Steps too large for
 one MILP are planned segment by segment out of a common pool (``columns.py``).
 
-The bound is that of the first, uncut model. It holds for all plans of that model: every plan on a graph small enough
-to be modelled op by op; on larger ones those that replay each group of ops as a whole, at most once, and, where
-segments are planned apart, inside its segment.
+The search's own bound is that of the first, uncut model. It tells when to stop, and holds for all plans of that model:
+every plan on a graph small enough to be modelled op by op; on larger ones those that replay each group of ops as a
+whole, at most once, and, where segments are planned apart, inside its segment. What a plan shows is ``bound.py``'s.
 
 Known weaknesses: it replays an op twice only where nothing else fits, by the chain methods (``rotor.py``,
 ``revolve.py``); on large graphs the least peak is the best found, not proven.
