@@ -16,10 +16,11 @@ from lowtide.graph.costs import Costs
 from lowtide.plan import RECOMPUTE
 from lowtide.simulator import simulate, simulate_actions
 from lowtide.solvers import certain as certain_module
-from lowtide.solvers import relaxation
+from lowtide.solvers import highs, relaxation
 from lowtide.solvers.bound import bound_peak, bound_time
 from lowtide.solvers.certain import Certain
 from lowtide.solvers.front_door import solve
+from lowtide.solvers.highs import Program
 from lowtide.solvers.structure import close, recomputable
 
 
@@ -263,3 +264,52 @@ def test_an_impossible_budget_tells_what_is_proven_from_what_was_found(small_dec
     assert str(between.value).startswith("no plan found fits budget=118.98 KiB: the leanest needs ")
     assert f" ({found} bytes), none less than 118.98 KiB ({proven} bytes)." in str(between.value)
     assert str(between.value).endswith(f"Raise the budget to {found} bytes or more, or reduce the batch.")
+
+
+# Rows that come in late
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_lazy_rows_give_the_optimum_of_all_rows(data):
+    number = st.integers(-5, 5)
+    columns, count = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 8))
+    cost = [data.draw(number) for _ in range(columns)]
+    rows = [({c: data.draw(number) for c in range(columns)}, data.draw(number)) for _ in range(count)]
+    late = [data.draw(st.booleans()) for _ in rows]
+
+    found = []
+    for lazy in (False, True):
+        program = Program()
+        for c in cost:
+            program.column(float(c))
+        for (terms, upper), is_late in zip(rows, late, strict=True):
+            program.row({c: float(v) for c, v in terms.items()}, upper=float(upper), lazy=lazy and is_late)
+        found.append(program.relax())
+
+    (eager, lazily) = found
+    assert lazily.objective == pytest.approx(eager.objective, abs=1e-6)
+    assert len(lazily.duals) == len(rows)
+
+
+def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound(monkeypatch):
+    graph = decoder(layers=4)
+    costs = decoder_costs(graph)
+    budget = solve(graph, costs, "40%").budget_bytes
+    whole = bound_time(graph, costs, budget)
+    monkeypatch.setattr(highs, "_LARGE", 0)
+    monkeypatch.setattr(highs, "_ENOUGH", 0.5)
+
+    fewer = bound_time(graph, costs, budget)
+
+    assert costs.plain_step_ms < fewer.step_ms < whole.step_ms
+
+
+def test_lazy_rows_come_in_while_the_optimum_stands_still():
+    program = Program()
+    x, y, z = program.column(), program.column(), program.column(1.0)
+    program.row({x: 1.0}, lower=1.0)
+    program.row({y: 1.0, x: -1.0}, lower=0.0, lazy=True)
+    program.row({z: 1.0, y: -1.0}, lower=0.0, lazy=True)
+
+    assert program.relax().objective == pytest.approx(1.0)

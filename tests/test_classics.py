@@ -371,6 +371,21 @@ def test_exact_is_at_least_as_fast_as_every_classic_on_a_decoder(percent):
     assert list(slower_than(graph, decoder_costs(graph), f"{percent}%", CLASSICS)) == []
 
 
+@pytest.mark.parametrize("method", ["rotor", "revolve"])
+def test_below_what_replaying_once_can_reach_exact_takes_their_schedules(method):
+    graph = ladder(16)
+    costs = unit_costs(graph)
+    with pytest.raises(BudgetInfeasibleError) as least:
+        solve(graph, costs, 1, method=method)
+
+    theirs = solve(graph, costs, least.value.least_bytes, method=method)
+    ours = solve(graph, costs, least.value.least_bytes)
+
+    assert max(d.replays for d in ours.decisions) > 1
+    assert ours.predicted_peak_bytes <= least.value.least_bytes
+    assert ours.predicted_step_ms <= theirs.predicted_step_ms
+
+
 @settings(max_examples=60, deadline=None)
 @given(case=layered_cases(), percent=st.sampled_from([95, 80, 60, 50, 40]))
 def test_exact_is_at_least_as_fast_as_every_classic_on_layers(case, percent):

@@ -16,16 +16,22 @@ from lowtide.solvers.columns import Decomposition
 from lowtide.solvers.excerpt import Excerpts
 from lowtide.solvers.front_door import solve
 from lowtide.solvers.segments import segments, windows, worth_replaying
-from lowtide.solvers.structure import close, recomputable
+from lowtide.solvers.structure import close
 
 
 def cut_up(graph, costs, segment_of=None):
     """The decomposition of a step, by layers or as told."""
-    asked = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
-    ops = worth_replaying(graph, recomputable(graph) & graph.stored & asked)
-    segment_of = segment_of or segments(graph, ops)
+    segment_of = segment_of or segments(graph, worth_replaying(graph))
     found = windows(graph, segment_of)
     return segment_of, found, Excerpts(graph, costs, segment_of, found)
+
+
+def decoder_pool(layers):
+    """A decoder, its costs, its pool and its plain peak."""
+    graph = decoder(layers)
+    costs = decoder_costs(graph)
+    segment_of, found, _ = cut_up(graph, costs)
+    return graph, costs, Decomposition(graph, costs, segment_of, found), simulate_actions(graph, costs, {}).peak_bytes
 
 
 def assert_windows_agree(graph, costs, found, source):
@@ -61,11 +67,7 @@ def test_an_excerpt_of_any_stretch_peaks_where_the_step_does(graph, data):
 
 def test_columns_add_up():
     """A plan's peak over the whole step is what its columns say, whichever segments it touches."""
-    graph = decoder(6)
-    costs = decoder_costs(graph)
-    segment_of, found, _ = cut_up(graph, costs)
-    pool = Decomposition(graph, costs, segment_of, found)
-    plain = simulate_actions(graph, costs, {}).peak_bytes
+    graph, costs, pool, plain = decoder_pool(6)
     pool.solve(plain // 2, 0.01, 0.0, 100, 10.0)
     seen = 0
     for pick in range(max(len(k.columns) for k in pool.different)):
@@ -88,12 +90,8 @@ def test_equal_layers_are_planned_once():
     """Twice the layers ask for hardly more pricing: time grows with the number of different ones."""
     priced = []
     for layers in (8, 24):
-        graph = decoder(layers)
-        costs = decoder_costs(graph)
-        segment_of, found, _ = cut_up(graph, costs)
-        pool = Decomposition(graph, costs, segment_of, found)
+        _, _, pool, plain = decoder_pool(layers)
         assert len(pool.kinds) >= layers and len(pool.different) <= 4
-        plain = simulate_actions(graph, costs, {}).peak_bytes
         assert pool.solve(int(0.4 * plain), 0.01, 0.0, 100, 10.0) is not None
         priced.append(sum(len(k._priced) for k in pool.different))
     assert priced[1] <= 1.5 * priced[0]
@@ -113,11 +111,7 @@ def test_segments_apart_are_as_good_as_one_model(fraction, monkeypatch):
 
 def test_the_bound_of_segments_apart_is_one():
     """No choice of columns that fits is faster than the bound; here all choices of a pool are tried."""
-    graph = decoder(3)
-    costs = decoder_costs(graph)
-    segment_of, found, _ = cut_up(graph, costs)
-    pool = Decomposition(graph, costs, segment_of, found)
-    plain = simulate_actions(graph, costs, {}).peak_bytes
+    graph, costs, pool, plain = decoder_pool(3)
     budget = int(0.45 * plain)
     choice = pool.solve(budget, 0.01, 0.0, 1000, 10.0)
     fastest = float("inf")
@@ -146,11 +140,8 @@ def vars_of(graph):
 
 
 def test_actions_of_a_pool_are_closed():
-    graph = decoder(6)
-    costs = decoder_costs(graph)
-    segment_of, found, _ = cut_up(graph, costs)
-    pool = Decomposition(graph, costs, segment_of, found)
-    choice = pool.solve(int(0.4 * simulate_actions(graph, costs, {}).peak_bytes), 0.01, 0.0, 100, 10.0)
+    graph, _, pool, plain = decoder_pool(6)
+    choice = pool.solve(int(0.4 * plain), 0.01, 0.0, 100, 10.0)
     again = close(graph, [s for s, a in choice.actions.items() if a == RECOMPUTE and s in graph.stored],
                   [s for s, a in choice.actions.items() if a != RECOMPUTE and s not in graph.stored])  # fmt: skip
     assert again == choice.actions

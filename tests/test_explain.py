@@ -57,7 +57,8 @@ def test_what_a_replay_brings_back_is_told_from_what_was_saved():
     step.op(c, makes=(2,), path="d", name="mm")
     graph = step.graph()
 
-    held = contents_at_peak(graph, close(graph, [b]))
+    actions = close(graph, [b])
+    held = contents_at_peak(graph, actions, {}, simulate_actions(graph, unit_costs(graph), actions))
 
     # c's backward: b is back, beside the gradients of c and of b.
     assert (held.peak_bytes, held.replayed) == (8 + 80 + 4 + 80, {b: 80})
@@ -74,7 +75,7 @@ def test_what_lives_at_the_peak_adds_up_to_the_peak(graph, data):
     replays = {s: data.draw(st.integers(1, 3)) for s, action in actions.items() if action == RECOMPUTE}
     line = simulate_actions(graph, unit_costs(graph), actions, replays)
 
-    held = contents_at_peak(graph, actions, replays)
+    held = contents_at_peak(graph, actions, replays, line)
 
     assert held.peak_bytes == line.peak_bytes and held.event == line.peak_event
     op = None if held.op is None else graph.ops[held.op]

@@ -30,6 +30,7 @@ from torch._C import _autograd
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from lowtide.errors import LowtideError
+from lowtide.garbage import no_garbage_collection
 
 
 class Run(NamedTuple):
@@ -76,7 +77,7 @@ def peak_bytes(fn: Callable[[], Any], device: str | torch.device = "cpu") -> int
         LowtideError: a profiler or another measurement is active on this thread (its events would be lost).
     """
     gc.collect()  # garbage freed during the call would count as memory that the call gave back
-    with _count(device) as counter:
+    with measuring(device) as counter:
         if counter is None:
             raise LowtideError(
                 f"cannot measure a peak on {device}: a profiler or another measurement is already active here. "
@@ -92,7 +93,7 @@ def run_with_workspace(fn: Callable[[], Any], device: str | torch.device = "cpu"
     On CPU about 0.15 ms beyond the call itself. While a profiler or ``peak_bytes`` is active ``fn`` runs all the same,
     unmeasured: both byte counts are None.
     """
-    with _count(device) as counter:
+    with measuring(device) as counter:
         result = fn()
     if counter is None:
         return Run(result, None, None)
@@ -107,8 +108,11 @@ class _Counter:
 
 
 @contextmanager
-def _count(device: str | torch.device) -> Iterator[_Counter | None]:
-    """Fill a counter when the block ends; None instead where something else is measuring."""
+def measuring(device: str | torch.device) -> Iterator[_Counter | None]:
+    """Inside, allocations are counted; the counter's ``peak`` and ``left`` are there when the block ends.
+
+    None instead of a counter where something else is measuring already.
+    """
     cuda = torch.device(device).type == "cuda"
     if _cuda_busy if cuda else _autograd._profiler_enabled():
         yield None
@@ -252,18 +256,6 @@ def time_ms(fn: Callable[[], Any], device: str | torch.device = "cpu") -> float:
         end.record()
         torch.cuda.synchronize(device)
         return begin.elapsed_time(end)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from running inside the block; as it was before, afterwards."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def device_name(device: str | torch.device = "cpu") -> str:

@@ -208,6 +208,10 @@ class Plan:
         at_least_0 &= isinstance(decision.replays, int) and decision.replays >= 1
         return at_least_0 and decision.action in ACTIONS and _index(decision.op, self.ops)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what others keep beside the fields (the tape's program refers to operators, which do not pickle)."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
 

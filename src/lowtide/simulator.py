@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, Plan
 
 _PENDING, _GONE = 1, 2  # a recipe: before its last replay; replayed for good, or dropped unneeded
@@ -130,8 +130,7 @@ def simulate_actions(
     Raises:
         PlanMismatchError: a value is unpacked whose recipe is gone, or a count in ``replays`` is below 1.
     """
-    run = _Step(_index(graph), actions, replays or {})
-    run.play(graph.events)
+    run = _run(graph, actions, replays or {})
     replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in run.replays)
     record_ms = costs.record_us / 1e3 * run.recorded
     # The tape steps aside altogether when nothing is recomputed.
@@ -147,13 +146,14 @@ def simulate_actions(
 
 
 def contents_at_peak(
-    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int] | None = None
+    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int] | None, timeline: Timeline
 ) -> Contents:
-    """What fills memory at the first moment of the peak; arguments as for ``simulate_actions``."""
-    first = _Step(_index(graph), actions, replays or {})
-    first.play(graph.events)
-    peak_bytes = max(first.peaks, default=graph.resident_bytes)
-    event = first.peaks.index(peak_bytes) if first.peaks else 0
+    """What fills memory at the first moment of the peak.
+
+    Args:
+        timeline: What ``simulate_actions`` gives for the other arguments.
+    """
+    peak_bytes, event = timeline.peak_bytes, timeline.peak_event
     again = _Step(_index(graph), actions, replays or {})
     again.watched = peak_bytes
     again.play(graph.events[: event + 1])
@@ -161,10 +161,18 @@ def contents_at_peak(
         again.look(None)
     assert again.seen is not None
     originals, replayed = again.seen
-    here = [r.op for r in first.replays if r.event == event and r.peak_bytes == peak_bytes]
+    here = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == peak_bytes]
     runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
     op = here[0] if here else runs[-1] if runs else None
     return Contents(event, op, bool(here), originals, replayed, peak_bytes)
+
+
+def _run(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int]) -> _Step:
+    if RECOMPUTE not in actions.values():
+        return _plain_run(graph)
+    run = _Step(_index(graph), actions, replays)
+    run.play(graph.events)
+    return run
 
 
 def _check(graph: StepGraph, actions: Mapping[int, str]) -> None:
@@ -209,12 +217,9 @@ class _Index:
         self.backward_at = next(backward, len(graph.events))
 
 
+@once_per_graph
 def _index(graph: StepGraph) -> _Index:
-    # Kept with the graph, like its cached properties: it lives as long and is derived from nothing else.
-    cache = vars(graph)
-    if "_simulator_index" not in cache:
-        cache["_simulator_index"] = _Index(graph)
-    return cache["_simulator_index"]
+    return _Index(graph)
 
 
 class _Step:
@@ -295,8 +300,9 @@ class _Step:
                 else:
                     self.release(storage)
             lives.append(self.live)
-            peaks.append(max((r.peak_bytes for r in self.replays[before:]), default=0))
-            peaks[-1] = max(peaks[-1], self.live)
+            peaks.append(self.live)
+            if len(self.replays) > before:
+                peaks[-1] = max(self.live, *(r.peak_bytes for r in self.replays[before:]))
 
     def run(self, op: int) -> int:
         """Run ``op`` for the first time; return the most bytes live meanwhile."""
@@ -426,3 +432,10 @@ class _Step:
                         self.vanish(read)
         if for_now:  # the op that makes ``storage`` is the last of its burst
             self.lent[storage] = 0
+
+
+@once_per_graph
+def _plain_run(graph: StepGraph) -> _Step:
+    run = _Step(_index(graph), {}, {})
+    run.play(graph.events)
+    return run

@@ -1,8 +1,8 @@
 """Milliseconds per op, on the device at hand: each distinct signature is run on synthetic tensors and timed.
 
 On a CPU each timed call finds caches as a step would leave them: a buffer is swept in between. Measured in one process
-on a decoder, element-wise ops took 1.2 to 2.6 times longer inside a step than repeated on the same inputs; swept, they
-agree within a few percent (benchmarks/LOG.md).
+on a decoder, element-wise ops took 1.2 to 2.6 times longer inside a step than repeated on the same inputs; swept, most
+agree within a tenth (benchmarks/LOG.md).
 
 Known weaknesses. Large outputs may reuse memory that a real step has to fault in (loss heads look cheaper than they
 are with glibc's defaults). Integer inputs are all zero, so a gather reads one row. Ops that cannot run on synthetic
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import meters
 from lowtide.costs.signatures import NotRebuildableError, rebuild, tensor_bytes
 from lowtide.errors import LowtideError
+from lowtide.garbage import no_garbage_collection
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
 
@@ -115,6 +116,8 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     if not graph.signatures:
         raise NotRebuildableError("the graph carries no signatures.")
     signature = graph.signatures[index]
+    if "ms" in signature:  # compiled code: timed where it ran
+        return float(signature["ms"])
     needed = tensor_bytes(signature)
     if needed > _GUARDED_BYTES and 2 * needed > meters.available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
@@ -226,7 +229,7 @@ def _quiet(device: str) -> Iterator[None]:
         torch.random.fork_rng(devices=cuda),
         torch.no_grad(),
         torch.autocast(kind, enabled=False),
-        meters.no_garbage_collection(),
+        no_garbage_collection(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # what kernels say about synthetic inputs is no news to a user

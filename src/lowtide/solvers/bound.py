@@ -78,7 +78,7 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
     # Something is recomputed, so the tape watches all of forward.
     floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
     model = Relaxation(sure, costs, budget_bytes)
-    answer = model.program.relax(presolve=False)
+    answer = model.program.relax()
     if math.isnan(answer.objective):
         return Bound(floor_ms, 0.0)
     if math.isinf(answer.objective):
@@ -92,7 +92,7 @@ def bound_peak(graph: StepGraph) -> int:
     sure = certain(graph)
     least = int(sure.floor_bytes.max())
     model = Relaxation(sure, Costs((0.0,) * len(graph.ops)), None)
-    answer = model.program.relax(presolve=False)
+    answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return least
     claimed = answer.objective * (1 - _TOLERANCE) * model.byte_unit

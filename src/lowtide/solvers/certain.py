@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.solvers.structure import readers, recomputable, replayable_ops
 
 Span = tuple[int, int]  # of events, the second not included
@@ -163,12 +163,10 @@ class Certain:
             self.until[op] = max([*stages, *(self.until[r] for r in readers_)])
 
 
+@once_per_graph
 def certain(graph: StepGraph) -> Certain:
-    """``Certain(graph)``, made once and kept with the graph: it lives as long and is derived from nothing else."""
-    cache = vars(graph)
-    if "_certain" not in cache:
-        cache["_certain"] = Certain(graph)
-    return cache["_certain"]
+    """``Certain(graph)``, made once."""
+    return Certain(graph)
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

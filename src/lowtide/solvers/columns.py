@@ -27,7 +27,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.classics import classic
-from lowtide.solvers.excerpt import Excerpt, Excerpts
+from lowtide.solvers.excerpt import Content, Excerpt, Excerpts
 from lowtide.solvers.groups import Sketch
 from lowtide.solvers.highs import Program
 from lowtide.solvers.peak_model import PeakModel, Prices
@@ -35,10 +35,10 @@ from lowtide.solvers.segments import Windows
 from lowtide.solvers.structure import close
 
 _ROUNDS = 15  # of pricing
-_PRICING_NODES = 50
+_PRICING_NODES = 5
 _PRICING_S = 5.0
-_PRICING_GAP = 1e-3
-_ENOUGH = 1e-3  # of the recompute time: columns that promise less are not looked for
+_PRICING_GAP = 1e-2  # finer columns cost twice the time, and no plan of a case was better by more than 0.02 %
+_ENOUGH = 5e-3  # of the recompute time: columns that promise less are not looked for
 _POINTS = 36  # between the known columns, over all kinds
 _FEWEST_POINTS = 4  # of one kind
 _LOCAL_ROUNDS = 4  # of cuts in one pricing
@@ -160,12 +160,12 @@ class Decomposition:
         self.graph = graph
         source = Excerpts(graph, costs, segment_of, windows)
         self.excerpts = [source.cut(segment) for segment in range(len(windows))]
-        kinds: dict[tuple, Kind] = {}
+        kinds: dict[Content, Kind] = {}
         self.kinds: list[Kind] = []
         for excerpt in self.excerpts:
-            if excerpt.key not in kinds:
-                kinds[excerpt.key] = Kind(excerpt)
-            self.kinds.append(kinds[excerpt.key])
+            if excerpt.content not in kinds:
+                kinds[excerpt.content] = Kind(excerpt)
+            self.kinds.append(kinds[excerpt.content])
         self.different = list(kinds.values())
         self.total_ms = sum(g.ms for k in self.kinds for g in k.sketch.groups) or 1.0
         self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)

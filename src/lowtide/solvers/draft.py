@@ -91,7 +91,7 @@ def finish(
         calls=graph.calls,
         region=graph.region,
         bound_model="" if bound is None else HOLDS_FOR,
-        evidence=evidence(graph, draft.actions, draft.replays, bound),
+        evidence=evidence(graph, draft.actions, draft.replays, timeline, bound),
         provenance={**graph.provenance, **draft.provenance, **searched},
     )
 
@@ -120,7 +120,7 @@ def infeasible(
         else:
             lines = [f"no plan found fits budget={asked}: the leanest needs {found}, none less than {floor}."]
     rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
-    rows.append(("bottleneck", bottleneck(graph, least, replays or {})))
+    rows.append(("bottleneck", bottleneck(graph, least, replays or {}, timeline)))
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
     other = "reduce the batch" if method == "exact" else 'use method="exact"'

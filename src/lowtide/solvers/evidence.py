@@ -8,17 +8,17 @@ from typing import Any
 from lowtide.explanation import collapse_path, short_op
 from lowtide.graph.step_graph import FREE, Op, StepGraph
 from lowtide.plan import RECOMPUTE
-from lowtide.simulator import Contents, contents_at_peak
+from lowtide.simulator import Contents, Timeline, contents_at_peak
 from lowtide.solvers.bound import Bound
 
 _MOST_HOLDERS = 6
 
 
 def evidence(
-    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], bound: Bound | None
+    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], timeline: Timeline, bound: Bound | None
 ) -> dict[str, Any]:
     """The peak's moment, what fills it, and the price of memory: plain JSON types."""
-    peak = contents_at_peak(graph, actions, replays)
+    peak = contents_at_peak(graph, actions, replays, timeline)
     holders = _holders(graph, actions, peak)
     shown = holders[:_MOST_HOLDERS]
     other = peak.peak_bytes - graph.resident_bytes - sum(row[-1] for row in shown)
@@ -54,9 +54,9 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> li
     return sorted(found, key=lambda row: (-row[4], row[:3]))
 
 
-def bottleneck(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int]) -> str:
+def bottleneck(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], timeline: Timeline) -> str:
     """Module and op that run when the peak is reached, in words."""
-    peak = contents_at_peak(graph, actions, replays)
+    peak = contents_at_peak(graph, actions, replays, timeline)
     if peak.op is None:
         return "the start of the step"
     op = graph.ops[peak.op]

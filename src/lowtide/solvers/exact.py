@@ -30,10 +30,10 @@ from lowtide.solvers.columns import Decomposition
 from lowtide.solvers.draft import Draft
 from lowtide.solvers.groups import Sketch
 from lowtide.solvers.highs import Answer
-from lowtide.solvers.offers import Offer, fastest
+from lowtide.solvers.offers import Offer, fastest, stored_at_the_turn
 from lowtide.solvers.peak_model import PeakModel
 from lowtide.solvers.segments import segments, windows, worth_replaying
-from lowtide.solvers.structure import close, recomputable
+from lowtide.solvers.structure import close, droppable
 
 _ROUNDS = 12
 _CUTS_A_ROUND = 40
@@ -108,8 +108,7 @@ class Search:
         self.graph, self.costs, self.limits = graph, costs, limits
         # Whatever is recomputed, the tape's watching of forward is paid in full.
         self.floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
-        stored = sorted({graph.saved[number] for kind, number in graph.events if kind == UNPACK})
-        ops = worth_replaying(graph, recomputable(graph).intersection(stored) & graph.stored)
+        ops = worth_replaying(graph)
         self.sketch = Sketch(graph, costs) if len(ops) <= _WHOLE_OPS else None
         self.fine = self.sketch is not None and self.sketch.fine
         self.pool = None if self._one_model_does() else self._pool(ops)
@@ -138,30 +137,60 @@ class Search:
         if self.plain.peak_bytes <= budget_bytes:
             return self.draft(self.plain, "optimal", self.costs.plain_step_ms)
         result = self.fastest(budget_bytes)
-        fitting = [j for j in (*self.classics, *result.judged) if j.peak_bytes <= budget_bytes]
         if not result.judged or result.judged[-1].peak_bytes > budget_bytes:
-            if self.least.peak_bytes > budget_bytes:
-                return self._replaying_often(budget_bytes)
-            fitting.append(self.least)
-        best = min(fitting, key=lambda j: j.rank)
+            return self._near_the_least(budget_bytes)
+        best = min((j for j in result.judged if j.peak_bytes <= budget_bytes), key=lambda j: j.rank)
+        best = min((best, *self._classics_that_may_beat(best, budget_bytes)), key=lambda j: j.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
         best = self.save_what_fits(self.lower_peak(best), budget_bytes)
         return self.draft(best, status, result.bound_ms)
 
-    def _replaying_often(self, budget_bytes: int) -> Draft:
-        """Below what replaying nothing twice can reach: the chain methods' schedules of several levels."""
+    def _near_the_least(self, budget_bytes: int) -> Draft:
+        """Where the search finds nothing: the best of what is known, schedules that replay an op often among it."""
+        known = [j for j in (*self.classics, self.least) if j.peak_bytes <= budget_bytes]
+        once = self.least
+        if known:
+            once = self.save_what_fits(self.lower_peak(min(known, key=lambda j: j.rank)), budget_bytes)
         try:
             often = [*offers(self.graph, self.costs, "rotor"), *offers(self.graph, self.costs, "revolve")]
         except ValueError:  # no layer repeats
             often = []
-        once = Offer(self.least.timeline.step_ms, self.least.peak_bytes, lambda: Draft(self.least.actions))
-        draft = fastest(self.graph, self.costs, [*often, once], budget_bytes, method="exact")
+        often.append(Offer(once.timeline.step_ms, once.peak_bytes, lambda: Draft(once.actions)))
+        draft = fastest(self.graph, self.costs, often, budget_bytes, method="exact")
         return replace(draft, status="feasible")
 
     @cached_property
     def classics(self) -> list[_Judged]:
         """What to be at least as good as."""
-        return [self.judge(actions) for actions in classic_actions(self.graph)]
+        return [self.judge(actions) for actions in self._classic_actions]
+
+    @cached_property
+    def _classic_actions(self) -> list[dict[int, str]]:
+        return classic_actions(self.graph)
+
+    def _classics_that_may_beat(self, best: _Judged, budget_bytes: int) -> list[_Judged]:
+        """Those that fit, leaving out what takes no simulation to see: too slow, or too much saved."""
+        found = []
+        for actions in self._classic_actions:
+            if self._least_ms(actions) <= best.timeline.step_ms and self._kept_bytes(actions) <= budget_bytes:
+                judged = self.judge(actions)
+                found += [judged] if judged.peak_bytes <= budget_bytes else []
+        return found
+
+    def _least_ms(self, actions: dict[int, str]) -> float:
+        """Step time if nothing is replayed but what makes the storages that backward asks for."""
+        asked_for, storages = droppable(self.graph), self.graph.storages
+        ops = {storages[s].op for s, action in actions.items() if action == RECOMPUTE and s in asked_for}
+        if not ops:
+            return self.costs.plain_step_ms
+        replay_ms = sum(self.costs.op_ms[op] for op in ops if op is not None)
+        return self.floor_ms + replay_ms + len(ops) * (self.costs.replay_us + self.costs.record_us) / 1e3
+
+    def _kept_bytes(self, actions: dict[int, str]) -> int:
+        """What is saved and lives when backward begins."""
+        storages = self.graph.storages
+        held = sum(storages[s].bytes for s in stored_at_the_turn(self.graph) if actions.get(s) != RECOMPUTE)
+        return self.graph.resident_bytes + held
 
     @cached_property
     def least(self) -> _Judged:
@@ -200,7 +229,7 @@ class Search:
     def _fastest_choice(self, pool: Decomposition, budget_bytes: int) -> _Result:
         """Segments planned apart: what the judge finds above the budget is asked for less."""
         judged: list[_Judged] = []
-        bound_ms, proven, asked_bytes = self.floor_ms, True, budget_bytes
+        bound_ms, asked_bytes = self.floor_ms, budget_bytes
         for round_ in range(_ROUNDS):
             choice = pool.solve(asked_bytes, *self._tolerances(), self.limits.node_limit, self.limits.time_limit_s)
             if choice is None:
@@ -262,16 +291,18 @@ class Search:
         made, asked = self._spans()
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
         tries = _CLEAN_UP_EVENTS // max(len(graph.events), 1)
+        peaks = np.array(judged.timeline.event_peak_bytes)
         for storage in list(dropped):
-            span = slice(made[storage], asked.get(storage))
-            room = budget_bytes - max(judged.timeline.event_peak_bytes[span], default=0)
-            if room < graph.storages[storage].bytes or tries == 0:
+            if tries == 0:
+                break
+            room = budget_bytes - int(peaks[made[storage] : asked.get(storage)].max(initial=0))
+            if room < graph.storages[storage].bytes:
                 continue
             tries -= 1
             fewer = [s for s in dropped if s != storage]
             trial = self.judge(close(graph, fewer, kept))
             if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
-                judged, dropped = trial, fewer
+                judged, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
         return judged
 
     def _spans(self) -> tuple[dict[int, int], dict[int, int]]:

@@ -3,7 +3,7 @@
 The excerpt has the segment's forward ops, the backward ops of its window, and the events of both. What other segments
 hold meanwhile is there as ballast: storages that a pretended op makes where a window begins and that die when the real
 ones do. So, as long as every other segment saves everything, memory inside the windows is the whole step's, to the
-byte (``tests/test_excerpt.py``), and how a segment's actions change it can be added up over segments.
+byte (``tests/test_columns.py``), and how a segment's actions change it can be added up over segments.
 
 What ties a segment to others is fixed: a storage that another segment's backward asks for, or that outlives its own
 segment's backward, is saved. An activation made elsewhere that autograd does not store may be kept for replays, which
@@ -12,10 +12,14 @@ is then paid for here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import FREE, RUN, UNPACK, Frame, Op, StepGraph, Storage
@@ -27,26 +31,72 @@ _BALLAST = "ballast"
 _IMPORTED = "made by another segment"
 
 
+class Content(NamedTuple):
+    """A segment in plain numbers: equal for segments that are the same but for ballast; those have the same plans.
+
+    Attributes:
+        storages: Bytes (0 for the rest of the ballast), kind, and why it is fixed.
+        ops: As in ``Op``: name, backward, reads, makes, workspace bytes, generator bytes, finishes.
+        op_ms, saved, events: As in a step graph and its costs.
+        turn: Event at which the other segments' forward and backward would run.
+        backward: Event at which the segment's own backward begins.
+    """
+
+    storages: tuple[tuple[int, str, str], ...]
+    ops: tuple[tuple, ...]
+    op_ms: tuple[float, ...]
+    saved: tuple[int, ...]
+    events: tuple[tuple[int, int], ...]
+    turn: int
+    backward: int
+
+
 @dataclass(frozen=True)
 class Excerpt:
     """A segment.
 
     Attributes:
-        graph, costs: The excerpt; its first storages are the segment's own.
+        content: The excerpt; its first storages are the segment's own.
         storages: Id in the whole graph of each of the segment's storages, by id in the excerpt; imports included.
-        turn: Event of the excerpt at which the other segments' forward and backward would run.
-        backward: Event of the excerpt at which the segment's own backward begins.
         ballast_bytes: What is left of others all through the forward window, and all through the backward window.
-        key: Equal for segments that are the same but for ballast: those have the same plans.
     """
 
-    graph: StepGraph
-    costs: Costs
+    content: Content
     storages: tuple[int, ...]
-    turn: int
-    backward: int
     ballast_bytes: tuple[int, int]
-    key: tuple
+    whole: StepGraph
+    whole_costs: Costs
+
+    @property
+    def turn(self) -> int:
+        return self.content.turn
+
+    @property
+    def backward(self) -> int:
+        return self.content.backward
+
+    @cached_property
+    def graph(self) -> StepGraph:
+        """The excerpt as a step graph."""
+        ops = [
+            Op(i, name, 0, backward, reads, makes, workspace_bytes=workspace, rng_bytes=rng, finishes=finishes)
+            for i, (name, backward, reads, makes, workspace, rng, finishes) in enumerate(self.content.ops)
+        ]
+        made: dict[int, tuple[int | None, int]] = {s: (o.id, output) for o in ops for output, s in enumerate(o.makes)}
+        rests = dict(zip((o.makes[-1] for o in ops if o.name == _BALLAST), self.ballast_bytes, strict=True))
+        storages = []
+        for i, (size, kind, fixed) in enumerate(self.content.storages):
+            op, output = made.get(i, (None, 0))
+            storages.append(Storage(i, rests.get(i, size), kind, op, output, fixed))
+        return StepGraph(
+            device=self.whole.device, device_name=self.whole.device_name, resident=self.whole.resident, signatures=(),
+            frames=(Frame(-1, "", 0),), storages=tuple(storages), ops=tuple(ops), saved=self.content.saved,
+            events=self.content.events,
+        )  # fmt: skip
+
+    @cached_property
+    def costs(self) -> Costs:
+        return replace(self.whole_costs, op_ms=self.content.op_ms)
 
 
 class Excerpts:
@@ -100,20 +150,34 @@ class Excerpts:
         return self.windows[-1].forward[1]
 
     @cached_property
-    def _alive_at(self) -> dict[int, list[int]]:
-        """Storages alive where each window begins, by that event."""
-        starts = sorted({w.forward[0] for w in self.windows} | {w.backward[0] for w in self.windows})
-        found: dict[int, list[int]] = {start: [] for start in starts}
-        order = sorted(self.born, key=self.born.__getitem__)
-        alive: list[int] = []
-        place = 0
-        for start in starts:
-            while place < len(order) and self.born[order[place]] < start:
-                alive.append(order[place])
-                place += 1
-            alive = [s for s in alive if self.dies[s] >= start]
-            found[start] = list(alive)
+    def _starts(self) -> list[int]:
+        """Where each window begins: together they have all events."""
+        return sorted({w.forward[0] for w in self.windows} | {w.backward[0] for w in self.windows})
+
+    @cached_property
+    def alive_bytes(self) -> dict[int, int]:
+        """Made in the step and alive where each window begins, by that event."""
+        change = np.zeros(len(self.graph.events) + 1, dtype=np.int64)
+        for storage, at in self.born.items():
+            change[at + 1] += self.graph.storages[storage].bytes
+            if self.dies[storage] < _NEVER:
+                change[self.dies[storage] + 1] -= self.graph.storages[storage].bytes
+        live = np.cumsum(change)
+        return {start: int(live[start]) for start in self._starts}
+
+    @cached_property
+    def _passing(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {start: [] for start in self._starts}
+        for storage in sorted(self.born, key=self.born.__getitem__):
+            if self.dies[storage] < _NEVER:
+                start = self._starts[bisect_right(self._starts, self.dies[storage]) - 1]
+                if self.born[storage] < start:
+                    found[start].append(storage)
         return found
+
+    def passing(self, window: tuple[int, int]) -> list[int]:
+        """Storages that are alive where ``window`` begins and not where it ends, by birth."""
+        return self._passing[window[0]] if window[0] < window[1] else []
 
     def cut(self, segment: int) -> Excerpt:
         """The excerpt of ``segment``."""
@@ -126,9 +190,9 @@ class _Cut:
     def __init__(self, source: Excerpts, segment: int) -> None:
         self.source, self.segment = source, segment
         self.graph, self.window = source.graph, source.windows[segment]
-        self.storages: list[Storage] = []
+        self.storages: list[tuple[int, str, str]] = []
         self.names: dict[int, int] = {}  # storage in the whole graph -> in the excerpt
-        self.ops: list[Op] = []
+        self.ops: list[tuple] = []
         self.op_ms: list[float] = []
         self.events: list[tuple[int, int]] = []
         self.saved: list[int] = []
@@ -182,27 +246,24 @@ class _Cut:
 
     def _add(self, whole: int | None, size: int, kind: str, fixed: str = "") -> int:
         number = len(self.storages)
-        self.storages.append(Storage(number, size, kind, None, 0, fixed))
+        self.storages.append((size, kind, fixed))
         if whole is not None:
             self.names[whole] = number
         return number
 
     def _ballast(self, window: tuple[int, int], own: set[int], imports: dict[int, None] | tuple) -> int:
         """A pretended op that makes what others hold where ``window`` begins; return the bytes that stay throughout."""
-        graph, source = self.graph, self.source
-        staying, makes = 0, []
-        for s in source._alive_at[window[0]]:
-            if s in own:
-                continue
-            if s in imports:
-                makes.append(self.names[s])
-            elif source.dies[s] >= window[1]:
-                staying += graph.storages[s].bytes
-            elif graph.storages[s].bytes:
-                makes.append(self._add(s, graph.storages[s].bytes, "backward"))
-        self.rest = self._add(None, staying, "backward")
+        source, storages = self.source, self.graph.storages
+        passing = source.passing(window)
+        mine = [s for s in (*own, *imports) if source.born[s] < window[0] <= source.dies[s]]
+        staying = source.alive_bytes[window[0]] - sum(storages[s].bytes for s in {*passing, *mine})
+        makes = []
+        others = [s for s in passing if s not in own and s not in imports and storages[s].bytes]
+        for s in sorted([*others, *(s for s in mine if s in imports)], key=source.born.__getitem__):
+            makes.append(self.names[s] if s in imports else self._add(s, storages[s].bytes, "backward"))
+        self.rest = self._add(None, 0, "backward")
         makes.append(self.rest)
-        self._run(_BALLAST, makes, (), backward=window[0] >= source.turn, ms=0.0)
+        self._run((_BALLAST, window[0] >= source.turn, (), tuple(makes), 0, 0, None), 0.0)
         return staying
 
     def _end_ballast(self, window: tuple[int, int], skip: set[int]) -> None:
@@ -212,30 +273,10 @@ class _Cut:
                 self.events.append((FREE, self.names[s]))
             del self.names[s]
 
-    def _run(
-        self,
-        name: str,
-        makes: Sequence[int],
-        reads: Iterable[int],
-        *,
-        backward: bool,
-        ms: float,
-        like: Op | None = None,
-    ) -> None:
-        number = len(self.ops)
-        for output, s in enumerate(makes):
-            old = self.storages[s]
-            self.storages[s] = Storage(s, old.bytes, old.kind, number, output, old.fixed)
-        self.ops.append(
-            Op(
-                number, name, 0, backward, tuple(reads), tuple(makes),
-                workspace_bytes=like.workspace_bytes if like else 0,
-                rng_bytes=like.rng_bytes if like else 0,
-                finishes=self.op_names.get(like.finishes) if like and like.finishes is not None else None,
-            )
-        )  # fmt: skip
+    def _run(self, op: tuple, ms: float) -> None:
+        self.events.append((RUN, len(self.ops)))
+        self.ops.append(op)
         self.op_ms.append(ms)
-        self.events.append((RUN, number))
 
     def _play(self, stretch: tuple[int, int], ops: Iterable[int]) -> None:
         """Copy the events of ``stretch`` that concern what the excerpt knows; ``ops`` run."""
@@ -256,7 +297,7 @@ class _Cut:
                     self.events.append((FREE, name))
             elif kind == FREE:
                 self.events.append((FREE, name))
-            elif self.storages[name].fixed != _IMPORTED:
+            elif self.storages[name][2] != _IMPORTED:
                 if number not in self.saved_names:
                     self.saved_names[number] = len(self.saved)
                     self.saved.append(name)
@@ -269,15 +310,17 @@ class _Cut:
         return sorted(at for s in self.whole_ids for at in of.get(s, ()) if stretch[0] <= at < stretch[1])
 
     def _copy(self, op: Op) -> None:
-        graph = self.graph
+        storages = self.graph.storages
+        reads: tuple[int, ...] = ()
         if op.backward:
-            makes = [self._add(s, graph.storages[s].bytes, "backward") for s in op.makes]
-            self._run(op.name, makes, (), backward=True, ms=self.source.costs.op_ms[op.id], like=op)
-            return
-        reads = [self._read(s) for s in op.reads]
-        self.op_names[op.id] = len(self.ops)
-        makes = [self.names[s] for s in op.makes]
-        self._run(op.name, makes, dict.fromkeys(reads), backward=False, ms=self.source.costs.op_ms[op.id], like=op)
+            makes = [self._add(s, storages[s].bytes, "backward") for s in op.makes]
+        else:
+            reads = tuple(dict.fromkeys([self._read(s) for s in op.reads]))
+            self.op_names[op.id] = len(self.ops)
+            makes = [self.names[s] for s in op.makes]
+        finishes = None if op.finishes is None else self.op_names.get(op.finishes)
+        copy = (op.name, op.backward, reads, tuple(makes), op.workspace_bytes, op.rng_bytes, finishes)
+        self._run(copy, self.source.costs.op_ms[op.id])
 
     def _read(self, storage: int) -> int:
         """The excerpt's storage for one that a forward op reads: what others keep anyway costs nothing here."""
@@ -300,26 +343,9 @@ class _Cut:
             at += length
 
     def _finish(self, turn: int, backward: int, ballast: tuple[int, int]) -> Excerpt:
-        whole, costs = self.graph, self.source.costs
         self._sort_frees()
-        graph = StepGraph(
-            device=whole.device, device_name=whole.device_name, resident=whole.resident, signatures=(),
-            frames=(Frame(-1, "", 0),), storages=tuple(self.storages), ops=tuple(self.ops), saved=tuple(self.saved),
-            events=tuple(self.events),
-        )  # fmt: skip
-        rests = {op.makes[-1] for op in self.ops if op.name == _BALLAST}
-        weights = tuple(0 if s.id in rests else s.bytes for s in self.storages)
-        key = (
-            tuple((o.name, o.backward, o.reads, o.makes, o.workspace_bytes, o.rng_bytes, o.finishes) for o in self.ops),
-            tuple(self.op_ms), weights, tuple((s.kind, s.fixed) for s in self.storages),
-            graph.saved, graph.events, turn, backward,
-        )  # fmt: skip
-        return Excerpt(
-            graph,
-            Costs(tuple(self.op_ms), costs.mode_us, costs.record_us, costs.replay_us),
-            tuple(self.whole_ids),
-            turn,
+        content = Content(
+            tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events), turn,
             backward,
-            ballast,
-            key,
-        )
+        )  # fmt: skip
+        return Excerpt(content, tuple(self.whole_ids), ballast, self.graph, self.source.costs)

@@ -23,7 +23,7 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph
 from lowtide.solvers.segments import segments, worth_replaying
-from lowtide.solvers.structure import readers, recomputable
+from lowtide.solvers.structure import droppable, readers, recomputable
 
 _NEVER = 1 << 60
 _MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
@@ -120,8 +120,8 @@ class Sketch:
         self.graph, self.costs, self.reach = graph, costs, reach
         self._read_events()
         free = recomputable(graph)
-        self.droppable = frozenset(s for s in graph.stored & free if s in self._first_unpack)
-        self.ops = worth_replaying(graph, self.droppable)
+        self.droppable = droppable(graph)
+        self.ops = worth_replaying(graph)
         self.fine = len(self.ops) <= _FINE_OPS
         self.segment_of = segments(graph, self.ops)
         self.trigger_events, self._trigger_of_storage = self._triggers()

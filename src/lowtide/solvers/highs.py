@@ -6,12 +6,17 @@ HiGHS: Huangfu and Hall 2018, "Parallelizing the dual revised simplex method", h
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
 INFINITY = math.inf
+Array = Sequence[float] | np.ndarray
+_ENOUGH = 1e-4  # of the optimum: lazy rows of a large program that move it by less are left out
+_LARGE = 5000  # rows
+_FEASIBLE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Program:
         self._starts: list[int] = [0]
         self._columns: list[int] = []
         self._values: list[float] = []
+        self._lazy: set[int] = set()
 
     def column(self, cost: float = 0.0, *, upper: float = 1.0, integer: bool = False) -> int:
         self.cost.append(cost)
@@ -62,7 +68,12 @@ class Program:
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def row(self, terms: dict[int, float], *, lower: float = -INFINITY, upper: float = INFINITY) -> int:
+    def row(
+        self, terms: dict[int, float], *, lower: float = -INFINITY, upper: float = INFINITY, lazy: bool = False
+    ) -> int:
+        """Add a row; a lazy one may be left out by ``relax`` where it would hardly matter."""
+        if lazy:
+            self._lazy.add(len(self.row_upper))
         self._columns += terms.keys()
         self._values += terms.values()
         self._starts.append(len(self._columns))
@@ -105,38 +116,86 @@ class Program:
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
         return Answer(verdict, values, info.objective_function_value if found else INFINITY, bound)
 
-    def relax(self, *, presolve: bool = True) -> Relaxed:
-        """Solve without integrality; a program of many small rows is faster without ``presolve``."""
+    def relax(self) -> Relaxed:
+        """Solve without integrality.
+
+        Lazy rows come in as the optimum of the others breaks them; in a large program only as long as that moves it,
+        since every optimum on the way is a lower bound of the last.
+        """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
-        solver.setOptionValue("presolve", "choose" if presolve else "off")
-        model = self._model()
+        matrix = _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
+        rows = [row for row in range(len(self.row_upper)) if row not in self._lazy]
+        model = self._model(matrix.take(rows))
         model.integrality_ = []
         solver.passModel(model)
-        solver.run()
-        solution = solver.getSolution()
-        status, optimum = solver.getModelStatus(), math.nan
-        if status == highspy.HighsModelStatus.kOptimal:
-            optimum = solver.getInfo().objective_function_value
-        elif status == highspy.HighsModelStatus.kInfeasible:
-            optimum = INFINITY
-        return Relaxed(optimum, np.array(solution.col_value), np.array(solution.row_dual))
+        waiting = np.array(sorted(self._lazy), dtype=np.int64)
+        pending = matrix.take(waiting)
+        optimum, large = -INFINITY, len(self.row_upper) > _LARGE
+        while True:
+            solver.run()
+            status, before = solver.getModelStatus(), optimum
+            if status == highspy.HighsModelStatus.kOptimal:
+                optimum = solver.getInfo().objective_function_value
+            else:
+                optimum = INFINITY if status == highspy.HighsModelStatus.kInfeasible else math.nan
+            values = np.array(solver.getSolution().col_value)
+            if not len(waiting) or not math.isfinite(optimum):
+                break
+            if large and optimum > 0 and optimum - before <= _ENOUGH * optimum:
+                break
+            broken = pending.broken(values)
+            if not broken.any():
+                break
+            rows += waiting[broken].tolist()
+            new = pending.take(broken)
+            solver.addRows(
+                len(new.lower), new.lower, new.upper, len(new.columns), new.starts[:-1], new.columns, new.values
+            )
+            waiting, pending = waiting[~broken], pending.take(~broken)
+        duals = np.zeros(len(self.row_upper))
+        found = np.array(solver.getSolution().row_dual)
+        duals[rows[: len(found)]] = found
+        return Relaxed(optimum, values, duals)
 
-    def _model(self) -> highspy.HighsLp:
+    def _model(self, rows: _Rows | None = None) -> highspy.HighsLp:
+        if rows is None:
+            rows = _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
         lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.cost), len(self.row_upper)
+        lp.num_col_, lp.num_row_ = len(self.cost), len(rows.lower)
         lp.col_cost_ = np.array(self.cost, dtype=np.float64)
         lp.col_lower_ = np.zeros(len(self.cost))
         lp.col_upper_ = np.array(self.upper, dtype=np.float64)
-        lp.row_lower_ = np.array(self.row_lower, dtype=np.float64)
-        lp.row_upper_ = np.array(self.row_upper, dtype=np.float64)
+        lp.row_lower_, lp.row_upper_ = rows.lower, rows.upper
         kind = highspy.HighsVarType
         lp.integrality_ = [kind.kInteger if i else kind.kContinuous for i in self.integer]
         matrix = lp.a_matrix_
         matrix.format_ = highspy.MatrixFormat.kRowwise
         matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
-        matrix.start_ = np.array(self._starts, dtype=np.int32)
-        matrix.index_ = np.array(self._columns, dtype=np.int32)
-        matrix.value_ = np.array(self._values, dtype=np.float64)
+        matrix.start_, matrix.index_, matrix.value_ = rows.starts, rows.columns, rows.values
         return lp
+
+
+class _Rows:
+    """Some rows as arrays: entries one after the other, row i from ``starts[i]`` to ``starts[i + 1]``."""
+
+    def __init__(self, starts: Array, columns: Array, values: Array, lower: Array, upper: Array) -> None:
+        self.starts = np.asarray(starts, dtype=np.int32)
+        self.columns = np.asarray(columns, dtype=np.int32)
+        self.values = np.asarray(values, dtype=np.float64)
+        self.lower = np.asarray(lower, dtype=np.float64)
+        self.upper = np.asarray(upper, dtype=np.float64)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> _Rows:
+        """Those rows: by number, or by a mask."""
+        begin, length = self.starts[:-1][rows], np.diff(self.starts)[rows]
+        ends = np.cumsum(length)
+        taken = np.repeat(begin - ends + length, length) + np.arange(length.sum())
+        starts = np.concatenate([[0], ends])
+        return _Rows(starts, self.columns[taken], self.values[taken], self.lower[rows], self.upper[rows])
+
+    def broken(self, values: np.ndarray) -> np.ndarray:
+        """Which rows do not hold at ``values``, as a mask."""
+        sums = np.add.reduceat(np.append(self.values * values[self.columns], 0.0), self.starts[:-1])
+        return np.maximum(self.lower - sums, sums - self.upper) > _FEASIBLE

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import PACK, RELEASE, RUN, StepGraph
+from lowtide.graph.step_graph import PACK, RELEASE, RUN, StepGraph, once_per_graph
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.draft import Draft, infeasible
 
@@ -33,6 +33,7 @@ def planned_ms(graph: StepGraph, costs: Costs, replay_ms: float, recorded: int) 
     return costs.plain_step_ms + replay_ms + tape_us / 1e3
 
 
+@once_per_graph
 def stored_at_the_turn(graph: StepGraph) -> frozenset[int]:
     """Storages made in forward that autograd has stored when backward begins."""
     held: set[int] = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -38,6 +39,7 @@ class Relaxation:
     def __init__(self, certain: Certain, costs: Costs, budget_bytes: int | None) -> None:
         self.certain, self.costs, self.budget_bytes = certain, costs, budget_bytes
         self.graph, self.program = certain.graph, Program()
+        self._later = partial(self.program.row, lazy=True)
         self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
         self.byte_unit = max(float(certain.floor_bytes.max() - self.graph.resident_bytes) / 1e3, 1.0)
         self.moments: dict[int, int] = {}
@@ -114,7 +116,7 @@ class Relaxation:
         for op in self.certain.useful:
             for x in self._sources(op):
                 for step, stage in zip(self.A[op], self.grid[op], strict=True):
-                    self.program.row({step: 1, self.s[x]: -1, **self._by(x, stage, -1)}, upper=0)
+                    self._later({step: 1, self.s[x]: -1, **self._by(x, stage, -1)}, upper=0)
 
     def _same_burst(self) -> None:
         """An op is replayed only together with its post-dominator."""
@@ -130,7 +132,7 @@ class Relaxation:
                 above = dominator[op]
                 at = self._slot(op, stage)
                 if above is not None:
-                    self.program.row({self.A[op][at]: 1, self.A[above][self._slot(above, stage)]: -1}, upper=0)
+                    self._later({self.A[op][at]: 1, self.A[above][self._slot(above, stage)]: -1}, upper=0)
 
     def _post_dominators(self, stage: int, first: int) -> dict[int, int | None]:
         """By op from ``first`` on: the next op on every path to what backward has asked for by ``stage``."""
@@ -154,17 +156,17 @@ class Relaxation:
 
     def _held(self) -> None:
         """What is brought back is there when it is asked for or read: just then, or held since."""
-        certain, row = self.certain, self.program.row
+        certain = self.certain
         self.V: dict[tuple[int, int], int] = {}  # storage, slot of its maker
         for x in sorted(certain.returns & self.s.keys()):
             op = certain.maker(x)
             for i in range(len(self.grid[op]) - 1):
                 self.V[x, i] = held = self.program.column()
-                row({held: 1, self.N[op][i]: -1, **self._since(x, i, -1)}, upper=0)
+                self._later({held: 1, self.N[op][i]: -1, **self._since(x, i, -1)}, upper=0)
             for stage in certain.asked.get(x, ()):
                 i = self._slot(op, stage)
                 if i:  # the first slot is in the rows above
-                    row({self.s[x]: 1, self.N[op][i]: 1, **self._since(x, i, 1)}, lower=1)
+                    self._later({self.s[x]: 1, self.N[op][i]: 1, **self._since(x, i, 1)}, lower=1)
         for op in certain.useful:
             for x in self._sources(op):
                 for i, stage in enumerate(self.grid[op]):
@@ -178,7 +180,7 @@ class Relaxation:
                     if maker is not None:
                         terms.update(self._since(x, low, -1))
                         terms.update(dict.fromkeys(self.N[maker][low : self._slot(maker, stage) + 1], -1.0))
-                    row(terms, upper=0)
+                    self._later(terms, upper=0)
 
     def _since(self, storage: int, slot: int, factor: float) -> Terms:
         return {self.V[storage, slot - 1]: factor} if slot else {}
@@ -193,13 +195,13 @@ class Relaxation:
             ends = sorted({stage for op in certain.read_by[x] for stage in self.grid[op]})[:-1]
             self.K[x] = [(stage, self.program.column()) for stage in ends]
             for (_, before), (_, after) in pairwise([(0, self.s[x]), *self.K[x]]):
-                self.program.row({before: 1, after: -1}, lower=0)
+                self._later({before: 1, after: -1}, lower=0)
             for stage, pinned in self.K[x]:
                 for op in certain.read_by[x]:
                     i = self._slot(op, stage)
                     if i < len(self.grid[op]) - 1:
                         back = {self.A[certain.maker(x)][-1]: 1.0} if x in certain.returns else {}
-                        self.program.row({pinned: 1, self.A[op][-1]: -1, self.A[op][i]: 1, **back}, lower=0)
+                        self._later({pinned: 1, self.A[op][-1]: -1, self.A[op][i]: 1, **back}, lower=0)
 
     # Rows with bytes
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
-from lowtide.solvers.structure import layers, readers, recomputable, replayable_ops
+from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph, once_per_graph
+from lowtide.solvers.structure import droppable, layers, readers, recomputable, replayable_ops
 
 _SMALL_OPS = 12  # segments with fewer ops worth replaying join their neighbour
 
@@ -23,13 +23,14 @@ class Windows:
     backward: tuple[int, int]
 
 
-def worth_replaying(graph: StepGraph, droppable: frozenset[int]) -> list[int]:
-    """Replayable ops that lead to something in ``droppable``, in program order."""
-    consumers, allowed, free = readers(graph), replayable_ops(graph), recomputable(graph)
+@once_per_graph
+def worth_replaying(graph: StepGraph) -> list[int]:
+    """Replayable ops that lead to something droppable, in program order."""
+    consumers, allowed, free, wanted = readers(graph), replayable_ops(graph), recomputable(graph), droppable(graph)
     worth: set[int] = set()
     for op in reversed(graph.forward_ops):
         mine = [s for s in op.makes if s in free]
-        if op.id in allowed and any(s in droppable or not worth.isdisjoint(consumers.get(s, ())) for s in mine):
+        if op.id in allowed and any(s in wanted or not worth.isdisjoint(consumers.get(s, ())) for s in mine):
             worth.add(op.id)
     return sorted(worth)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from lowtide.graph.step_graph import Op, StepGraph
+from lowtide.graph.step_graph import UNPACK, Op, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE
 
 _MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
 
 
+@once_per_graph
 def replayable_ops(graph: StepGraph) -> frozenset[int]:
     """Forward ops that a replay may run: nothing they read was written during the step, some output is free to go."""
     return frozenset(op.id for op in graph.forward_ops if _replayable(graph, op))
@@ -24,12 +25,20 @@ def _replayable(graph: StepGraph, op: Op) -> bool:
     return any(graph.storages[s].kind == "activation" and not graph.storages[s].fixed for s in op.makes)
 
 
+@once_per_graph
 def recomputable(graph: StepGraph) -> frozenset[int]:
     """Storages that a plan may recompute."""
     ops = replayable_ops(graph)
     return frozenset(
         s.id for s in graph.storages if s.kind == "activation" and s.op is not None and not s.fixed and s.op in ops
     )
+
+
+@once_per_graph
+def droppable(graph: StepGraph) -> frozenset[int]:
+    """Storages that autograd stores, that backward asks for, and that a plan may recompute."""
+    asked_for = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
+    return graph.stored & recomputable(graph) & asked_for
 
 
 def close(graph: StepGraph, recomputed: Iterable[int], kept: Iterable[int] = ()) -> dict[int, str]:
@@ -58,6 +67,7 @@ def close(graph: StepGraph, recomputed: Iterable[int], kept: Iterable[int] = ())
     return dict(sorted(actions.items()))
 
 
+@once_per_graph
 def readers(graph: StepGraph) -> dict[int, list[int]]:
     """Forward ops that read each storage, in program order."""
     found: dict[int, list[int]] = {}
@@ -67,6 +77,7 @@ def readers(graph: StepGraph) -> dict[int, list[int]]:
     return found
 
 
+@once_per_graph
 def layers(graph: StepGraph) -> dict[int, int]:
     """Layer number of each forward op that runs inside a repeated layer; numbers follow the first run.
 
