@@ -15,6 +15,7 @@ from lowtide.plan import Plan
 from lowtide.tape.program import Node, Program
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import scopes
+from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.tracer import check_supported
 
 
@@ -28,41 +29,44 @@ class GuardedCall:
 
     def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, Node] | None]) -> None:
         self._model = weakref.ref(model)
+        self._compiled = scopes.call_of(model)
+        self.before = None if self._compiled is None else self._compiled.before
         self.choose = choose
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         assert model is not None
+        call = self._compiled or model._call_impl
         watcher = scopes.active.watcher
         if watcher is not None:
-            return _inside(watcher, model, args, kwargs)
+            return _inside(watcher, call, args, kwargs)
         if not torch.is_grad_enabled() or steps_aside():
-            return model._call_impl(*args, **kwargs)
+            return call(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
             opened = scopes.active.watcher  # choosing may have begun a region for the whole step
-            return model._call_impl(*args, **kwargs) if opened is None else _inside(opened, model, args, kwargs)
+            return call(*args, **kwargs) if opened is None else _inside(opened, call, args, kwargs)
         tape, node = chosen
         if not tape.free.acquire(blocking=False):  # another thread is in this very tape: here all is saved
-            return model._call_impl(*args, **kwargs)
+            return call(*args, **kwargs)
         try:
             with tape.region(node, whole_step=False):
-                return model._call_impl(*args, **kwargs)
+                return call(*args, **kwargs)
         finally:
             tape.free.release()
 
 
-def _inside(watcher: scopes.Watcher, model: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _inside(watcher: scopes.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """The model is called in a region that is taped already."""
     if not torch.is_grad_enabled() and isinstance(watcher, Tape):
         watcher.pause()
         try:
-            return model._call_impl(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             watcher.resume()
     watcher.enter("")
     try:
-        return model._call_impl(*args, **kwargs)
+        return call(*args, **kwargs)
     finally:
         watcher.leave()
 
@@ -113,6 +117,7 @@ def apply(model: nn.Module, plan: Plan) -> Iterator[Applied]:
     Raises:
         PlanMismatchError: the plan is for another model or device. UnsupportedModelError: see ``trace``.
     """
+    model = unwrapped(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tape.bursts import Handle
@@ -159,6 +159,15 @@ class Tape(TorchDispatchMode):
             self.counts.mismatched += sum(bool(s.drops) for s in node.slots[frame.next :])
             frame.next = len(node.slots)
 
+    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
+        """A call of compiled code: no operator of it is watched, what autograd stores of it is kept."""
+        self.enter(path)
+        try:
+            with _disable_current_modes():
+                return run()
+        finally:
+            self.leave()
+
     def pause(self) -> None:
         """What runs until ``resume`` is not part of the step (a pass without gradients, say)."""
         self._off += 1
@@ -260,6 +269,7 @@ class Tape(TorchDispatchMode):
 
     # -- autograd -----------------------------------------------------------------------------------------------
 
+    @scopes.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd stores ``tensor``: a handle if it was dropped, else the tensor and its version."""
         value = value_of(tensor, self._run)
@@ -271,6 +281,7 @@ class Tape(TorchDispatchMode):
             return tensor
         return Kept(tensor if isinstance(tensor, torch.nn.Parameter) else detached(tensor))
 
+    @scopes.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """Backward wants it back.
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
 from lowtide.meters import run_with_workspace
+from lowtide.tracing import compiled
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.operators import (
     OVERWRITERS,
@@ -37,6 +41,7 @@ from lowtide.tracing.operators import (
     why_not_replayed,
     written_tensors,
 )
+from lowtide.tracing.scopes import never_compiled
 
 
 class _Ghost:
@@ -53,6 +58,7 @@ class _Ghost:
     def blank(self) -> torch.Tensor:
         return torch.zeros(self.elements, dtype=self.dtype, device=self.device).as_strided(self.size, self.stride)
 
+    @never_compiled
     def __del__(self) -> None:
         self.recorder.event(RELEASE, self.saved)
 
@@ -65,6 +71,7 @@ class _Held:
     def __init__(self, recorder: Recorder, saved: int, tensor: torch.Tensor) -> None:
         self.recorder, self.saved, self.tensor = recorder, saved, tensor
 
+    @never_compiled
     def __del__(self) -> None:
         self.recorder.event(RELEASE, self.saved)
 
@@ -94,7 +101,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[str] = []
         self.outputs: list[Any] = []
         self._signature_ids: dict[str, int] = {}
-        self._workspaces: list[int] = []  # bytes, by signature
+        self._workspaces: dict[int, int] = {}  # bytes, by signature
         self._hidden_writes: dict[int, list[int]] = {}  # signature -> inputs it changes without saying so
         self._open: set[int] = set()  # storages made and not read yet: an in-place op may still finish them
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
@@ -110,6 +117,9 @@ class Recorder(TorchDispatchMode):
         self._backward = False
         self._paused = False
         self._recording = True
+        self.warm: set[int] = set()  # compiled modules that have run
+        self.compiled: compiled.CompiledOp | None = None  # its call runs
+        self._to_close = ExitStack()
 
     # -- module calls -------------------------------------------------------------------------------------------
 
@@ -123,20 +133,45 @@ class Recorder(TorchDispatchMode):
     def leave(self) -> None:
         self._stack.pop()
 
+    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
+        """A call of compiled code."""
+        return compiled.record(self, path, module, run, inputs)
+
+    @property
+    def frame(self) -> int:
+        return self._stack[-1]
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """What runs inside is not part of the step."""
+        self._recording, was = False, self._recording
+        try:
+            yield
+        finally:
+            self._recording = was
+
+    def pause(self, until: ExitStack) -> None:
+        """See no operators until ``until`` is closed, or recording stops."""
+        self._paused = True
+        until.callback(setattr, self, "_paused", False)
+        self._to_close.callback(until.close)
+
     # -- storages -----------------------------------------------------------------------------------------------
 
     def event(self, kind: int, number: int) -> None:
         if self._recording:
             self.events.append((kind, number))
 
-    def know(self, tensor: torch.Tensor, kind: str) -> int | None:
-        """The id of a tensor's storage; a storage never seen before was there before the step."""
+    def know(
+        self, tensor: torch.Tensor, kind: str, *, op: int | None = None, output: int = 0, fixed: str = ""
+    ) -> int | None:
+        """The id of a tensor's storage; one never seen before is of ``op``, or was there before the step."""
         storage = storage_of(tensor)
         if storage is None:
             return None
         key = storage._cdata
         if key not in self._ids:
-            self._new(storage, kind, None, 0, "")
+            self._new(storage, kind, op, output, fixed)
         return self._ids[key]
 
     def _new(self, storage: torch.UntypedStorage, kind: str, op: int | None, output: int, fixed: str) -> int:
@@ -147,6 +182,7 @@ class Recorder(TorchDispatchMode):
         self.storages.append({"bytes": size, "kind": kind, "op": op, "output": output, "fixed": fixed})
         self._ids[key] = number
 
+        @never_compiled
         def died(_: Any, number: int = number, key: int = key) -> None:
             self._ids.pop(key, None)
             self._watch.pop(number, None)
@@ -226,7 +262,7 @@ class Recorder(TorchDispatchMode):
         result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self.device)
         self._hidden_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
         self._paused = False
-        self._workspaces.append(workspace or 0)
+        self._workspaces[signature] = workspace or 0
         return result
 
     def _rng_state(self) -> torch.Tensor:
@@ -237,9 +273,12 @@ class Recorder(TorchDispatchMode):
         text = json.dumps(body, sort_keys=True)
         if text in self._signature_ids:
             return self._signature_ids[text], False
-        number = self._signature_ids[text] = len(self.signatures)
-        self.signatures.append(body)
+        number = self._signature_ids[text] = self.new_signature(body)
         return number, True
+
+    def new_signature(self, body: dict) -> int:
+        self.signatures.append(body)
+        return len(self.signatures) - 1
 
     def _record(
         self, func: Any, result: Any, reads: tuple[int, ...], written: tuple[int, ...], reason: str, opaque: bool,
@@ -278,7 +317,7 @@ class Recorder(TorchDispatchMode):
         finishes = None if backward else self._finished(func, result, reads, written, reason, rng_bytes)
         if finishes is None:
             for s in written:
-                self._written(s)
+                self.written(s)
         dynamic = bool(makes) and makes[0] in self._tainted
         self.ops.append(
             Op(number, str(func), frame, backward, reads, tuple(makes), written,
@@ -312,7 +351,7 @@ class Recorder(TorchDispatchMode):
     def _overwritten(self, storage: int) -> bool:
         return self.storages[storage]["op"] is None and bool(self.storages[storage]["fixed"])
 
-    def _written(self, storage: int) -> None:
+    def written(self, storage: int) -> None:
         """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
         if self.storages[storage]["kind"] == "gradient":
             return
@@ -327,9 +366,12 @@ class Recorder(TorchDispatchMode):
 
     # -- autograd -----------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd stores ``tensor``; outside the tape's region the plan must leave it alone."""
-        number = self.know(tensor, "other")
+        if not self._recording:
+            return tensor.detach()
+        number = self.know(tensor, "other") if self.compiled is None else self.compiled.know(tensor)
         if number is None:
             return tensor.detach()
         handle = len(self.saved)
@@ -350,6 +392,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = False
 
+    @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
@@ -373,6 +416,7 @@ class Recorder(TorchDispatchMode):
         self._ids[key] = self.saved[ghost.saved]
         marker = -key  # not the saved id: one handle may be unpacked again while its first tensor lives
 
+        @never_compiled
         def died(_: Any) -> None:
             self._ids.pop(key, None)
             self._watch.pop(marker, None)
@@ -389,6 +433,7 @@ class Recorder(TorchDispatchMode):
     def stop(self) -> None:
         """Stop recording, and put back the parameters that the step wrote: a rehearsal leaves no trace."""
         self._recording = False
+        self._to_close.close()
         self._watch.clear()
         while self._before_write:
             _, (now, before) = self._before_write.popitem()

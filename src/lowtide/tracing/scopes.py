@@ -10,12 +10,29 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from lowtide.tracing.operators import tensors_in
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """Decorator: Dynamo leaves this function and all that it calls alone.
+
+    While compiled code runs Dynamo compiles every Python frame that comes up, hooks and weakref callbacks included. Its
+    own ``disable`` would import the compiler.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 class Watcher(Protocol):
@@ -23,6 +40,7 @@ class Watcher(Protocol):
 
     def enter(self, path: str) -> None: ...
     def leave(self) -> None: ...
+    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
 
 
 class _Active(threading.local):
@@ -54,11 +72,68 @@ class ScopedCall:
             watcher.leave()
 
 
+class CompiledCall:
+    """Calls compiled code; the thread's watcher takes the whole call as one op, whose inside nobody sees.
+
+    Attributes:
+        before: What ``nn.Module.compile`` had put in place; None for the wrapper that ``torch.compile`` returns.
+    """
+
+    __slots__ = ("_module", "before", "path")
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self._module, self.path = weakref.ref(module), path
+        self.before = module._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        run = partial(self.before or module._call_impl, *args, **kwargs)
+        watcher = active.watcher
+        if watcher is None:
+            return run()
+        active.watcher = None
+        try:
+            return watcher.opaque(self.path, module, run, list(tensors_in((args, kwargs))))
+        finally:
+            active.watcher = watcher
+
+
+def is_ours(call: Any) -> bool:
+    """A fitted model, or a part of one, has this in place of its own call."""
+    return isinstance(call, (ScopedCall, CompiledCall)) or bool(getattr(call, "lowtide", False))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """``module.compile()`` was called, or ``torch.compile`` returned it."""
+    call = module._compiled_call_impl
+    by_method = call is not None and not is_ours(call)
+    return by_method or any(c.__name__ == "OptimizedModule" for c in type(module).__mro__)
+
+
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Paths of the outermost compiled modules."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if is_compiled(module) and not any(not outer or path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+    return found
+
+
+def call_of(module: nn.Module, path: str = "") -> CompiledCall | None:
+    """How to call a module that is compiled; None for any other."""
+    return CompiledCall(module, path) if is_compiled(module) else None
+
+
 def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callable[[], None]:
     """Put a ``ScopedCall`` on every submodule, ``root`` (or one more) on the model itself; returns the undo."""
     placed: list[tuple[weakref.ref[nn.Module], Any, Any]] = []
+    compiled = compiled_parts(model)
+    inside = tuple(f"{path}." if path else "" for path in compiled)
     for path, module in model.named_modules():
-        call = root if root is not None and module is model else ScopedCall(module, path)
+        if path.startswith(inside) and path not in compiled:
+            continue
+        call = root if root is not None and module is model else call_of(module, path) or ScopedCall(module, path)
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
 

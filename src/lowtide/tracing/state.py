@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.operators import storage_of
+from lowtide.tracing.parallel import unnoticed
 
 
 def rng_state(cuda: bool) -> tuple:
@@ -47,6 +48,11 @@ def rehearsal(
     is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step in a rehearsal.
     Parameters are put back where ``provenance`` (of a trace) says that the step writes them.
     """
+    with unnoticed(model):
+        yield from _rehearsal(model, batch, zero_grads, provenance)
+
+
+def _rehearsal(model: nn.Module, batch: Any, zero_grads: bool, provenance: Mapping[str, str] | None) -> Iterator[None]:
     parameters = list(model.parameters())
     cuda = any(p.is_cuda for p in parameters)
     rng = rng_state(cuda)

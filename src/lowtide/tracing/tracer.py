@@ -20,12 +20,13 @@ from lowtide.tracing import scopes
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
 from lowtide.tracing.operators import storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.tracing.parallel import bucket_bytes, unwrapped
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.state import WRITES_PARAMETERS, rehearsal
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
-    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule",
+    "DataParallel", "FullyShardedDataParallel", "FSDPModule",
     "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
 })  # fmt: skip
 
@@ -77,7 +78,7 @@ def check_supported(model: nn.Module) -> None:
     """Refuse by name what the tape would not carry out exactly.
 
     Raises:
-        TypeError: ``model`` is no module. UnsupportedModelError: wrapped, compiled or sharded.
+        TypeError: ``model`` is no module. UnsupportedModelError: wrapped or sharded.
         StepError: it has no trainable parameter.
     """
     if not isinstance(model, nn.Module):
@@ -91,16 +92,10 @@ def check_supported(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {sorted(found)[0]}, which the tape does not carry out yet.\n"
                 "Fit the module inside it, or train without lowtide."
             )
-        call = module._compiled_call_impl
-        if isinstance(call, scopes.ScopedCall) or getattr(call, "lowtide", False):
+        if scopes.is_ours(module._compiled_call_impl):
             raise LowtideError(
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
-            )
-        if call is not None:
-            raise UnsupportedModelError(
-                f"{path or 'the model'} is compiled ({type(module).__name__}.compile was called).\n"
-                "Planning around compiled regions is not carried out yet. Fit the model before compiling nothing of it."
             )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "__tensor_flatten__") or type(parameter.data) is not torch.Tensor:
@@ -133,7 +128,8 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
     """Record one training step, forward and backward, below autograd.
 
     Args:
-        model: On the device where it trains, in the mode (train or eval) it trains in.
+        model: On the device where it trains, in the mode (train or eval) it trains in. Of one in
+            ``DistributedDataParallel`` the module inside is run, so nothing is communicated.
         batch: One batch; a mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``.
         step: ``(model, batch) -> loss``, where the loss is not the model's own output.
         optimizer: Counts the state it has or will have. An ``Optimizer``, or a name such as ``"adamw"``.
@@ -144,18 +140,19 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
 
     Raises:
         StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
-        UnsupportedModelError: wrapped, compiled, sharded, or on several devices.
+        UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
     """
+    model = unwrapped(model)
     check_supported(model)
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")
-    received: set[int] = set()
-    had_grad = {id(p) for p in model.parameters() if p.grad is not None}
+    received: set[str] = set()
+    had_grad = {name for name, p in model.named_parameters() if p.grad is not None}
     with rehearsal(model, batch):
         undo = scopes.install(model, _RootCall(model, recorder))
         hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: received.add(id(p)))
-            for p in model.parameters()
+            p.register_post_accumulate_grad_hook(lambda p, name=name: received.add(name))
+            for name, p in model.named_parameters()
             if p.requires_grad
         ]
         try:
@@ -181,7 +178,9 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
                 hook.remove()
             gc.collect()
     resident = _resident_bytes(model, batch, device, received | had_grad)
-    state_bytes, step_bytes = optimizer_bytes(optimizer, [p for p in model.parameters() if id(p) in received])
+    state_bytes, step_bytes = optimizer_bytes(
+        optimizer, [p for name, p in model.named_parameters() if name in received]
+    )
     resident["optimizer"] = state_bytes
     provenance = {"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)}
     if written:
@@ -207,17 +206,18 @@ class _RootCall:
     """The model's own call while tracing: a scope that also notes what it was called with."""
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self.model, self.recorder = model, recorder
+        self.recorder, self._call = recorder, scopes.call_of(model) or model._call_impl
+        self.model = model
         self.lowtide = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if scopes.active.watcher is not self.recorder:
-            return self.model._call_impl(*args, **kwargs)
+            return self._call(*args, **kwargs)
         if len(self.recorder._stack) == 1:
             self.recorder.calls.append(scopes.call_signature(self.model, args, kwargs))
         self.recorder.enter("" if torch.is_grad_enabled() else scopes.NO_GRAD)
         try:
-            return self.model._call_impl(*args, **kwargs)
+            return self._call(*args, **kwargs)
         finally:
             self.recorder.leave()
 
@@ -236,7 +236,7 @@ def _know_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             recorder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
-def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[int]) -> dict[str, int]:
+def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
     """Live bytes through the whole step by part, each storage once."""
     seen: set[int] = set()
 
@@ -255,9 +255,9 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
         "buffers": total(model.buffers()),
         "batch": total(batch_tensors(batch)),
     }
-    grads = [p.numel() * p.element_size() for p in model.parameters() if id(p) in with_grad]
+    grads = [p.numel() * p.element_size() for name, p in model.named_parameters() if name in with_grad]
     parts["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
-    parts["other"] = 0
+    parts["other"] = bucket_bytes(model)
     if device.type == "cuda":
         existing = total(p.grad for p in model.parameters() if p.grad is not None)
         known = parts["parameters"] + parts["buffers"] + parts["batch"] + existing
