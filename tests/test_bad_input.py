@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -305,6 +307,15 @@ def test_a_damaged_plan_file_is_refused(case, tmp_path):
 
     assert isinstance(error.value, (LowtideError, ValueError))
     assert error.value.__doc__
+
+
+def test_a_plan_that_has_been_applied_can_be_copied_and_pickled():
+    model, x = mlp(), torch.randn(4, 16)
+    plan = harshest(model, x)
+    with lowtide.apply(model, plan):
+        model(x)
+
+    assert pickle.loads(pickle.dumps(plan)) == plan == copy.deepcopy(plan)
 
 
 def test_a_plan_survives_its_file(tmp_path):

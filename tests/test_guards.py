@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from steps import (
     Net,
     differing,
@@ -31,6 +32,7 @@ from steps import (
     planned,
     replays,
 )
+from torch import library as registry
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,7 +148,7 @@ class Liar(nn.Module):
         return self.linear(h * torch.ops.lowtide_tests.counted(h.detach(), self.calls))
 
 
-_library = torch.library.Library("lowtide_tests", "DEF")
+_library = registry.Library("lowtide_tests", "DEF")
 _library.define("counted(Tensor x, Tensor calls) -> Tensor")
 _library.define("noisy(Tensor x) -> Tensor")
 _library.define("tally(Tensor x) -> Tensor")
@@ -281,7 +283,7 @@ def test_what_read_a_parameter_before_its_data_was_written_is_saved():
 
 
 def test_what_read_a_parameter_before_its_data_was_written_is_wrong_without_the_guard(monkeypatch):
-    monkeypatch.setattr(Recorder, "_written", lambda self, storage: None)
+    monkeypatch.setattr(Recorder, "written", lambda self, storage: None)
 
     assert "gradient of layers.1.weight" in wrong(Net(writes_a_parameter), torch.randn(4, 8))
 
@@ -518,7 +520,7 @@ def test_a_backward_may_overwrite_what_it_unpacked():
 
 
 def test_a_backward_that_overwrites_what_it_unpacked_spoils_a_replay_without_the_guard(monkeypatch):
-    monkeypatch.setattr(Recorder, "_written", lambda self, storage: None)
+    monkeypatch.setattr(Recorder, "written", lambda self, storage: None)
 
     assert "gradient of layers.0.weight" in wrong(Net(overwritten), torch.randn(4, 8))
 
@@ -775,7 +777,7 @@ def test_in_place_chains_are_right(make):
 
 
 def no_versions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recorder, "_written", lambda self, storage: None)
+    patch.setattr(Recorder, "written", lambda self, storage: None)
     patch.setattr(recipes.Kept, "__init__", _unversioned)
 
 
@@ -1396,18 +1398,6 @@ class Wrapped(torch.Tensor):
         return Wrapped(result) if func is torch.ops.aten.detach.default else result
 
 
-def compiled() -> nn.Module:
-    model = mlp()
-    model.compile(backend="eager")
-    return model
-
-
-def compiled_inside() -> nn.Module:
-    model = mlp()
-    model[1].compile(backend="eager")
-    return model
-
-
 def subclass_weight() -> nn.Module:
     model = mlp()
     model[2].weight = nn.Parameter(Wrapped(torch.randn(16, 16)), requires_grad=False)
@@ -1420,21 +1410,6 @@ REFUSED = {
         "the model is a DataParallel, which the tape does not carry out yet.\n"
         "Fit the module inside it, or train without lowtide.",
     ),
-    "torch.compile": (
-        lambda: torch.compile(mlp(), backend="eager"),
-        "the model is a OptimizedModule, which the tape does not carry out yet.\n"
-        "Fit the module inside it, or train without lowtide.",
-    ),
-    "Module.compile": (
-        compiled,
-        "the model is compiled (Sequential.compile was called).\n"
-        "Planning around compiled regions is not carried out yet. Fit the model before compiling nothing of it.",
-    ),
-    "compiled child": (
-        compiled_inside,
-        "1 is compiled (GELU.compile was called).\n"
-        "Planning around compiled regions is not carried out yet. Fit the model before compiling nothing of it.",
-    ),
     "subclass weight": (
         subclass_weight,
         "parameter 2.weight is a Wrapped: sharded and subclass parameters are not taped yet.\n"
@@ -1445,7 +1420,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("verb", ["trace", "fit", "apply"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_wrapped_compiled_and_subclass_models_are_refused_by_name(case, verb):
+def test_wrapped_and_subclass_models_are_refused_by_name(case, verb):
     make, message = REFUSED[case]
     plan = harshest(mlp(), x := torch.randn(4, 16))
     model = make()
@@ -1472,17 +1447,15 @@ def one_rank():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FSDPModule", "DTensor"])
-def test_sharded_and_replicated_models_are_refused_by_name(kind, one_rank):
+@pytest.mark.parametrize("kind", ["FSDPModule", "DTensor"])
+def test_sharded_models_are_refused_by_name(kind, one_rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     model, x = mlp(), torch.randn(4, 16)
     mesh = init_device_mesh("cpu", (1,))
-    if kind == "DistributedDataParallel":
-        model = nn.parallel.DistributedDataParallel(model)
-    elif kind == "FSDPModule":
+    if kind == "FSDPModule":
         fully_shard(model, mesh=mesh)
     else:
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
@@ -1557,6 +1530,29 @@ def wide_lives_on_after_drift() -> bool:
     alive = model[1].made[-1]() is not None
     loss.backward()
     return alive
+
+
+class Checkpointed(nn.Module):
+    """Its middle is checkpointed already."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        parts = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)) for _ in range(3))
+        self.first, self.middle, self.last = parts
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(torch.utils.checkpoint.checkpoint(self.middle, h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_that_is_checkpointed_already_is_right(reentrant):
+    model, x = Checkpointed(reentrant), torch.randn(8, 16)
+    plan = harshest(model, x)
+
+    assert any(d.action == RECOMPUTE for d in plan.decisions)
+    assert differing(plain(model, x), planned(model, x, plan)) == []
 
 
 def test_drift_adds_no_strong_references():

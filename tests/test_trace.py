@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import library as registry
 from torch import nn
 
 import lowtide
@@ -200,7 +201,7 @@ def test_an_optimizers_state_is_counted_before_its_first_step():
     assert adam.optimizer_step_bytes > 0
 
 
-@torch.library.custom_op("lowtide_test::sneaky", mutates_args=())
+@registry.custom_op("lowtide_test::sneaky", mutates_args=())
 def sneaky(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     state.numpy()[...] += 1  # the schema says nothing of it
     return x * 2

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lowtide.agreement import agree, group_of, on_all
 from lowtide.costs.measurer import measure
 from lowtide.errors import BudgetInfeasibleError, LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.costs import Costs
@@ -22,13 +24,14 @@ from lowtide.plan import Plan
 from lowtide.reports.progress import Stages
 from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
-from lowtide.solvers.front_door import solve
+from lowtide.solvers.front_door import absolute_bytes, solve
 from lowtide.tape import attach
 from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.tape import Audit, Tape
 from lowtide.tracing import scopes
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.operators import fingerprint
+from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal
 from lowtide.tracing.tracer import Step, device_of, run_step, trace
 from lowtide.units import format_bytes, parse_budget
@@ -225,13 +228,15 @@ class Fit:
         model, settings = self.model, self._settings
         with Stages("trace", "measure", "solve", "rehearse") as stages:
             start = time.perf_counter()
-            graph = trace(model, batch, step=step, optimizer=settings.optimizer)
+            # A new shape in mid-training may be one rank's alone: nobody would answer.
+            group = None if fall_back else group_of(model)
+            graph = on_all(group, "tracing", lambda: trace(model, batch, step=step, optimizer=settings.optimizer))
             traced = time.perf_counter()
             stages.next()
-            costs = measure(graph)
+            costs = on_all(group, "measuring", lambda: measure(graph))
             measured = time.perf_counter()
             stages.next()
-            plan = self._solve(graph, costs, fall_back)
+            graph, plan = self._solve(graph, costs, group, fall_back)
             stages.next()
             for _ in range(3):  # a replay that differs is saved, and the rest planned anew
                 planned = Planned(
@@ -241,10 +246,12 @@ class Fit:
                 if not differed:
                     break
                 graph = _with_fixed(graph, differed)
-                plan = self._solve(graph, costs, fall_back)
+                graph, plan = self._solve(graph, costs, None, fall_back)
         return planned
 
-    def _solve(self, graph: StepGraph, costs: Costs, fall_back: bool) -> Plan:
+    def _solve(
+        self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, fall_back: bool
+    ) -> tuple[StepGraph, Plan]:
         settings = self._settings
         budget: int | str
         if settings.budget == "auto":
@@ -254,8 +261,13 @@ class Fit:
         else:
             assert isinstance(settings.budget, int)
             budget = settings.budget
+        if group is not None:
+            budget_bytes = absolute_bytes(graph, costs, budget)
+            return agree(
+                group, graph, budget_bytes, lambda g, b: solve(g, costs, b, method=settings.method, **settings.options)
+            )
         try:
-            return solve(graph, costs, budget, method=settings.method, **settings.options)
+            return graph, solve(graph, costs, budget, method=settings.method, **settings.options)
         except BudgetInfeasibleError as error:
             if not fall_back:
                 raise
@@ -263,7 +275,7 @@ class Fit:
                 f"no plan fits {format_bytes(error.budget_bytes)} for {graph.provenance.get('batch', 'this input')}: "
                 f"running at the least there is, {format_bytes(error.least_bytes)}"
             )
-            return solve(graph, costs, error.least_bytes)
+            return graph, solve(graph, costs, error.least_bytes)
 
     def _rehearse(self, planned: Planned, batch: Any, step: Step | None) -> set[int]:
         """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed."""
@@ -368,6 +380,8 @@ def fit(
 
     Args:
         model: Where and as it trains: on its device, in train mode, with the autocast around it that training uses.
+            In ``DistributedDataParallel`` or before it is wrapped; wrapped, every rank has to call ``fit``, and all
+            adopt the plan of the rank with the least memory.
         batch: One batch of the training data.
         budget: Peak allocated device memory for forward and backward: ``"6GiB"``, an int in bytes, ``"40%"`` of the
             plain step's activation memory, or ``"auto"``: what is free now, less a tenth.
@@ -383,6 +397,7 @@ def fit(
         BudgetInfeasibleError: no plan fits; ``least_bytes`` would.
         StepError, UnsupportedModelError: the step cannot be planned; the model is as it was.
     """
+    model = unwrapped(model)
     fitted = Fit(model, _Settings(parse_budget(budget), optimizer, method, options), step)
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -393,6 +408,9 @@ def fit(
         fitted._batch = batch
     if not fitted.graph.calls:
         fitted._warn("the step never calls the model itself: only what runs inside fit.step_region() is taped")
+    if compiled := scopes.compiled_parts(model):
+        shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+        fitted._warn(f"compiled code runs as it is and is saved whole: {shown}")
     fitted._attach()
     return fitted
 

@@ -14,7 +14,9 @@ from lowtide.meters import available_bytes, compare_times, peak_bytes
 from lowtide.plan import Plan
 from lowtide.tape import attach
 from lowtide.tape.tape import Counts
+from lowtide.tracing import scopes
 from lowtide.tracing.batches import first_rows, rows
+from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal, same_bits
 from lowtide.tracing.tracer import Step, device_of, run_step
 
@@ -69,6 +71,7 @@ def verify(model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
     """
     note = ""
+    model = unwrapped(model)
     with suspended(model):
         attach.check_plan_fits(model, plan)
         device = device_of(model)
@@ -117,9 +120,9 @@ def suspended(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module) or not getattr(model._compiled_call_impl, "lowtide", False):
         yield
         return
-    calls = [(m, m._compiled_call_impl) for m in model.modules()]
-    for module, _ in calls:
-        module._compiled_call_impl = None
+    calls = [(m, m._compiled_call_impl) for m in model.modules() if scopes.is_ours(m._compiled_call_impl)]
+    for module, call in calls:
+        module._compiled_call_impl = getattr(call, "before", None)
     try:
         yield
     finally:
