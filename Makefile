@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-planner clean
+.PHONY: help demo test check bench bench-planner overhead zoo clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -25,6 +25,12 @@ bench: .venv/.ready  ## methods side by side on a decoder
 
 bench-planner: .venv/.ready  ## the planner on many architectures
 	$(BIN)/python benchmarks/planner.py
+
+overhead: .venv/.ready  ## what the tape costs an op
+	$(BIN)/python benchmarks/overhead.py
+
+zoo: .venv/.ready  ## every architecture of transformers that shrinks; an hour
+	$(BIN)/python benchmarks/zoo.py --published
 
 clean:  ## remove caches and the environment
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

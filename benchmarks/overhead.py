@@ -1,0 +1,249 @@
+"""What the tape costs an op, beside PyTorch's own means: microseconds of thread CPU time, one JSON line per method.
+
+    python benchmarks/overhead.py            a minute or two
+    python benchmarks/overhead.py --quick    to see that it runs
+
+A step of many tiny kernels is timed under each method, interleaved; forward and backward apart, each as the difference
+to the plain step just before and just after:
+
+- ``forward_us``: added per forward op.
+- ``backward_us``: added per replayed op, beyond what running such an op plainly takes (plain forward per op).
+
+Methods: an empty dispatch mode; the tape with nothing to recompute; the tape with everything replayed; non-reentrant
+``torch.utils.checkpoint`` around the whole model; the same with a selective policy that saves matmuls.
+
+Two models: ``chain`` (sin and mul in turns, one tensor each) and ``decoder`` (a tiny Llama: views, casts, attention).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import lowtide
+from lowtide.garbage import no_garbage_collection
+from lowtide.simulator import simulate_actions
+from lowtide.solvers.draft import Draft, finish
+from lowtide.solvers.structure import close
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "overhead_cpu.jsonl"
+CHAINS = (1_000, 10_000, 100_000)
+
+
+class Empty(TorchDispatchMode):
+    """What every dispatch mode costs, at the least."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as the tape has it: else PyTorch's wrapper costs microseconds more
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Count(Empty):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.ops += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Chain(nn.Module):
+    """``length`` ops on one small tensor; autograd stores something at each."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.length // 2):
+            x = x.sin() * self.weight
+        return x.sum()
+
+
+@dataclass(frozen=True)
+class Method:
+    """``around`` is what forward runs in; ``call`` wraps the model's call; ``replays`` ops run again in backward."""
+
+    name: str
+    around: Callable[[], AbstractContextManager]
+    call: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda forward: forward()
+    replays: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of every method (default 15)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="small models, two rounds, nothing written")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    for name, model, inputs in cases(args.quick):
+        print(name, file=sys.stderr, flush=True)
+        lines += [line(name, *row) for row in compare(model, inputs, 2 if args.quick else args.rounds)]
+    lines += [long_chain(length) for length in CHAINS[: 1 if args.quick else None]]
+    text = "".join(json.dumps(found | provenance()) + "\n" for found in lines)
+    print(text, end="")
+    if not args.quick:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+    return 0
+
+
+def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
+    import transformers
+
+    torch.manual_seed(0)
+    yield "chain", Chain(100 if quick else 1_000), {"x": torch.randn(8)}
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2 if quick else 8, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    ids = torch.randint(0, 64, (1, 8))
+    yield "decoder", transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def compare(model: nn.Module, inputs: dict, rounds: int) -> list[tuple[str, int, int, list, list, list, list]]:
+    """Per method: name, forward ops, replayed ops, and samples of plain and its own forward and backward."""
+    forward = partial(loss_of, model, inputs)
+    with Count() as count:
+        forward()
+    ways = list(methods(model, inputs, count.ops))
+    samples: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+    plain: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+    for done in range(rounds + 1):
+        for way in ways:
+            before = timed(ways[0], forward)
+            spent = timed(way, forward)
+            after = timed(ways[0], forward)
+            if done:
+                samples[way.name].append(spent)
+                plain[way.name].append(((before[0] + after[0]) / 2, (before[1] + after[1]) / 2))
+    return [
+        (way.name, count.ops, way.replays,
+         *zip(*plain[way.name], strict=True), *zip(*samples[way.name], strict=True))
+        for way in ways[1:]
+    ]  # fmt: skip
+
+
+def line(case: str, name: str, ops: int, replays: int, plain_f: Any, plain_b: Any, mine_f: Any, mine_b: Any) -> dict:
+    """Medians of the differences."""
+    forward = statistics.median(b - a for a, b in zip(plain_f, mine_f, strict=True)) / ops
+    found = {
+        "benchmark": "overhead_cpu", "case": case, "method": name, "ops": ops, "replayed": replays,
+        "plain_us": statistics.median(plain_f) / ops, "forward_us": forward,
+    }  # fmt: skip
+    again = [b - a for a, b in zip(plain_b, mine_b, strict=True)]
+    if replays:
+        own = [f * replays / ops for f in plain_f]  # what running these ops takes anyway
+        found["backward_us"] = statistics.median(x - y for x, y in zip(again, own, strict=True)) / replays
+    else:
+        found["backward_us_per_op"] = statistics.median(again) / ops
+    return found
+
+
+def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
+    graph = lowtide.trace(model, inputs, step=lambda m, batch: as_loss(m(**batch)))
+    costs = lowtide.Costs((1.0,) * len(graph.ops))
+    kept = finish(graph, costs, Draft(close(graph, ())), method="none", budget_bytes=None, start_s=0.0)
+    actions = close(graph, graph.stored)
+    all_of_it = finish(graph, costs, Draft(actions), method="all", budget_bytes=None, start_s=0.0)
+    replays = len(simulate_actions(graph, costs, actions).replays)
+    aten = torch.ops.aten
+
+    def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in (aten.mm.default, aten.addmm.default) else (
+            CheckpointPolicy.PREFER_RECOMPUTE
+        )  # fmt: skip
+
+    yield Method("plain", nullcontext)
+    yield Method("empty dispatch mode", Empty)
+    yield Method("lowtide, keep all", partial(lowtide.apply, model, kept))
+    yield Method("lowtide, all replayed", partial(lowtide.apply, model, all_of_it), replays=replays)
+    yield Method("checkpoint", nullcontext, partial(checkpoint, use_reentrant=False), replays=ops)
+    selective = partial(create_selective_checkpoint_contexts, policy)
+    yield Method(
+        "selective checkpoint", nullcontext, partial(checkpoint, use_reentrant=False, context_fn=selective), replays=ops
+    )
+
+
+def loss_of(model: nn.Module, inputs: dict) -> torch.Tensor:
+    return as_loss(model(**inputs))
+
+
+def as_loss(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def timed(method: Method, forward: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """Microseconds of forward and of backward, of this thread: on a CPU backward runs in the thread that calls it."""
+    with no_garbage_collection():
+        with method.around():
+            start = time.thread_time()
+            loss = method.call(forward)
+            middle = time.thread_time()
+        again = time.thread_time()
+        loss.backward()
+        end = time.thread_time()
+    return (middle - start) * 1e6, (end - again) * 1e6
+
+
+@contextmanager
+def resident_growth(found: list[int]) -> Iterator[None]:
+    """Bytes by which the process grew inside."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    yield
+    found.append(resident() - before)
+
+
+def long_chain(length: int) -> dict:
+    """The tape on a chain that long: time per op must not grow, nor memory per recipe."""
+    model, x = Chain(length), torch.randn(8)
+    graph = lowtide.trace(model, {"x": x}, step=lambda m, batch: m(**batch))
+    costs = lowtide.Costs((1.0,) * len(graph.ops))
+    plan = finish(graph, costs, Draft(close(graph, graph.stored)), method="all", budget_bytes=None, start_s=0.0)
+    grown: list[int] = []
+    spent = []
+    for method in (Method("plain", nullcontext), Method("taped", partial(lowtide.apply, model, plan))):
+        timed(method, partial(model, x=x))
+        with no_garbage_collection(), method.around(), resident_growth(grown):
+            loss = model(x=x)
+        del loss
+        spent.append(timed(method, partial(model, x=x)))
+    (plain_f, plain_b), (mine_f, mine_b) = spent
+    return {
+        "benchmark": "overhead_cpu", "case": f"chain of {length}", "method": "lowtide, all replayed", "ops": length,
+        "forward_us": (mine_f - plain_f) / length, "backward_us": (mine_b - plain_b - plain_f) / length,
+        "bytes_per_op": (grown[1] - grown[0]) / length,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
