@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,8 +126,20 @@ def footnote(lines: list[dict]) -> str:
         f"Median of {first['rounds']} interleaved rounds ± half the quartile range, on {first['device']}, "
         f"{first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, commit {commits}. "
         "“Malloc fixed” keeps memory in the process (`MALLOC_MMAP_MAX_=0`, no trimming), so that page faults "
-        "do not flatter lean plans; predictions are for that."
+        f"do not flatter lean plans; predictions are for that, and differ from it by {points_off(lines)}."
     )
+
+
+def points_off(lines: list[dict]) -> str:
+    """How far measured overhead is from predicted, malloc fixed, over all plans that recompute."""
+    off = sorted(
+        100 * abs(line["time_ratio"] - 1 - line["predicted_overhead"])
+        for line in lines
+        if line["malloc"] == "fixed" and line.get("predicted_overhead")
+    )
+    if not off:
+        return "nothing that was measured"
+    return f"{statistics.median(off):.1f} points (median), {off[-1]:.1f} at most"
 
 
 FULLS_PEAK = "at full's peak"
