@@ -280,8 +280,8 @@ class Recorder(TorchDispatchMode):
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
-        if func.namespace == "c10d":  # names no write in its schema, and may still be at it when the call returns
-            self._hidden_writes[signature] = list(range(len(inputs)))
+        if func.namespace in ("c10d", "fsdp"):  # write what no schema says, c10d perhaps after the call has returned
+            self._hidden_writes[signature] = list(range(len(inputs))) if func.namespace == "c10d" else []
             self._workspaces[signature] = 0
             return func(*args, **kwargs)
         self._paused = True

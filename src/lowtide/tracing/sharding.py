@@ -51,6 +51,17 @@ def units_of(model: nn.Module) -> list[Any]:
     return list({id(u): u for _, state in states_of(model) for u in state._fsdp_param_groups}.values())
 
 
+def refusal(model: nn.Module) -> str:
+    """What of the model's sharding is not carried out; "" if all is."""
+    for unit in units_of(model):
+        where = ", ".join(sorted({p._param_fqn or p._module_info.param_name for p in unit.fsdp_params})[:3])
+        if any(p.offload_to_cpu and p.device.type != "cpu" for p in unit.fsdp_params):
+            return f"FSDP keeps {where} in CPU memory (CPUOffloadPolicy)"
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in unit.fsdp_params):
+            return f"FSDP gathers {where} in a form of its own (fsdp_pre_all_gather)"
+    return ""
+
+
 def whole_tensors(unit: Any) -> list[torch.Tensor]:
     """What FSDP gathers into: flat, empty while the unit is sharded. Parameters are views of them."""
     return [t for p in unit.fsdp_params for t in p.all_gather_outputs]

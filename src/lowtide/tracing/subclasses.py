@@ -83,15 +83,20 @@ class Versions:
 class Packed:
     """A wrapper as autograd stores it: its parts, each packed by itself, and how to put them together."""
 
-    __slots__ = ("_alias", "_context", "_kind", "_parts", "_size", "_stride", "_version")
+    __slots__ = ("_alias", "_parts", "_put_together", "_size", "_version")
 
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
-        names, self._context = tensor.__tensor_flatten__()
-        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
-        self._parts = {}
-        for name in names:
-            inner = getattr(tensor, name)
-            self._parts[name] = (True, pack(inner)) if isinstance(inner, torch.Tensor) else (False, inner)
+    def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
+        kind, self._size, stride = type(tensor), tensor.size(), tensor.stride()
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
+        self._parts = {name: pack(value) for name, value in inner.items() if name not in others}
+        self._put_together: Callable[[dict[str, torch.Tensor]], torch.Tensor] = lambda made: kind.__tensor_unflatten__(
+            {**made, **others}, context, self._size, stride
+        )
+        if "_local_tensor" in inner:  # a DTensor; not every layout of one can be unflattened (2.13: strided shards)
+            spec = tensor._spec
+            self._put_together = lambda made: kind(made["_local_tensor"], spec, requires_grad=False)
         self._version, self._alias = tensor._version, _empty_alias(tensor)
 
     def unpack(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -99,11 +104,10 @@ class Packed:
         if self._alias is not None and self._alias._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._kind.__name__} {list(self._size)}] is at version {self._alias._version}; expected version "
+                f"[DTensor {list(self._size)}] is at version {self._alias._version}; expected version "
                 f"{self._version} instead."
             )
-        inner = {name: unpack(held) if packed else held for name, (packed, held) in self._parts.items()}
-        return self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        return self._put_together({name: unpack(packed) for name, packed in self._parts.items()})
 
 
 def _empty_alias(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -21,10 +21,10 @@ from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
 from lowtide.tracing.gathering import Gathering
 from lowtide.tracing.operators import storage_of, wraps
 from lowtide.tracing.optimizer_state import optimizer_bytes
-from lowtide.tracing.parallel import bucket_bytes, unwrapped
+from lowtide.tracing.parallel import bucket_bytes, unwrapped, wrapper_of
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.state import WRITES_PARAMETERS, rehearsal
-from lowtide.tracing.subclasses import local_bytes, parts
+from lowtide.tracing.subclasses import local_bytes, parts, shards_in
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
@@ -99,6 +99,13 @@ def check_supported(model: nn.Module) -> None:
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
             )
+    if refused := sharding.refusal(model):
+        raise UnsupportedModelError(f"{refused}, which the tape does not carry out yet.\nTrain without lowtide.")
+    if wrapper_of(model) is not None and shards_in(model):
+        raise UnsupportedModelError(
+            "DistributedDataParallel around DTensor parameters is not carried out: ranks that rehearse together would "
+            "be two groups.\nUse fully_shard on a mesh of two dimensions, or train without lowtide."
+        )
     for name, parameter in model.named_parameters():
         inner = [type(t.data) for t in parts(parameter)]
         if unknown := [kind for kind in inner if kind is not torch.Tensor]:
