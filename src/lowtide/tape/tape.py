@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tape.bursts import Handle
-from lowtide.tape.program import Node, Program, Slot
+from lowtide.tape.moving import Copy, Transfers
+from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import MARK, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
+from lowtide.tape.tiers import Tiers
 from lowtide.tracing import scopes
 from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
@@ -35,13 +37,14 @@ class Counts:
 
     Attributes:
         steps: Forward passes taped.
-        dropped: Tensors left as recipes.
+        dropped: Tensors left as recipes. ``moved``: to another tier.
         mismatched: Planned ops that did not come, came in another form, or could not be dropped: saved instead.
         unplanned: Ops where the plan has none (a loss outside the model, say): saved.
     """
 
     steps: int = 0
     dropped: int = 0
+    moved: int = 0
     mismatched: int = 0
     unplanned: int = 0
 
@@ -93,9 +96,11 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
 
-    def __init__(self, program: Program, model: nn.Module) -> None:
+    def __init__(self, program: Program, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()
         self.program = program
+        self._tiers = tiers or {}
+        self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything
         self._model = weakref.ref(model)
         self.counts = Counts()
         self.audit: Audit | None = None
@@ -125,6 +130,10 @@ class Tape(TorchDispatchMode):
         self._ambient = Ambient(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
+        if self.program.plan.tiers:
+            if self._transfers is not None:
+                self._transfers.settle()  # a pass whose backward is still to come, or never comes
+            self._transfers = Transfers(self._tiers, self.program.plan.window_bytes)
         self.counts.steps += 1
 
     def end(self) -> None:
@@ -159,7 +168,7 @@ class Tape(TorchDispatchMode):
     def _close(self, frame: _Frame) -> None:
         node = frame.node
         if node is not None and node.planned and frame.next < len(node.slots):
-            self.counts.mismatched += sum(bool(s.drops) for s in node.slots[frame.next :])
+            self.counts.mismatched += sum(bool(s.drops or s.moves) for s in node.slots[frame.next :])
             frame.next = len(node.slots)
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
@@ -223,6 +232,8 @@ class Tape(TorchDispatchMode):
             slot = node.slots[frame.next]
             if slot.func is func or slot.names(func):
                 frame.next += 1
+                if slot.moves:
+                    return self._move(slot, func, args, kwargs)
                 if slot.drops:
                     return self._record(slot, func, args, kwargs)
                 if slot.finishes is not None:
@@ -290,6 +301,40 @@ class Tape(TorchDispatchMode):
         value.version += 1  # the counter moves once this call has returned; any other write makes them differ
         return result
 
+    def _move(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
+        """As planned otherwise, and what is moved sets out."""
+        if slot.drops:
+            result = self._record(slot, func, args, kwargs)
+        elif slot.finishes is not None:
+            result = self._extend(slot, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        for move in slot.moves:
+            if slot.completes:  # in place: the counter moves once this call has returned
+                self._send(slot, move, args[0], args[0]._version + 1)
+            else:
+                tensor = nth_tensor(result, move.output)
+                if _is_among(tensor.untyped_storage(), args):
+                    self.counts.mismatched += 1
+                else:
+                    self._send(slot, move, tensor, tensor._version)
+        return result
+
+    def _send(self, slot: Slot, move: Move, tensor: torch.Tensor, version: int) -> None:
+        storage = tensor.untyped_storage()
+        unlike = storage.nbytes() != move.bytes and not slot.dynamic
+        if unlike or MARK in storage.__dict__ or self._transfers is None:
+            self.counts.mismatched += 1
+            return
+        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._ambient)
+        self._number += 1
+        value = Value(copy, move.output, version, self._run)
+        copy.stand_for(value, tensor, version)
+        self._transfers.send(copy, storage)
+        setattr(storage, MARK, value)
+        self._marked.append(weakref.ref(storage))
+        self.counts.moved += 1
+
     # -- autograd -----------------------------------------------------------------------------------------------
 
     @scopes.never_compiled
@@ -317,6 +362,8 @@ class Tape(TorchDispatchMode):
         if self._whole_step and not self._stack and not self._step_over:
             self.end()
             self._step_over = True
+        if self._transfers is not None and torch._C._current_graph_task_id() != -1:
+            self._transfers.asked()
         if isinstance(packed, Handle):
             return packed.tensor()
         if isinstance(packed, Kept):
