@@ -16,7 +16,7 @@ from lowtide.plan import Plan
 from lowtide.tape.places import Places
 from lowtide.tape.program import Node, Program
 from lowtide.tape.tape import Counts, Tape
-from lowtide.tracing import scopes
+from lowtide.tracing import gathering, scopes
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.tracer import check_supported
 
@@ -87,7 +87,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
-    missing = sorted({f.path for f in plan.frames} - have - {scopes.NO_GRAD})
+    missing = sorted({f.path for f in plan.frames} - have - {scopes.NO_GRAD, gathering.FRAME})
     if missing:
         raise PlanMismatchError(
             f"the plan is for another model: {len(missing)} of its modules are not in this {type(model).__name__}, "

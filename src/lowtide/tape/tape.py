@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -26,7 +27,8 @@ from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import MARK, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
 from lowtide.tape.tiers import Tiers
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
+from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Tape(TorchDispatchMode):
         self._off = 0
         self._step_over = False  # in a region that holds whole steps: backward has begun
         self._whole_step = False
+        self._wrapped = bool(shards_in(model))
 
     # -- regions ------------------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class Tape(TorchDispatchMode):
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
         self._run = object()
-        self._ambient = Ambient(self._model)
+        self._ambient = Ambient(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
         if self.program.plan.tiers:
@@ -184,6 +187,21 @@ class Tape(TorchDispatchMode):
     def resume(self) -> None:
         self._off -= 1
 
+    @contextmanager
+    def sharding_work(self) -> Iterator[None]:
+        """FSDP's hooks run inside: in forward and in backward, never part of the step."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    def gathers(self, whole: list[torch.Tensor]) -> None:
+        """Memory is the tracer's business."""
+
+    def frees(self, whole: list[torch.Tensor]) -> None:
+        """Likewise."""
+
     def _next_step(self) -> None:
         self.end()
         self.begin(self.program.root)
@@ -193,7 +211,10 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs is None:
             kwargs = {}
-        if torch._C._current_graph_task_id() != -1 or self._off:
+        if types and not on_fakes() and any(map(wraps, types)):  # what it does to their parts comes here by itself
+            count_writes(func, args, kwargs)
+            return NotImplemented
+        if torch._C._current_graph_task_id() != -1 or self._off or (self._wrapped and on_fakes()):
             return func(*args, **kwargs)
         if self._step_over:
             if not torch.is_grad_enabled():  # the optimizer's own work between two steps
@@ -218,6 +239,8 @@ class Tape(TorchDispatchMode):
                 if slot.finishes is not None:
                     return self._extend(slot, func, args, kwargs)
                 return func(*args, **kwargs)
+        if func.namespace == "profiler":  # FSDP names what it does; no op of the step
+            return func(*args, **kwargs)
         self._lose(frame, node)
         _forget_what_it_writes(func, args, kwargs)
         return func(*args, **kwargs)
@@ -324,7 +347,9 @@ class Tape(TorchDispatchMode):
             return _Outer(self._outer[1], self._outer[0](tensor))
         if tensor.is_inference():
             return tensor
-        return Kept(tensor if isinstance(tensor, torch.nn.Parameter) else detached(tensor))
+        if isinstance(tensor, torch.nn.Parameter):
+            return Kept(tensor)
+        return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
 
     @scopes.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -345,6 +370,8 @@ class Tape(TorchDispatchMode):
             if packed.changed():
                 raise _modified_in_place(packed)
             return packed.tensor
+        if isinstance(packed, Packed):
+            return packed.unpack(self.unpack)
         return packed.unpack() if isinstance(packed, _Outer) else packed
 
 
