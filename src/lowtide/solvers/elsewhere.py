@@ -29,10 +29,10 @@ def elsewhere(graph: StepGraph, costs: Costs, actions: Mapping[int, str], moves:
 class _Rewrite:
     def __init__(self, graph: StepGraph, moved: list[int], moves: Moves) -> None:
         self.graph, self.moves = graph, moves
-        storages, ops = list(graph.storages), []
+        storages, ops = list(graph.storages), list[Op]()
         self.back: dict[int, int] = {}  # moved storage -> what comes back
         self.fetch_of: dict[int, int] = {}
-        fetches = []
+        fetches: list[Op] = []
         for s in moved:
             op = len(graph.ops) + len(fetches)
             self.back[s], self.fetch_of[s] = len(storages), op

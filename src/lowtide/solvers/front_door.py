@@ -54,8 +54,8 @@ def solve(
 
     Raises:
         BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
-        ValueError: ``budget``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or ``method`` needs repeated layers and
-            there are none.
+        ValueError: ``budget``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or ``method`` needs repeated
+            layers and there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
     with no_garbage_collection():  # many small objects and hardly a cycle: looking for them was a tenth of the time

@@ -20,7 +20,7 @@ from functools import cached_property
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
-from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, SAVE, TIER_OF
+from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.elsewhere import elsewhere
@@ -29,10 +29,12 @@ from lowtide.solvers.schedule import Scheduled, event_times, schedule
 from lowtide.solvers.segments import turn_event
 from lowtide.transfers import Moves
 
-_LOADS = (0.5, 1.0, 1.5)  # of what the links can carry without a wait
+_LOADS: tuple[float, ...] = (0.5, 1.0, 1.5)  # of what the links can carry without a wait
 _HEAVY_LOADS = (1.0, 2.0, 4.0, math.inf)  # where recomputing alone does not do
 _SMALLEST = 1e-3  # of the bytes stored: what is less is not worth a transfer
 _ROUNDS = 3
+_IN_THE_WAY = 0.05  # of a transfer's time: what it takes of the computation's own memory bandwidth, roughly
+_LONG_WAITS = 0.1  # of the step, spent standing still
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
 
 
@@ -43,7 +45,9 @@ class _Judged:
 
     @property
     def rank(self) -> tuple[float, int]:
-        return self.timeline.step_ms, self.timeline.peak_bytes
+        """Faster is better, and of about equally fast ones what moves less."""
+        busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
+        return self.timeline.step_ms + _IN_THE_WAY * busy_ms, self.timeline.peak_bytes
 
 
 def joint(
@@ -79,34 +83,54 @@ class _Joint:
         self.large = sorted(s for s in movable(graph) if graph.storages[s].bytes >= _SMALLEST * stored_bytes)
 
     def within(self, budget_bytes: int) -> Draft:
+        if self.search.plain.peak_bytes <= budget_bytes:
+            return self.search.within(budget_bytes)
         tried: list[_Judged] = []
+        loads = _LOADS
         try:
-            draft = self.search.within(budget_bytes)
-            tried.append(_Judged(draft, simulate_actions(self.graph, self.costs, draft.actions, draft.replays)))
-            if not tried[0].timeline.recompute_ms:
-                return draft  # the plain step fits
-            like, loads = tried[0], _LOADS
+            like = self._judge(self.search.within(budget_bytes, at_any_price=False))
+            tried.append(like)
         except BudgetInfeasibleError:
-            like, loads = self._recomputed_least, _HEAVY_LOADS
+            leanest = min((self.search.plain, *self.search.classics), key=lambda j: j.peak_bytes)
+            like, loads = self._judge(Draft(leanest.actions)), _HEAVY_LOADS
         seen: set[frozenset[int]] = {frozenset()}
         for load in loads:
-            self._try(like, load, budget_bytes, seen, tried)
-        if tried:  # what that keeps may be worth moving too
+            self._try(self._kept(like), like, load, budget_bytes, seen, tried)
+        for load in loads[1:]:
+            self._try(self.large, like, load, budget_bytes, seen, tried)
+        if loads is _HEAVY_LOADS and (not tried or self._waits(tried)):
+            # Dearer to find, and it keeps little: what there is to move.
+            like = self._recomputed_least
+            for load in loads:
+                self._try(self._kept(like), like, load, budget_bytes, seen, tried)
+        if tried:  # what the best of these keeps may be worth moving too
             best = min(tried, key=lambda j: j.rank)
-            self._try(best, 1.0, budget_bytes, seen, tried)
+            self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
             return min(tried, key=lambda j: j.rank).draft
         if self._least.timeline.peak_bytes <= budget_bytes:
             return self._least.draft
-        least = self._least
+        try:
+            return self.search.within(budget_bytes)
+        except BudgetInfeasibleError as error:
+            if error.least_bytes <= self._least.timeline.peak_bytes:
+                raise
+        least = self._least.draft
         raise infeasible(
-            self.graph, self.costs, budget_bytes, least.draft.actions, method="exact", replays=least.draft.replays,
-            moves=least.draft.moves,
+            self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays,
+            moves=least.moves,
         )  # fmt: skip
 
     def _try(
-        self, like: _Judged, load: float, budget_bytes: int, seen: set[frozenset[int]], tried: list[_Judged]
+        self,
+        storages: list[int],
+        like: _Judged,
+        load: float,
+        budget_bytes: int,
+        seen: set[frozenset[int]],
+        tried: list[_Judged],
     ) -> None:
-        moved = self._load(like, load)
+        """Move what of ``storages`` the links carry at ``load``, beside the replays of ``like``."""
+        moved = self._assign(storages) if math.isinf(load) else self._carried(storages, load, like.timeline)
         if frozenset(moved) in seen:
             return
         seen.add(frozenset(moved))
@@ -114,10 +138,17 @@ class _Joint:
         if found is not None:
             tried.append(found)
 
+    def _kept(self, like: _Judged) -> list[int]:
+        return [s for s in self.large if like.draft.actions.get(s, SAVE) != RECOMPUTE]
+
+    def _waits(self, tried: list[_Judged]) -> bool:
+        """The best of what was tried stands still for a good part of its time."""
+        best = min(tried, key=lambda j: j.rank).timeline
+        return best.stall_ms > _LONG_WAITS * best.step_ms
+
     @cached_property
     def _recomputed_least(self) -> _Judged:
-        least = self.search.least
-        return _Judged(Draft(least.actions), least.timeline)
+        return self._judge(Draft(self.search.least.actions))
 
     @cached_property
     def _least(self) -> _Judged:
@@ -130,8 +161,7 @@ class _Joint:
             Draft({**self._own(search.least.actions), **moved}, "feasible", moves=moves),
             Draft(actions, moves=moves),
         ]
-        judged = [self._judge(draft) for draft in drafts] + [self._recomputed_least]
-        return min(judged, key=lambda j: (j.timeline.peak_bytes, j.timeline.step_ms))
+        return min(map(self._judge, drafts), key=lambda j: (j.timeline.peak_bytes, j.timeline.step_ms))
 
     def _judge(self, draft: Draft) -> _Judged:
         line = simulate_actions(self.graph, self.costs, draft.actions, draft.replays, draft.moves)
@@ -148,7 +178,8 @@ class _Joint:
         asked_bytes = budget_bytes
         for _ in range(_ROUNDS):
             try:
-                rest = Search(*elsewhere(graph, costs, moved, before.moves), self.limits).within(asked_bytes)
+                search = Search(*elsewhere(graph, costs, moved, before.moves), self.limits)
+                rest = search.within(asked_bytes, at_any_price=False)
             except BudgetInfeasibleError:
                 return None
             actions = {**self._own(rest.actions), **moved}
@@ -158,11 +189,6 @@ class _Joint:
                 return _Judged(draft, found.timeline)
             asked_bytes -= found.peak_bytes - budget_bytes
         return None
-
-    def _load(self, like: _Judged, load: float) -> dict[int, str]:
-        """What to move of what ``like`` keeps or moves, so that the links carry ``load`` of what they can."""
-        kept = [s for s in self.large if like.draft.actions.get(s, SAVE) in (SAVE, CPU_OFFLOAD, DISK_OFFLOAD)]
-        return self._assign(kept) if math.isinf(load) else self._carried(kept, load, like.timeline)
 
     def _assign(self, storages: Iterable[int]) -> dict[int, str]:
         """As many of ``storages`` as there is room for, on the fastest tier that has it."""

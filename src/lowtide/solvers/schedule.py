@@ -20,7 +20,7 @@ from lowtide.transfers import FETCH, Moves
 
 _TO_SPARE = 0.3  # of a fetch's own time, added to it: links are slower on some days
 _ROUNDS = 6
-_WINDOW = 2  # largest moved storages that may be on their way out at once
+_WINDOWS = (2, 1, 0)  # largest moved storages that may be on their way out at once; with 0 each goes alone
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,48 @@ class Scheduled:
         return self.timeline.peak_bytes
 
 
-def window_of(graph: StepGraph, actions: Mapping[int, str]) -> int:
-    """Room for copies on their way out: one travels while the next is made."""
-    return _WINDOW * max((graph.storages[s].bytes for s, a in actions.items() if a in TIER_OF), default=0)
-
-
 def schedule(
     graph: StepGraph, costs: Costs, actions: Mapping[int, str], replays: Mapping[int, int], budget_bytes: int
 ) -> Scheduled:
-    """Fetches for the moved storages among ``actions``, with as little waiting as ``budget_bytes`` allows."""
-    on_demand = Moves(window_of(graph, actions))
-    tried = [Scheduled(on_demand, simulate_actions(graph, costs, actions, replays, on_demand))]
+    """When the moved storages among ``actions`` travel, with as little waiting as ``budget_bytes`` allows.
+
+    Returns:
+        The fastest within the budget; where nothing is, what needs least.
+    """
+    largest = max((graph.storages[s].bytes for s, a in actions.items() if a in TIER_OF), default=0)
+    tried: list[Scheduled] = []
+    for copies in _WINDOWS:
+        tried += _with_window(graph, costs, actions, replays, budget_bytes, copies * largest)
+        within = [s for s in tried if s.peak_bytes <= budget_bytes]
+        if within:
+            return min(within, key=lambda s: (s.timeline.step_ms, s.peak_bytes))
+    return min(tried, key=lambda s: (s.peak_bytes, s.timeline.step_ms))
+
+
+def _with_window(
+    graph: StepGraph,
+    costs: Costs,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    budget_bytes: int,
+    window_bytes: int,
+) -> list[Scheduled]:
+    """What is tried with so many bytes on their way out: on demand, and fetched early as far as the budget allows."""
+
+    def judged(moves: Moves) -> Scheduled:
+        return Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves))
+
+    tried = [judged(Moves(window_bytes))]
     unpacks = _unpacks(graph)
     needed = {t.storage: t.event for t in tried[0].timeline.transfers if t.direction == FETCH}
     fetch_at = _latest_starts(graph, costs, actions, tried[0].timeline, needed)
     for _ in range(_ROUNDS):
-        moves = Moves(on_demand.window_bytes, dict(fetch_at))
-        tried.append(Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves)))
+        tried.append(judged(Moves(window_bytes, dict(fetch_at))))
         if tried[-1].peak_bytes <= budget_bytes:
             break
         if not _put_off(graph, tried[-1].timeline, needed, unpacks, fetch_at, budget_bytes):
             break
-    within = [s for s in tried if s.peak_bytes <= budget_bytes]
-    if within:
-        return min(within, key=lambda s: (s.timeline.step_ms, s.peak_bytes))
-    return min(tried, key=lambda s: (s.peak_bytes, s.timeline.step_ms))
+    return tried
 
 
 def _latest_starts(
