@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,11 +210,67 @@ def train(
     return told
 
 
-def facts(fit: lowtide.Fit) -> dict[str, Any]:
-    proof = fit.verify(rounds=0)
+def facts(fit: lowtide.Fit, batch: Any = None) -> dict[str, Any]:
+    proof = fit.verify(batch, rounds=0)
     return {
         "plan": fit.plan, "warnings": fit.warnings, "equal": proof.equal,
         "dropped": sum(p.tape.counts.dropped for p in fit._planned),
         "mismatched": sum(p.tape.counts.mismatched for p in fit._planned),
         "predicted": proof.predicted_peak_bytes, "measured": proof.measured_peak_bytes,
     }  # fmt: skip
+
+
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+
+
+class Stage(nn.Module):
+    """Half of ``Net``; the first has the embedding, the second the head."""
+
+    def __init__(self, net: Net, rank: int) -> None:
+        super().__init__()
+        half = len(net.layers) // 2
+        self.layers = net.layers[:half] if rank == 0 else net.layers[half:]
+        self.embed, self.head = (net.embed, None) if rank == 0 else (None, net.head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x if self.embed is None else self.embed(x)
+        for layer in self.layers:
+            h = layer(h, torch.ones(()))
+        return h if self.head is None else self.head(h)
+
+
+def in_stages(rank: int, schedule: str, microbatches: int = 4, steps: int = 2) -> tuple[dict, dict]:
+    """A pipeline of two stages, each fitted by itself on one microbatch, and the same without lowtide."""
+    return tuple(_pipeline(rank, schedule, microbatches, steps, budget) for budget in (None, "60%"))  # type: ignore[return-value]
+
+
+def _pipeline(rank: int, schedule: str, microbatches: int, steps: int, budget: Any) -> dict:
+    api.measure = unit_costs
+    torch.manual_seed(0)
+    stage = Stage(Net(depth=6), rank)
+    data = list(batches(0, steps))
+    ids = data[0].chunk(microbatches)[0]
+    sample = ids if rank == 0 else torch.randn(*ids.shape, 32, requires_grad=True)
+    fit = lowtide.fit(stage, (sample,), budget=budget) if budget is not None else None
+    piped = PipelineStage(stage, rank, 2, torch.device("cpu"))
+
+    def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    run = SCHEDULES[schedule](piped, n_microbatches=microbatches, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    losses: list[torch.Tensor] = []
+    gradients = []
+    for batch in data:
+        if rank == 0:
+            run.step(batch)
+        else:
+            run.step(target=batch, losses=losses)
+        gradients.append(digest(p.grad for p in stage.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    told = {
+        "losses": [loss.item() for loss in losses], "gradients": gradients, "state": digest(stage.state_dict().values())
+    }  # fmt: skip
+    return told if fit is None else told | facts(fit, (sample,))

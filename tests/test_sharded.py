@@ -42,3 +42,15 @@ def test_tensors_in_parts_train_bitwise_the_same_and_send_no_more(way, in_parts)
 def test_a_mesh_of_two_by_two_trains_bitwise_the_same():
     (way,) = sharded.ON_FOUR
     check(way, on_every_rank(sharded.all_ways, sharded.ON_FOUR, world=4))
+
+
+@pytest.mark.parametrize("schedule", sharded.SCHEDULES)
+def test_pipeline_stages_train_bitwise_the_same_each_under_a_plan_of_its_own(schedule):
+    trained = on_every_rank(sharded.in_stages, schedule)
+
+    for plain, ours in trained:
+        assert all(ours[what] == plain[what] for what in plain)
+        assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0 and not ours["warnings"]
+        assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.02)  # of one microbatch
+    first, second = (ours["plan"] for _, ours in trained)
+    assert first.decisions != second.decisions
