@@ -198,12 +198,7 @@ class Recipe:
             return argument.of(base)
         if kind is Kept:
             if argument.changed():
-                raise ReplayError(
-                    f"{self.func} in {self.where or 'the model'} cannot be replayed: a tensor of shape "
-                    f"{list(argument.tensor.shape)} that it read was changed in place afterwards (version "
-                    f"{argument.tensor._version}, was {argument.version}).\n"
-                    "Change it before the forward pass or after backward, or fit the step that really runs."
-                )
+                raise _unreadable(self, argument)
             return argument.tensor
         if kind is list:
             return [self._give(a) for a in argument]
@@ -261,6 +256,20 @@ class Recipe:
             value.tensor, value.recipe, value.left = original, None, 0
         if self.on_audit is not None:
             self.on_audit(equal)
+
+
+def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:
+    tensor = argument.tensor
+    what = f"{recipe.func} in {recipe.where or 'the model'} cannot be replayed: a tensor of shape {list(tensor.shape)}"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return ReplayError(
+            f"{what} that it read is a parameter that FSDP has freed.\n"
+            "Use what a sharded module makes in that module, or through what it returns."
+        )
+    return ReplayError(
+        f"{what} that it read was changed in place afterwards (version {tensor._version}, was {argument.version}).\n"
+        "Change it before the forward pass or after backward, or fit the step that really runs."
+    )
 
 
 def _take(argument: Any, run: object, inputs: list[Value]) -> Any:

@@ -202,7 +202,7 @@ class _Watched:
 
     def _let_go(self) -> None:
         self._whole_again()
-        self.__class__ = self._lowtide_kind  # type: ignore[assignment]
+        self.__class__ = self._lowtide_kind
         del self._lowtide_watches, self._lowtide_active, self._lowtide_stamps
 
     def _whole_again(self) -> None:
