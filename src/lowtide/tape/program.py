@@ -7,12 +7,15 @@ from typing import Any
 import torch
 
 from lowtide.plan import RECOMPUTE, SAVE, Plan
+from lowtide.tracing.operators import draws_random_numbers, may_leave_out
 
 
 class Slot:
     """One planned forward op.
 
     Attributes:
+        kernel: What ``func`` calls, without the Python around it.
+        random, spares: It may draw random numbers; a replay may leave out some of its arguments.
         drops: (output, bytes) of the results to drop; empty for most ops.
         finishes: The slot whose dropped output this in-place op completes.
         needs: How many dropped storages it reads.
@@ -20,12 +23,14 @@ class Slot:
         audited: The replay has been compared bitwise with the original once.
     """
 
-    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "needs", "passing_runs", "random", "where")
+    __slots__ = (
+        "audited", "drops", "dynamic", "finishes", "func", "kernel", "name", "needs", "passing_runs", "random",
+        "spares", "where",
+    )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
         self.name, self.where, self.dynamic = name, where, dynamic
-        self.func = resolve(name)
-        self.random = self.func is not None and torch.Tag.nondeterministic_seeded in self.func.tags
+        self._is(resolve(name))
         self.drops: tuple[tuple[int, int], ...] = ()
         self.finishes: Slot | None = None
         self.needs = 0
@@ -36,9 +41,14 @@ class Slot:
         """An operator that was not registered yet when the plan was loaded."""
         if self.func is not None or str(func) != self.name:
             return False
-        self.func = func
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self._is(func)
         return True
+
+    def _is(self, func: Any) -> None:
+        self.func = func
+        self.kernel = getattr(func, "_op", func)
+        self.random = func is not None and draws_random_numbers(func)
+        self.spares = func is not None and may_leave_out(func)
 
 
 class Node:

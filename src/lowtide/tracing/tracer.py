@@ -171,6 +171,7 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
             ids = {name: recorder.know(p, "parameter") for name, p in model.named_parameters()}
             written = [name for name, number in ids.items() if number in recorder.written_parameters]
             del loss, output
+            recorder.forget_nodes()
         finally:
             recorder.stop()
             undo()
