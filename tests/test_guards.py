@@ -1451,8 +1451,8 @@ REFUSED = {
     ),
     "subclass weight": (
         subclass_weight,
-        "parameter 2.weight is a Wrapped: sharded and subclass parameters are not taped yet.\n"
-        "Fit the model before it is sharded or quantised, or train without lowtide.",
+        "parameter 2.weight is a Wrapped: subclass parameters other than DTensors are not taped yet.\n"
+        "Fit the model before it is quantised, or train without lowtide.",
     ),
 }
 
@@ -1474,33 +1474,6 @@ def test_wrapped_and_subclass_models_are_refused_by_name(case, verb):
 
     assert str(error.value) == message
     assert [m._compiled_call_impl for m in model.modules()] == before
-
-
-@pytest.fixture
-def one_rank():
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["FSDPModule", "DTensor"])
-def test_sharded_models_are_refused_by_name(kind, one_rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    model, x = mlp(), torch.randn(4, 16)
-    mesh = init_device_mesh("cpu", (1,))
-    if kind == "FSDPModule":
-        fully_shard(model, mesh=mesh)
-    else:
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
-
-    with pytest.raises(UnsupportedModelError, match=f" a {kind}"):
-        lowtide.fit(model, x)
 
 
 def test_a_subclass_that_only_appears_in_the_step_is_refused_by_name():

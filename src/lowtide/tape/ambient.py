@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.tracing.subclasses import Versions, shards_in
+
 
 class GeneratorState:
     """State of the default generator of one device, taken before a random op ran."""
@@ -50,11 +52,13 @@ class Ambient:
     """Around one forward pass: its model, and the global flags (another thread count, TF32 or determinism setting
     gives other bits)."""
 
-    __slots__ = ("_flags", "_model")
+    __slots__ = ("_flags", "_model", "_versions")
 
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], *, wrapped: bool = False) -> None:
         self._flags = _read()
         self._model = model
+        owner = model() if wrapped else None
+        self._versions = None if owner is None else Versions(shards_in(owner))
 
     def steps_in_backward(self) -> bool:
         """An optimizer may be fused into backward: then a second backward finds other weights, and through ``.data``
@@ -63,6 +67,8 @@ class Ambient:
         return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
 
     def restored(self) -> AbstractContextManager[None]:
+        if self._versions is not None:
+            self._versions.catch_up()
         return nullcontext() if _read() == self._flags else self._restored()
 
     @contextmanager

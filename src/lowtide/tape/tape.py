@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -23,11 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tape.bursts import unpacked
-from lowtide.tape.program import Node, Program, Slot
+from lowtide.tape.moving import Copy, Transfers
+from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import Recipe, nth_tensor
+from lowtide.tape.tiers import Tiers
 from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
+from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
 _FRESH = 2  # references to the memory of a tensor nobody else has: its own and that of the storage's Python object
 
@@ -38,13 +42,14 @@ class Counts:
 
     Attributes:
         steps: Forward passes taped.
-        dropped: Tensors left as recipes.
+        dropped: Tensors left as recipes. ``moved``: to another tier.
         mismatched: Planned ops that did not come, came in another form, or could not be dropped: saved instead.
         unplanned: Ops where the plan has none (a loss outside the model, say): saved.
     """
 
     steps: int = 0
     dropped: int = 0
+    moved: int = 0
     mismatched: int = 0
     unplanned: int = 0
 
@@ -96,9 +101,11 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
 
-    def __init__(self, program: Program, model: nn.Module) -> None:
+    def __init__(self, program: Program, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()
         self.program = program
+        self._tiers = tiers or {}
+        self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything
         self._model = weakref.ref(model)
         self.counts = Counts()
         self.audit: Audit | None = None
@@ -113,6 +120,7 @@ class Tape(TorchDispatchMode):
         self._off = 0
         self._step_over = False  # in a region that holds whole steps: backward has begun
         self._whole_step = False
+        self._wrapped = bool(shards_in(model))
 
     # -- regions ------------------------------------------------------------------------------------------------
 
@@ -124,14 +132,17 @@ class Tape(TorchDispatchMode):
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
         self._run = object()
-        self._ambient = Ambient(self._model)
+        self._ambient = Ambient(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
+        if self.program.plan.tiers:
+            if self._transfers is not None:
+                self._transfers.settle()  # a pass whose backward is still to come, or never comes
+            self._transfers = Transfers(self._tiers, self.program.plan.window_bytes)
         self.counts.steps += 1
 
     def end(self) -> None:
         """The forward pass is over: storages that still live stop holding their recipes, which hold kept tensors."""
-        self.counts.dropped += len(self._marked)
         for reference in self._marked:
             storage = reference()
             if storage is not None:
@@ -162,7 +173,7 @@ class Tape(TorchDispatchMode):
     def _close(self, frame: _Frame) -> None:
         node = frame.node
         if node is not None and node.planned and frame.next < len(node.slots):
-            self.counts.mismatched += sum(bool(s.drops) for s in node.slots[frame.next :])
+            self.counts.mismatched += sum(bool(s.drops or s.moves) for s in node.slots[frame.next :])
             frame.next = len(node.slots)
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
@@ -181,6 +192,21 @@ class Tape(TorchDispatchMode):
     def resume(self) -> None:
         self._off -= 1
 
+    @contextmanager
+    def sharding_work(self) -> Iterator[None]:
+        """FSDP's hooks run inside: in forward and in backward, never part of the step."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    def gathers(self, whole: list[torch.Tensor]) -> None:
+        """Memory is the tracer's business."""
+
+    def frees(self, whole: list[torch.Tensor]) -> None:
+        """Likewise."""
+
     def _next_step(self) -> None:
         self.end()
         self.begin(self.program.root)
@@ -188,7 +214,10 @@ class Tape(TorchDispatchMode):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if graph_task() != -1 or self._off:
+        if types and not on_fakes() and any(map(wraps, types)):  # what it does to their parts comes here by itself
+            count_writes(func, args, kwargs or {})
+            return NotImplemented
+        if graph_task() != -1 or self._off or (self._wrapped and on_fakes()):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._step_over:
             if not torch.is_grad_enabled():  # the optimizer's own work between two steps
@@ -203,11 +232,15 @@ class Tape(TorchDispatchMode):
                 slot = node.slots[frame.next]
                 if slot.func is func or slot.names(func):
                     frame.next += 1
+                    if slot.moves:
+                        return self._move(slot, args, kwargs or {})
                     if slot.drops:
                         return self._record(slot, args, kwargs or {})
                     if slot.finishes is not None:
                         return self._extend(slot, args, kwargs or {})
                     return slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
+            if func.namespace == "profiler":  # FSDP names what it does; no op of the step
+                return func(*args, **(kwargs or {}))
             self._close(frame)  # not the planned ops: the rest of this module call is saved
         self.counts.unplanned += 1
         _forget_what_it_writes(func, args, kwargs or {})
@@ -242,6 +275,7 @@ class Tape(TorchDispatchMode):
             value = beside[MARK] = Value(recipe, output, tensor, run)
             outputs.append(weakref.ref(value))
             self._marked.append(weakref.ref(storage))
+            self.counts.dropped += 1
             if self.audit is not None and self.audit.wants(slot, size):
                 value.original = sharing_version(tensor)
                 recipe.on_audit = partial(self.audit.result, slot)
@@ -265,6 +299,41 @@ class Tape(TorchDispatchMode):
         value.version += 1  # the counter moves once this call has returned; any other write makes them differ
         return result
 
+    def _move(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
+        """As planned otherwise, and what is moved sets out."""
+        if slot.drops:
+            result = self._record(slot, args, kwargs)
+        elif slot.finishes is not None:
+            result = self._extend(slot, args, kwargs)
+        else:
+            result = slot.kernel(*args, **kwargs)
+        for move in slot.moves:
+            if slot.completes:  # in place: the counter moves once this call has returned
+                self._send(slot, move, args[0], args[0]._version + 1)
+            else:
+                tensor = nth_tensor(result, move.output)
+                if _is_among(tensor.untyped_storage(), args):
+                    self.counts.mismatched += 1
+                else:
+                    self._send(slot, move, tensor, tensor._version)
+        return result
+
+    def _send(self, slot: Slot, move: Move, tensor: torch.Tensor, version: int) -> None:
+        storage = tensor.untyped_storage()
+        unlike = storage.nbytes() != move.bytes and not slot.dynamic
+        if unlike or MARK in storage.__dict__ or self._transfers is None:
+            self.counts.mismatched += 1
+            return
+        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._ambient)
+        self._number += 1
+        value = Value(copy, move.output, tensor, self._run)
+        value.version = version
+        copy.stand_for(value, tensor, version)
+        self._transfers.send(copy, storage)
+        setattr(storage, MARK, value)
+        self._marked.append(weakref.ref(storage))
+        self.counts.moved += 1
+
     # -- autograd -----------------------------------------------------------------------------------------------
 
     @scopes.never_compiled
@@ -275,8 +344,10 @@ class Tape(TorchDispatchMode):
             return stands
         if self._outer is not None:
             return _Outer(self._outer[1], self._outer[0](tensor))
+        if type(tensor) is torch.nn.Parameter:
+            return Kept(tensor)
         # An output that is saved gets its history only after this: it looks like a leaf now.
-        return Kept(tensor if type(tensor) is torch.nn.Parameter else detached(tensor))
+        return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
 
     @scopes.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -289,6 +360,8 @@ class Tape(TorchDispatchMode):
         if self._whole_step and not self._stack and not self._step_over:
             self.end()
             self._step_over = True
+        if self._transfers is not None and graph_task() != -1:
+            self._transfers.asked()
         kind = type(packed)
         if kind is Value or kind is View:
             return unpacked(packed)
@@ -296,6 +369,8 @@ class Tape(TorchDispatchMode):
             if packed.changed():
                 raise _modified_in_place(packed)
             return packed.tensor
+        if isinstance(packed, Packed):
+            return packed.unpack(self.unpack)
         return packed.unpack() if isinstance(packed, _Outer) else packed
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,9 @@ from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
 from lowtide.meters import run_with_workspace
-from lowtide.tracing import compiled
+from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
+from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.operators import (
     OVERWRITERS,
     PLAIN_TYPES,
@@ -39,6 +40,7 @@ from lowtide.tracing.operators import (
     storage_of,
     tensors_in,
     why_not_replayed,
+    wraps,
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
@@ -120,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self._recording = True
         self.warm: set[int] = set()  # compiled modules that have run
         self.compiled: compiled.CompiledOp | None = None  # its call runs
+        self.gathering: Gathering | None = None  # of a model that FSDP shards
         self._to_close = ExitStack()
 
     # -- module calls -------------------------------------------------------------------------------------------
@@ -150,6 +153,20 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._recording = was
+
+    @contextmanager
+    def sharding_work(self) -> Iterator[None]:
+        """FSDP's hooks run inside."""
+        with nullcontext() if self.gathering is None else self.gathering.work():
+            yield
+
+    def gathers(self, whole: list[torch.Tensor]) -> None:
+        if self.gathering is not None and self._recording:
+            self.gathering.gathers(whole)
+
+    def frees(self, whole: list[torch.Tensor]) -> None:
+        if self.gathering is not None and self._recording:
+            self.gathering.frees(whole)
 
     def pause(self, until: ExitStack) -> None:
         """See no operators until ``until`` is closed, or recording stops."""
@@ -201,15 +218,19 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or not self._recording:
+        if self._paused or not self._recording or func.namespace == "profiler" or subclasses.on_fakes():
             return func(*args, **kwargs)
+        if types and any(map(wraps, types)):
+            for part in subclasses.count_writes(func, args, kwargs):
+                self._open.discard(self.know(part, "other"))
+            return NotImplemented
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         for tensor in inputs:
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
                 raise UnsupportedModelError(
                     f"{func} got a {type(tensor).__module__}.{type(tensor).__qualname__} in module "
-                    f"{self._path() or '(the step)'}.\n  Tensor subclasses (DTensor, quantised weights) are not "
-                    "taped yet.\nTrain this model without lowtide, or unwrap the tensor before the step."
+                    f"{self._path() or '(the step)'}.\n  Tensor subclasses other than DTensor (quantised weights, say) "
+                    "are not taped yet.\nTrain this model without lowtide, or unwrap the tensor before the step."
                 )
         reads = tuple(dict.fromkeys(n for n in (self.know(t, "other") for t in inputs) if n is not None))
         opaque = any(storage_of(t) is None for t in inputs)
@@ -249,6 +270,8 @@ class Recorder(TorchDispatchMode):
         number = self.know(tensor, "other")
         if number is None or self.storages[number]["kind"] != "parameter" or number in self.written_parameters:
             return
+        if self._gathers(number):
+            return
         self.written_parameters.add(number)
         self._paused = True
         storage = tensor.untyped_storage()
@@ -258,6 +281,10 @@ class Recorder(TorchDispatchMode):
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
+        if func.namespace in ("c10d", "fsdp"):  # write what no schema says, c10d perhaps after the call has returned
+            self._hidden_writes[signature] = list(range(len(inputs))) if func.namespace == "c10d" else []
+            self._workspaces[signature] = 0
+            return func(*args, **kwargs)
         self._paused = True
         before = [fingerprint(t) for t in inputs]
         result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self.device)
@@ -294,6 +321,10 @@ class Recorder(TorchDispatchMode):
             for s in reads:
                 self._readers.setdefault(s, []).append(number)
             fixed = reason
+            if self.gathering is not None:
+                self.gathering.read(reads)
+                if self.gathering.at_work:
+                    fixed = OF_THE_SHARDING
             if opaque:
                 fixed = fixed or "reads a tensor without one plain storage"
             if any(self.storages[s]["fixed"] and self.storages[s]["op"] is None for s in reads):
@@ -354,13 +385,18 @@ class Recorder(TorchDispatchMode):
 
     def written(self, storage: int) -> None:
         """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
-        if self.storages[storage]["kind"] == "gradient":
+        if self.storages[storage]["kind"] == "gradient" or self._gathers(storage):
             return
         self.fix(storage, "written during the step")
         for earlier in self._readers.pop(storage, ()):
             if earlier < len(self.ops):
                 for made in self.ops[earlier].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
+
+    def _gathers(self, storage: int) -> bool:
+        """FSDP puts the bits there that were there before; any other write counts."""
+        gathering = self.gathering
+        return gathering is not None and gathering.at_work and storage in gathering.gathered
 
     def _path(self) -> str:
         return self.frames[self._stack[-1]].path
@@ -372,6 +408,8 @@ class Recorder(TorchDispatchMode):
         """Autograd stores ``tensor``; outside the tape's region the plan must leave it alone."""
         if not self._recording:
             return tensor.detach()
+        if wraps(type(tensor)):
+            return subclasses.Packed(tensor, self.pack)
         number = self.know(tensor, "other") if self.compiled is None else self.compiled.know(tensor)
         if number is None:
             return tensor.detach()
@@ -379,6 +417,8 @@ class Recorder(TorchDispatchMode):
         self.saved.append(number)
         self.event(PACK, handle)
         self._open.discard(number)
+        if self.gathering is not None:
+            self.gathering.read((number,))
         if self.region == "model" and self._stack[-1] == 0:
             self.fix(number, "stored outside the model")
         self._paused = True
@@ -397,6 +437,8 @@ class Recorder(TorchDispatchMode):
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, subclasses.Packed):
+            return packed.unpack(self.unpack)
         self.event(UNPACK, packed.saved)
         if isinstance(packed, _Held):
             self.event(DROP, packed.saved)
