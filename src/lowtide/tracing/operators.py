@@ -109,6 +109,11 @@ def left_out(func: Any, args: tuple) -> tuple[int, ...]:
     return spared if spared and any(a is True for a in args) else ()
 
 
+def may_leave_out(func: Any) -> bool:
+    """Some call of ``func`` leaves arguments out when it is replayed."""
+    return bool(_spared(func))
+
+
 @cache
 def _spared(func: Any) -> tuple[int, ...]:
     return LEFT_OUT_OF_REPLAYS.get(packet_name(func), ())
