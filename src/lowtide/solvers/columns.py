@@ -34,13 +34,15 @@ from lowtide.simulator import simulate_actions
 from lowtide.solvers.classics import classic
 from lowtide.solvers.excerpt import Content, Excerpt, Excerpts
 from lowtide.solvers.groups import Sketch
-from lowtide.solvers.highs import Program, left_s
+from lowtide.solvers.highs import Program, Relaxed, left_s
 from lowtide.solvers.leaner import Judged, leaner
 from lowtide.solvers.peak_model import PeakModel, Prices
 from lowtide.solvers.segments import Windows
 from lowtide.solvers.structure import close
 
 _ROUNDS = 15  # of pricing
+_HARD_ROUNDS = 3  # likewise, where memory is still short when quick columns have run out
+_LEAN_ROUNDS = 5  # likewise, for the least peak: it is where local search begins
 _PRICING_NODES = 5
 _PRICING_GAP = 1e-2  # finer columns cost twice the time, and no plan of a case was better by more than 0.02 %
 _ENOUGH = 5e-3  # of the recompute time: columns that promise less are not looked for
@@ -48,7 +50,7 @@ _POINTS = 36  # between the known columns, over all kinds
 _FEWEST_POINTS = 4  # of one kind
 _POINTS_SIZE = 140  # larger kinds (``Sketch.size``) get fewer: one point takes them longer
 _LOCAL_ROUNDS = 4  # of cuts in one pricing
-_LEANER_EVENTS = 150_000  # simulated, at most, to make one column leaner
+_LEANER_EVENTS = 80_000  # simulated, at most, to make one column leaner
 _USED = 1e-6  # of a segment: columns with a smaller share do not count
 _LEANER_PRICE = 2.0  # of what a byte of peak is worth: changes up to this are looked at
 
@@ -82,6 +84,7 @@ class Kind:
         self._known: set[tuple] = set()
         self._priced: dict[tuple[float, float], float] = {}
         self._densified: set[float] = set()
+        self._rounded: set[tuple[float, float]] = set()
         self._leaned: dict[tuple, float] = {}  # at what worth of a byte
         self.plain = self.column(close(excerpt.graph, ()))
         self.add(self.plain)
@@ -146,6 +149,17 @@ class Kind:
             most = least + (self.plain.kept_bytes - least) * part // (points + 1) - self.always_kept_bytes
             self._solve(Prices(0.0, key, self.excerpt.turn, most_kept_bytes=most), deadline)
         return len(self.columns) > before
+
+    def round(self, kept_ms: float, peak_ms: float) -> None:
+        """Add the column that the relaxation rounds to at these prices: quick, and not the best."""
+        key = (float(f"{kept_ms:.2g}"), float(f"{peak_ms:.2g}"))
+        if key in self._rounded:
+            return
+        self._rounded.add(key)
+        model = PeakModel(self.sketch, None, prices=Prices(*key, self.excerpt.turn))
+        values = model.program.relax().values
+        if len(values):
+            self.add(self.column(close(self.excerpt.graph, *model.choice(values))))
 
     def _solve(self, prices: Prices, deadline: float) -> float:
         model = PeakModel(self.sketch, None, prices=prices)
@@ -237,10 +251,25 @@ class Decomposition:
     def leanest(self, node_limit: int) -> Choice:
         """The choice of columns with the least peak that is found: the same each time, so no time limits it."""
         nothing = self.graph.resident_bytes
-        bound_ms, _ = self._generate(nothing, math.inf)
+        for _ in range(_LEAN_ROUNDS):
+            master = _Master(self, nothing)
+            if not self._shorten(master, master.program.relax()):
+                break
         master = _Master(self, nothing)
         answer = master.program.minimise(gap=1e-4, slack=0.0, node_limit=node_limit, time_limit_s=math.inf)
-        return self._choice(master.chosen(answer.values), bound_ms)
+        return self._choice(master.chosen(answer.values), 0.0)
+
+    def _shorten(self, master: _Master, relaxed: Relaxed) -> bool:
+        """Where memory is short whatever is chosen: add columns that are quickly found; return whether there were any.
+
+        No bound comes of it, so no column has to be the best.
+        """
+        before = sum(len(kind.columns) for kind in self.different)
+        for segment, kind in enumerate(self.kinds):
+            kept_ms, peak_ms, _ = master.prices(segment, relaxed.duals)
+            kind.round(kept_ms, peak_ms)
+        self._lean(master, relaxed)
+        return sum(len(kind.columns) for kind in self.different) > before
 
     def _densify(self, prices: dict[Kind, set[float]], deadline: float) -> bool:
         points = max(_POINTS // len(self.different), _FEWEST_POINTS)
@@ -253,11 +282,18 @@ class Decomposition:
 
     def _generate(self, budget_bytes: int, deadline: float) -> tuple[float, dict[Kind, set[float]]]:
         """Add columns until none would help the relaxation; return its bound and the peak prices each kind met."""
-        best_ms = 0.0
+        best_ms, hard_rounds = 0.0, _HARD_ROUNDS
         peak_prices: dict[Kind, set[float]] = {}
         for _ in range(_ROUNDS):
             master = _Master(self, budget_bytes)
             relaxed = master.program.relax()
+            short = master.short(relaxed.values)
+            if short:
+                if self._shorten(master, relaxed) and time.perf_counter() < deadline:
+                    continue
+                hard_rounds -= 1
+                if hard_rounds < 0:
+                    break
             peak_prices = {}
             found, open_ms = False, 0.0
             for segment, kind in enumerate(self.kinds):
@@ -269,22 +305,21 @@ class Decomposition:
                 found |= len(kind.columns) > before
                 open_ms += min(cost_ms - worth_ms, 0.0)
             value_ms = relaxed.objective * master.ms_unit
-            if not master.short(relaxed.values):
-                best_ms = max(best_ms, value_ms + open_ms)
+            best_ms = best_ms if short else max(best_ms, value_ms + open_ms)
             enough = -open_ms <= _ENOUGH * value_ms
-            if (enough or not found) and not self._lean(master, relaxed.values, relaxed.duals):
+            if (enough or not found) and not self._lean(master, relaxed):
                 break
             if time.perf_counter() > deadline:
                 break
         return best_ms, peak_prices
 
-    def _lean(self, master: _Master, values: np.ndarray, duals: np.ndarray) -> bool:
+    def _lean(self, master: _Master, relaxed: Relaxed) -> bool:
         """Make leaner what the relaxation uses where a byte of peak is worth something."""
         worth: dict[tuple[Kind, int], float] = {}  # by kind and place in its columns
         for segment, kind in enumerate(self.kinds):
-            _, peak_ms, _ = master.prices(segment, duals)
+            _, peak_ms, _ = master.prices(segment, relaxed.duals)
             for place, z in enumerate(master.z[segment] if peak_ms > 0 else ()):
-                if values[z] > _USED:
+                if relaxed.values[z] > _USED:
                     worth[kind, place] = max(worth.get((kind, place), 0.0), peak_ms)
         return any([kind.lean(kind.columns[place], peak_ms) for (kind, place), peak_ms in worth.items()])
 

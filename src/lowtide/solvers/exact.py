@@ -31,6 +31,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline
+from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.classics import classic_actions, offers
 from lowtide.solvers.columns import Decomposition
 from lowtide.solvers.draft import Draft, infeasible
@@ -128,7 +129,8 @@ class Search:
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.draft(self.plain, "optimal", self.costs.plain_step_ms)
-        result = self.fastest(budget_bytes)
+        impossible = budget_bytes < bound_peak(self.graph)
+        result = _Result([], False, self.floor_ms) if impossible else self.fastest(budget_bytes)
         fitting = [j for j in result.judged if j.peak_bytes <= budget_bytes]
         if not fitting:
             return self._near_the_least(budget_bytes)
