@@ -81,7 +81,7 @@ def write_all(fd: int, address: int, size: int, offset: int) -> None:
     Raises:
         OSError: the file system's own, ``ENOSPC`` among them.
     """
-    view = _bytes_at(address, size)
+    view = bytes_at(address, size)
     done = 0
     while done < size:
         done += os.pwrite(fd, view[done:], offset + done)
@@ -93,7 +93,7 @@ def read_all(fd: int, address: int, size: int, offset: int) -> None:
     Raises:
         OSError: the file system's own; also where the file ends too early.
     """
-    view = _bytes_at(address, size)
+    view = bytes_at(address, size)
     done = 0
     while done < size:
         count = os.preadv(fd, [view[done:]], offset + done)
@@ -102,5 +102,6 @@ def read_all(fd: int, address: int, size: int, offset: int) -> None:
         done += count
 
 
-def _bytes_at(address: int, size: int) -> memoryview:
+def bytes_at(address: int, size: int) -> memoryview:
+    """Memory as a buffer. Whoever holds it has to keep the memory alive."""
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")

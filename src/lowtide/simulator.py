@@ -550,6 +550,8 @@ class _Step:
             for_now = bool(passing_runs.get(op))
             for made in index.makes[op]:
                 stays = made in passing or made == storage if for_now else self.value_refs.get(made, 0) > 0
+                if made in self.moved:  # it comes back from where it is
+                    stays = False
                 if stays and made not in self.materialised:  # a lent value is there already
                     self.materialised.add(made)
                 else:
