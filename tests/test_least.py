@@ -81,17 +81,6 @@ def test_a_target_ends_the_path_and_a_price_limits_it():
     assert leaner(graph, costs, start, events=0) == [start]
 
 
-def test_counts_that_are_too_few_are_no_way_at_all():
-    graph = decoder(2)
-    costs = decoder_costs(graph)
-    actions = close(graph, graph.stored)
-    dropped = [s for s, action in actions.items() if action == "recompute"]
-
-    # What it is made from has been replayed for good when it would be made for the second time.
-    assert any(judge(graph, costs, actions, {s: 2}) is None for s in dropped)
-    assert judge(graph, costs, actions) is not None
-
-
 def test_the_least_does_not_depend_on_what_the_search_has_learnt():
     graph = decoder(6)
     costs = decoder_costs(graph)

@@ -215,9 +215,7 @@ class Search:
         return [leaner(self.graph, self.costs, start, events=_LEANER_EVENTS) for start in starts]
 
     def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Judged:
-        judged = judge(self.graph, self.costs, actions, replays)
-        assert judged is not None, "a method's own schedule replays as often as it needs to"
-        return judged
+        return judge(self.graph, self.costs, actions, replays)
 
     def draft(self, judged: Judged, status: str, bound_ms: float) -> Draft:
         solver = {"solver": f"HiGHS {highspy.Highs().version()}"}
@@ -326,8 +324,8 @@ class Search:
                 continue
             tries -= 1
             fewer = [s for s in dropped if s != storage]
-            trial = judge(graph, self.costs, close(graph, fewer, kept), judged.replays)
-            if trial is not None and trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
+            trial = self.judge(close(graph, fewer, kept), judged.replays)
+            if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
                 judged, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
         return judged
 

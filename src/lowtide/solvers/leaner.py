@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
@@ -48,15 +47,10 @@ class Judged:
         return self.timeline.step_ms, self.timeline.peak_bytes
 
 
-def judge(
-    graph: StepGraph, costs: Costs, actions: dict[int, str], replays: Mapping[int, int] | None = None
-) -> Judged | None:
-    """``actions`` with what they take; None where ``replays`` are too few for what backward asks for."""
+def judge(graph: StepGraph, costs: Costs, actions: dict[int, str], replays: Mapping[int, int] | None = None) -> Judged:
+    """``actions`` with what they take; of ``replays`` those count that are left of them."""
     again = {s: count for s, count in (replays or {}).items() if actions.get(s) == RECOMPUTE and count > 1}
-    try:
-        return Judged(actions, simulate_actions(graph, costs, actions, again), again)
-    except PlanMismatchError:
-        return None
+    return Judged(actions, simulate_actions(graph, costs, actions, again), again)
 
 
 def leaner(
@@ -88,7 +82,7 @@ def leaner(
         for actions, replays in _changes(graph, now):
             events -= len(graph.events)
             other = judge(graph, costs, actions, replays)
-            if other is None or other.peak_bytes > height:
+            if other.peak_bytes > height:
                 continue
             less, more_ms = height - other.peak_bytes, other.timeline.step_ms - now.timeline.step_ms
             if less:
