@@ -33,9 +33,9 @@ from lowtide.garbage import no_garbage_collection
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
 
-# The tape's own work per dropped and per replayed op, beyond the mode's; order of magnitude on a desktop CPU.
-RECORD_US = 10.0
-REPLAY_US = 8.0
+# The tape's own work per dropped and per replayed op, beyond the mode's: benchmarks/overhead.py, on a server CPU.
+RECORD_US = 6.0
+REPLAY_US = 5.0
 
 _SIGNATURE_S = 0.2  # time for one signature, as long as three samples fit
 _SLOW_S = 0.5  # an op this slow is sampled once

@@ -38,12 +38,12 @@ class GeneratorState:
 
 
 def _get(device: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return torch.default_generator.get_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def _set(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
-        torch.set_rng_state(state)
+        torch.default_generator.set_state(state)
     else:
         torch.cuda.set_rng_state(state, device)
 
@@ -82,14 +82,15 @@ class Ambient:
 
 
 def _read() -> tuple[Any, ...]:
+    # The C functions under torch.backends and torch.are_deterministic_algorithms_enabled(): read once a burst.
     return (
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_cudnn_allow_tf32(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
     )
 
 
@@ -107,4 +108,4 @@ def _write(flags: tuple[Any, ...]) -> None:
 
 def no_autocast() -> AbstractContextManager[None]:
     """Casts are explicit in a recipe: an autocast region around ``backward()`` must not add its own."""
-    return torch._C._DisableAutocast()
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()

@@ -18,8 +18,9 @@ import torch
 
 from lowtide.tape.ambient import Ambient
 from lowtide.tape.program import Move
-from lowtide.tape.recipes import Recipe, Value, View, sharing_version
+from lowtide.tape.recipes import Recipe
 from lowtide.tape.tiers import Ticket, Tiers
+from lowtide.tape.values import Shape, Value, sharing_version
 
 _NONE = -2  # no backward yet; outside of any its number is -1
 
@@ -45,10 +46,8 @@ class Copy(Recipe):
     def stand_for(self, value: Value, tensor: torch.Tensor, version: int) -> None:
         """``value`` is what comes back, as ``tensor`` looks at its storage; written after ``version`` it may not be."""
         self._value = weakref.ref(value)
-        self.outputs = ((self.move.output, self._value),)
-        self._like = View(value, tensor)
-        value.users -= 1
-        del self._like.value  # a cycle otherwise
+        self.outputs = (self._value,)
+        self._like = Shape(tensor)
         # Counts writes together with the tensor, and holds nothing of it.
         self._witness = sharing_version(tensor)
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -138,7 +137,7 @@ class Transfers:
             self._unpacks += 1
 
 
-def _modified_in_place(like: View, witness: torch.Tensor, version: int) -> RuntimeError:
+def _modified_in_place(like: Shape, witness: torch.Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{witness.type()} {list(like.size)}] is at version {witness._version}; expected version {version} instead. "

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.plan import RECOMPUTE, TIER_OF, Plan
+from lowtide.tracing.operators import draws_random_numbers, may_leave_out
 
 
 class Move(NamedTuple):
@@ -28,6 +29,8 @@ class Slot:
     """One planned forward op.
 
     Attributes:
+        kernel: What ``func`` calls, without the Python around it.
+        random, spares: It may draw random numbers; a replay may leave out some of its arguments.
         drops: (output, bytes) of the results to drop; empty for most ops.
         moves: Outputs to move, of this op or of the one that it finishes.
         completes: What is moved is what this in-place op completes, not what it makes.
@@ -38,14 +41,13 @@ class Slot:
     """
 
     __slots__ = (
-        "audited", "completes", "drops", "dynamic", "finishes", "func", "moves", "name", "needs", "passing_runs",
-        "random", "where",
+        "audited", "completes", "drops", "dynamic", "finishes", "func", "kernel", "moves", "name", "needs",
+        "passing_runs", "random", "spares", "where",
     )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
         self.name, self.where, self.dynamic = name, where, dynamic
-        self.func = resolve(name)
-        self.random = self.func is not None and torch.Tag.nondeterministic_seeded in self.func.tags
+        self._is(resolve(name))
         self.drops: tuple[tuple[int, int], ...] = ()
         self.moves: tuple[Move, ...] = ()
         self.completes = False
@@ -58,9 +60,14 @@ class Slot:
         """An operator that was not registered yet when the plan was loaded."""
         if self.func is not None or str(func) != self.name:
             return False
-        self.func = func
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self._is(func)
         return True
+
+    def _is(self, func: Any) -> None:
+        self.func = func
+        self.kernel = getattr(func, "_op", func)
+        self.random = func is not None and draws_random_numbers(func)
+        self.spares = func is not None and may_leave_out(func)
 
 
 class Node:

@@ -32,6 +32,7 @@ OVERWRITERS = frozenset({
     "aten.uniform_", "aten.zero_",
 })  # fmt: skip
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+SENDERS = frozenset({*COLLECTIVES, "fsdp"})
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -97,10 +98,20 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     return WRITES if written_arguments(func) else ""
 
 
+def writes_unsaid(func: Any) -> bool:
+    """A collective that may write whatever it is given, though its schema names no write."""
+    return func.namespace == "c10d" or (func.namespace in COLLECTIVES and packet_name(func).endswith("_"))
+
+
 def left_out(func: Any, args: tuple) -> tuple[int, ...]:
     """Positions of arguments that a replay of ``func`` passes as None: only in training are they not read."""
     spared = _spared(func)
     return spared if spared and any(a is True for a in args) else ()
+
+
+def may_leave_out(func: Any) -> bool:
+    """Some call of ``func`` leaves arguments out when it is replayed."""
+    return bool(_spared(func))
 
 
 @cache

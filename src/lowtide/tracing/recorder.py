@@ -29,6 +29,7 @@ from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.operators import (
     OVERWRITERS,
     PLAIN_TYPES,
+    SENDERS,
     UNINITIALISED,
     WRITES,
     draws_random_numbers,
@@ -41,6 +42,7 @@ from lowtide.tracing.operators import (
     tensors_in,
     why_not_replayed,
     wraps,
+    writes_unsaid,
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
@@ -113,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self.written_parameters: set[int] = set()
         self._before_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter's bytes, and as they were
         self._sums: dict[int, tuple[int, ...]] = {}  # the engine's own additions of gradients
+        self._nodes: list[Any] = []  # in the order in which they ran
         self._made_under: dict[int | None, int | None] = {}  # storage -> autograd node that was running
         self._children: dict[tuple[int, str], int] = {}
         self._stack = [0]
@@ -259,7 +262,7 @@ class Recorder(TorchDispatchMode):
             # A view holds its base and with it the storage: never added into (a linear weight's gradient is one).
             parts = [self.know(t, "other") for t in inputs if fills_its_storage(t) and not t._is_view()]
             # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
-            if any(self._made_under.get(n) not in (None, _node()) for n in parts):
+            if any(self._made_under.get(n) not in (None, self._node()) for n in parts):
                 self._sums[len(self.ops)] = tuple(n for n in parts if n is not None)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
         return result
@@ -280,8 +283,8 @@ class Recorder(TorchDispatchMode):
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
-        if func.namespace in ("c10d", "fsdp"):  # write what no schema says, c10d perhaps after the call has returned
-            self._hidden_writes[signature] = list(range(len(inputs))) if func.namespace == "c10d" else []
+        if func.namespace in SENDERS:  # what they write may come after the call has returned: no use looking
+            self._hidden_writes[signature] = list(range(len(inputs))) if writes_unsaid(func) else []
             self._workspaces[signature] = 0
             return func(*args, **kwargs)
         self._paused = True
@@ -340,7 +343,7 @@ class Recorder(TorchDispatchMode):
                 fixed = fixed or "made in inference mode"
             makes.append(self._new(storage, "backward" if backward else "activation", number, output, fixed))
         if backward:
-            self._made_under.update(dict.fromkeys(makes, _node()))
+            self._made_under.update(dict.fromkeys(makes, self._node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
             self._tainted.update(makes)
         if not backward and fixed in ("", UNINITIALISED):
@@ -487,11 +490,21 @@ class Recorder(TorchDispatchMode):
         storages = [Storage(i, **s) for i, s in enumerate(self.storages)]
         return fold(Step(storages, self.ops, self.saved, self.events), self._sums)
 
+    def _node(self) -> int | None:
+        """Which autograd node runs now, or ran last."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        if not self._nodes or self._nodes[-1] is not node:
+            self._nodes.append(node)
+        return node._sequence_nr()
 
-def _node() -> int | None:
-    """Which autograd node runs now, or ran last."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    def forget_nodes(self) -> None:
+        """Let the nodes that were asked for go, from the loss on. Call it when nothing else holds the loss."""
+        # Python's object of a node frees the next node's, recursively: a chain of 50,000 of them overflows the stack.
+        self._nodes.reverse()
+        while self._nodes:
+            self._nodes.pop()
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:

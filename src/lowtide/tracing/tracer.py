@@ -187,6 +187,7 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
                 if any(recorder.know(t, "parameter") in recorder.written_parameters for t in parts(p))
             ]
             del loss, output
+            recorder.forget_nodes()
         finally:
             recorder.stop()
             undo()
