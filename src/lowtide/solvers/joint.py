@@ -111,10 +111,10 @@ class _Joint:
             return self._least.draft
         try:
             return self.search.within(budget_bytes)
-        except BudgetInfeasibleError as error:
-            if error.least_bytes <= self._least.timeline.peak_bytes:
-                raise
-        least = self._least.draft
+        except BudgetInfeasibleError:
+            pass
+        found = (self._least, self._recomputed_least)
+        least = min(found, key=lambda j: j.timeline.peak_bytes).draft
         raise infeasible(
             self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays,
             moves=least.moves,

@@ -33,12 +33,18 @@ class Places:
         disk_budget_bytes: Most bytes in it; None: what there is room for.
         host_budget_bytes: Most bytes of pinned host memory.
         checksums: Compare what comes back from disk with what was written.
+        opened: Tiers to use instead of opening any.
     """
 
     scratch_dir: str | Path | None = None
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
+    opened: Tiers | None = None
+
+    def held(self, plan: Plan) -> Places:
+        """With the tiers of ``plan`` open: for many steps, each of which would open them. Raises: see ``open``."""
+        return replace(self, opened=self.open(plan))
 
     def open(self, plan: Plan) -> Tiers:
         """The tiers that ``plan`` moves storages to.
@@ -46,6 +52,8 @@ class Places:
         Raises:
             TierError: one of them is not on this machine, or cannot be used.
         """
+        if self.opened is not None:
+            return self.opened
         need_bytes: dict[str, int] = {}
         for d in plan.decisions:
             if d.action in TIER_OF:
