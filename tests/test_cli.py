@@ -93,6 +93,18 @@ def test_fit_reports_and_saves_a_plan_that_fits_and_is_proven(capsys, scripts):
     assert "lowtide:" not in err
 
 
+def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(capsys, scripts, tmp_path):
+    code = main(["fit", "train.py:setup", "--budget", "60%", "--scratch-dir", str(tmp_path), "--disk-budget", "1GiB",
+                 "--save", "moved.json", "--save-graph", "moved.graph.json", "--json"])  # fmt: skip
+    counts = json.loads(capsys.readouterr().out)["counts"]
+
+    assert code == 0 and counts["disk_offload"] > 0
+    assert main(["report", "moved.json", "--graph", "moved.graph.json", "--plot", "moved.svg"]) == 0
+    assert (scripts / "moved.svg").stat().st_size > 0
+    assert main(["fit", "train.py:setup", "--scratch-dir", "/not/there"]) == 1
+    assert "scratch_dir='/not/there' cannot hold a scratch file" in capsys.readouterr().err
+
+
 def test_fit_as_json_is_one_object_whatever_the_script_prints(capsys):
     code = main(["fit", "train.py:with_step", "--budget", "60%", "--verify", "--json"])
 
