@@ -1,5 +1,6 @@
 """``fit`` with a disk beside memory: what it reaches, and what it says where there is none."""
 
+import os
 import subprocess
 import sys
 
@@ -182,3 +183,35 @@ def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(monkeypatch
         ]
     with pytest.raises(TierError, match="could not be pinned"):
         lowtide.fit(model, batch, budget="50%", host_budget=None)
+
+
+def test_a_link_that_cannot_be_measured_and_that_nobody_asked_for_is_done_without(monkeypatch):
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
+    monkeypatch.setattr("lowtide.costs.links._known", {})
+
+    def unpinned(*_):
+        raise TierError("32.00 MiB of host memory could not be pinned: no.\nRaise the limit.")
+
+    monkeypatch.setattr("lowtide.costs.links._disk", unpinned)
+
+    with lowtide.fit(model, batch, budget="50%") as fit:
+        assert fit.plan.tiers == frozenset() and "could not be pinned" in fit.warnings[0]
+
+
+def test_fit_compares_what_comes_back_with_what_was_moved_before_it_attaches(monkeypatch):
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    before = state_of(model)
+    preadv = os.preadv
+
+    def flipped(fd, buffers, offset):
+        count = preadv(fd, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    lowtide.measure(lowtide.trace(model, batch), tiers=("disk",))
+    monkeypatch.setattr(os, "preadv", flipped)
+
+    with pytest.raises(TierError, match=r"the disk tier gave back other bits than it was given, for a tensor of shape"):
+        lowtide.fit(model, batch, budget="40%", disk_budget="1GiB")
+    assert is_clean(model) and same_state(before, state_of(model))

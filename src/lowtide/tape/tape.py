@@ -109,6 +109,7 @@ class Tape(TorchDispatchMode):
         self._model = weakref.ref(model)
         self.counts = Counts()
         self.audit: Audit | None = None
+        self.beside_bytes = 0  # of moved tensors that may stay beside their copies, to be compared with them
         self.free = threading.Lock()  # held while a call of the model is taped: one forward pass at a time
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
@@ -329,6 +330,9 @@ class Tape(TorchDispatchMode):
         value = Value(copy, move.output, tensor, self._run)
         value.version = version
         copy.stand_for(value, tensor, version)
+        if move.bytes <= self.beside_bytes:
+            self.beside_bytes -= move.bytes
+            copy.original = sharing_version(tensor)
         self._transfers.send(copy, storage)
         setattr(storage, MARK, value)
         self._marked.append(weakref.ref(storage))
