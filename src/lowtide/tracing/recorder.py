@@ -30,6 +30,7 @@ from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
     OVERWRITERS,
     PLAIN_TYPES,
+    SENDERS,
     UNINITIALISED,
     WRITES,
     draws_random_numbers,
@@ -42,6 +43,7 @@ from lowtide.tracing.operators import (
     tensors_in,
     why_not_replayed,
     wraps,
+    writes_unsaid,
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
@@ -299,8 +301,8 @@ class Recorder(TorchDispatchMode):
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
-        if func.namespace in ("c10d", "fsdp"):  # write what no schema says, c10d perhaps after the call has returned
-            self._hidden_writes[signature] = list(range(len(inputs))) if func.namespace == "c10d" else []
+        if func.namespace in SENDERS:  # what they write may come after the call has returned: no use looking
+            self._hidden_writes[signature] = list(range(len(inputs))) if writes_unsaid(func) else []
             self._workspaces[signature] = 0
             return func(*args, **kwargs)
         self._paused = True
