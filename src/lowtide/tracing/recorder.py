@@ -150,9 +150,9 @@ class Recorder(TorchDispatchMode):
         return self._stack[-1]
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """What runs inside is not part of the step."""
-        self._recording, was = False, self._recording
+    def idle(self, *, but: bool = False) -> Iterator[None]:
+        """What runs inside is not part of the step; with ``but``, it is again."""
+        self._recording, was = but, self._recording
         try:
             yield
         finally:
