@@ -19,10 +19,18 @@ from toys import unit_costs
 
 import lowtide
 from lowtide import api
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
 from lowtide.tracing.operators import wraps
 from lowtide.tracing.subclasses import parts
 
 VOCABULARY = 60
+
+
+def an_ms_an_op(graph: StepGraph, **_: Any) -> Costs:
+    """In place of ``measure``: what ops cost is no question here, and finding out takes most of the time."""
+    return unit_costs(graph)
 
 
 class Collectives(TorchDispatchMode):
@@ -55,11 +63,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A decoder without attention; ``scale`` is made in the root and read in every block."""
 
-    def __init__(self, width: int = 32, depth: int = 3) -> None:
+    def __init__(self, width: int = 32, depth: int = 3, words: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed, self.scale = nn.Embedding(VOCABULARY, width), nn.Linear(width, width)
+        self.embed, self.scale = nn.Embedding(words, width), nn.Linear(width, width)
         self.layers = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         h = self.embed(ids)
@@ -142,6 +150,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "the root alone": {"shard": root_only},
     "a unit of two modules": {"shard": together},
     "accumulation": {"shard": each_layer, "accumulate": True},
+    "uneven shards": {"shard": each_layer, "words": VOCABULARY + 1},
 }
 
 
@@ -173,12 +182,13 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
 
 
 def train(
-    rank: int, *, shard: Any, budget: Any = None, steps: int = 2, accumulate: bool = False, **options: Any
-) -> dict:
+    rank: int, *, shard: Any, budget: Any = None, steps: int = 2, accumulate: bool = False, words: int = VOCABULARY,
+    **options: Any,
+) -> dict:  # fmt: skip
     """A few steps of a sharded model; fitted where there is a ``budget``."""
-    api.measure = unit_costs  # in this process: what ops cost is no question here, and takes most of the time
+    api.measure = an_ms_an_op
     torch.manual_seed(0)
-    net = Net()
+    net = Net(words=words)
     shard(net, **options)
     # Ranks that share a batch have to have the same: those of one row of the mesh.
     share = 1 if shard in WHOLE else 2 if "shape" not in options else options["shape"][1]
@@ -220,6 +230,28 @@ def facts(fit: lowtide.Fit, batch: Any = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def with_a_budget(rank: int, *of: Any) -> Plan | str:
+    """The plan where each rank has a budget of its own; the least bytes where there is none."""
+    api.measure = an_ms_an_op
+    net = Net()
+    each_layer(net)
+    try:
+        return lowtide.fit(net, (next(batches(rank, 1)),), budget=of[rank]).plan
+    except lowtide.BudgetInfeasibleError as error:
+        return str(error.least_bytes)
+
+
+def without_a_loss(rank: int, where: int) -> str:
+    """What ``fit`` raises where one rank's step returns no loss; the other's backward would wait for it."""
+    net = Net()
+    each_layer(net)
+    try:
+        lowtide.fit(net, next(batches(rank, 1)), budget="60%", step=lambda m, x: (m(x), None)[rank == where])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 
@@ -245,7 +277,7 @@ def in_stages(rank: int, schedule: str, microbatches: int = 4, steps: int = 2) -
 
 
 def _pipeline(rank: int, schedule: str, microbatches: int, steps: int, budget: Any) -> dict:
-    api.measure = unit_costs
+    api.measure = an_ms_an_op
     torch.manual_seed(0)
     stage = Stage(Net(depth=6), rank)
     data = list(batches(0, steps))

@@ -187,13 +187,19 @@ def test_gradients_that_fsdp_has_not_reduced_yet_outlive_a_rehearsal():
 
 
 def test_a_shape_that_was_not_fitted_is_saved_whole_and_said_so(monkeypatch):
-    monkeypatch.setattr(api, "measure", sharded.unit_costs)
+    monkeypatch.setattr(api, "measure", sharded.an_ms_an_op)
     model = net()
-    with lowtide.fit(model, (IDS,), budget="80%") as fit:
+    with lowtide.fit(model, (IDS,), budget="95%") as fit:
         torch.manual_seed(3)
         model(IDS[:2]).backward()
         ours = sharded.digest(p.grad for p in model.parameters())
-        assert len(fit.plans) == 1 and "on each" in fit.warnings[0]
+        assert len(fit.plans) == 1 and "fit.add(batch)" in fit.warnings[0]
+        added = fit.add((IDS[:2],))
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(IDS[:2]).backward()
+        assert len(fit.plans) == 2 and fit._planned[1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
+        assert ours == sharded.digest(p.grad for p in model.parameters())
     model.zero_grad()
     torch.manual_seed(3)
     model(IDS[:2]).backward()

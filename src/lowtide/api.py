@@ -36,7 +36,7 @@ from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal
 from lowtide.tracing.subclasses import shards_in
-from lowtide.tracing.tracer import Step, device_of, run_step, trace
+from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes, parse_budget
 from lowtide.verifier import Verification, suspended, verify_in
 
@@ -129,6 +129,18 @@ class Fit:
         """Input signature of a call of the model -> its plan."""
         return {call: planned.plan for call, planned in self._by_call.items()}
 
+    def add(self, batch: Any) -> Plan:
+        """Plan for a batch of another shape now, not when the first one comes.
+
+        Of a sharded model every rank has to call it. A shape that was not added is saved whole there: planning in
+        mid-training would wait for ranks that have met no such batch.
+        """
+        with suspended(self.model):
+            planned = self._make(batch, self._step)
+        self._unplanned -= set(planned.graph.calls)
+        self._remember(planned)
+        return planned.plan
+
     def verify(self, batch: Any = None, *, rounds: int = 3) -> Verification:
         """Compare the planned with the plain step, bit by bit; see ``lowtide.verify``. Takes some steps' time."""
         batch = self._batch if batch is None else batch
@@ -192,8 +204,8 @@ class Fit:
         if planned is None and shards_in(model):
             self._unplanned.add(signature)
             self._warn(
-                f"no plan for {signature}: everything is saved (a rehearsal of a sharded model needs all ranks: call "
-                "fit on a batch of this shape on each)"
+                f"no plan for {signature}: everything is saved (rehearsals of a sharded model need all ranks: call "
+                "fit.add(batch) on each)"
             )
             return None
         if planned is None or self._drifted(planned):
@@ -253,7 +265,13 @@ class Fit:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.
             group = None if fall_back else group_of(model)
-            graph = on_all(group, "tracing", lambda: trace(model, batch, step=step, optimizer=settings.optimizer))
+            graph = on_all(
+                group,
+                "tracing",
+                lambda: record(
+                    model, batch, step, settings.optimizer, forward=lambda run: on_all(group, "the forward pass", run)
+                ),
+            )
             traced = time.perf_counter()
             stages.next()
             costs = on_all(group, "measuring", lambda: self._measure(graph))
