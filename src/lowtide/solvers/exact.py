@@ -27,6 +27,7 @@ from functools import cached_property
 import highspy
 import numpy as np
 
+from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
@@ -125,8 +126,11 @@ class Search:
         unlike = 2 * len(pool.different) > len(found) + 1
         return None if unlike and self.sketch is not None and self.sketch.size <= _UNLIKE_SIZE else pool
 
-    def within(self, budget_bytes: int) -> Draft:
+    def within(self, budget_bytes: int, *, at_any_price: bool = True) -> Draft:
         """The fastest actions within ``budget_bytes``.
+
+        Args:
+            at_any_price: Where the search finds nothing, see whether what is near the least peak would do.
 
         Raises:
             BudgetInfeasibleError: no actions were found that need so little.
@@ -137,6 +141,8 @@ class Search:
         result = _Result([], False, self.floor_ms) if impossible else self.fastest(budget_bytes)
         fitting = [j for j in result.judged if j.peak_bytes <= budget_bytes]
         if not fitting:
+            if not at_any_price:
+                raise BudgetInfeasibleError("nothing found", budget_bytes=budget_bytes, least_bytes=budget_bytes + 1)
             return self._near_the_least(budget_bytes)
         best = min(fitting, key=lambda j: j.rank)
         best = min((best, *self._classics_that_may_beat(best, budget_bytes)), key=lambda j: j.rank)
