@@ -9,6 +9,7 @@ import pytest
 
 import lowtide
 from lowtide.cli import main
+from lowtide.graph.costs import Costs, Link
 
 SCRIPT = '''
 import torch
@@ -93,7 +94,11 @@ def test_fit_reports_and_saves_a_plan_that_fits_and_is_proven(capsys, scripts):
     assert "lowtide:" not in err
 
 
-def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(capsys, scripts, tmp_path):
+def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(capsys, scripts, tmp_path, monkeypatch):
+    def costs(graph, *, tiers=(), scratch_dir=None):  # ops are dear and the link is not, so something moves anywhere
+        return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
+
+    monkeypatch.setattr("lowtide.api.measure", costs)
     code = main(["fit", "train.py:setup", "--budget", "60%", "--scratch-dir", str(tmp_path), "--disk-budget", "1GiB",
                  "--save", "moved.json", "--save-graph", "moved.graph.json", "--json"])  # fmt: skip
     counts = json.loads(capsys.readouterr().out)["counts"]
