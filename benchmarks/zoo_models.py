@@ -15,52 +15,79 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY, HIDDEN, HEADS, IMAGE, TOKENS, ROWS = 128, 32, 4, 64, 12, 2
+VOCABULARY, HIDDEN, HEADS, LAYERS, IMAGE, TOKENS, ROWS = 128, 32, 4, 2, 64, 12, 2
 
 # Attributes by the value that they get, where a configuration has them as numbers.
-_NAMES = {
-    HIDDEN: """
+_NAMES: tuple[tuple[int, str], ...] = (
+    (
+        HIDDEN,
+        """
         hidden_size d_model n_embd dim embed_dim hidden_dim model_dim embedding_size emb_dim encoder_hidden_size
         decoder_hidden_size d_embed projection_dim attention_hidden_size encoder_embed_dim text_embed_dim embedding_dim
         lru_width conv_dim attention_hidden_dim cross_attention_hidden_size decoder_hidden_dim
     """,
-    HEADS: """
+    ),
+    (
+        HEADS,
+        """
         num_attention_heads n_head n_heads encoder_attention_heads decoder_attention_heads num_heads
         num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads attention_heads
         decoder_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts
         ffn_num_experts time_step_rank index_topk num_queries num_frames block_size num_labels
     """,
-    2: """
-        num_key_value_heads encoder_num_key_value_heads decoder_num_key_value_heads num_hidden_layers n_layer n_layers
-        num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_blocks depth num_mem_blocks
-        encoder_num_hidden_layers decoder_num_hidden_layers speech_encoder_layers text_layers num_experts_per_tok
+    ),
+    (
+        LAYERS,
+        """
+        num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers
+        num_decoder_layers num_blocks depth encoder_num_hidden_layers decoder_num_hidden_layers speech_encoder_layers
+        text_layers
+    """,
+    ),
+    (
+        2,
+        """
+        num_key_value_heads encoder_num_key_value_heads decoder_num_key_value_heads num_mem_blocks num_experts_per_tok
         moe_topk moe_top_k moe_k top_k num_experts_per_token mamba_expand linear_num_key_heads linear_num_value_heads
         index_n_heads eos_token_id tubelet_size type_vocab_size window_size
     """,
-    2 * HIDDEN: """
+    ),
+    (
+        2 * HIDDEN,
+        """
         intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size inner_dim d_inner
         encoder_intermediate_size moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
         dense_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp shared_intermediate_size
         dim_feedforward block_ff_dim max_position_embeddings n_positions n_ctx max_source_positions max_target_positions
     """,
-    VOCABULARY: """
+    ),
+    (
+        VOCABULARY,
+        """
         vocab_size input_vocab_size text_vocab_size decoder_vocab_size codebook_size vocab_size_per_layer_input
     """,
-    8: """
+    ),
+    (
+        8,
+        """
         head_dim attention_head_dim d_kv v_head_dim qk_nope_head_dim global_head_dim qk_rope_head_dim patch_size
         rotary_dim mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim chunk_size sliding_window attention_window
         linear_key_head_dim linear_value_head_dim index_head_dim hidden_size_per_layer_input
     """,
-    16: "q_lora_rank kv_lora_rank mamba_d_state state_size mamba_d_ssm ssm_state_size num_mel_bins",
-    1: """
+    ),
+    (16, "q_lora_rank kv_lora_rank mamba_d_state state_size mamba_d_ssm ssm_state_size num_mel_bins"),
+    (
+        1,
+        """
         n_group topk_group first_k_dense_replace moe_layer_start_index n_shared_experts mamba_n_groups num_random_blocks
         bos_token_id decoder_start_token_id
     """,
-    0: "mlp_only_layers num_nextn_predict_layers num_kv_shared_layers pad_token_id",
-    IMAGE: "image_size",
-    3: "num_channels",
-}
-SMALL = {name: value for value, names in sorted(_NAMES.items()) for name in names.split()}
+    ),
+    (0, "mlp_only_layers num_nextn_predict_layers num_kv_shared_layers pad_token_id"),
+    (IMAGE, "image_size"),
+    (3, "num_channels"),
+)
+SMALL = {name: value for value, names in _NAMES for name in names.split()}
 # Lists: one value for each entry, the length stays.
 SMALL_EACH = {
     "depths": (1,), "hidden_sizes": (16, 16, 32, 32), "num_heads": (2,), "embed_dims": (16, 16, 32, 32),
