@@ -9,8 +9,8 @@
 Variants: float32; bfloat16 autocast; dropout on; LoRA through PEFT on frozen weights. Plans that take no search, for
 each: everything that may be recomputed is; layers checkpointed whole; PyTorch's own knapsack at half the stored bytes.
 Plans of the exact method, for float32: at half of the activation memory, where there is one that small, and at the
-least for which a short search (``QUICKLY``) finds one, to 3 % of it. Each architecture runs in a process of its own, so that one that hangs or dies is
-a line in the table.
+least for which a short search (``QUICKLY``) finds one, to 3 % of it. Each architecture runs in a process of its own,
+so that one that hangs or dies is a line in the table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from torch import nn
 import lowtide
 from lowtide.solvers.draft import Draft, finish
 from lowtide.solvers.exact import Limits, Search
-from lowtide.solvers.front_door import absolute_bytes
 from lowtide.solvers.structure import close
 
 HERE = Path(__file__).parent
@@ -169,7 +168,7 @@ def examine(
         except zoo_models.CannotBuild as error:
             yield {"variant": variant, "status": "not built", "reason": str(error)}
             return
-        line = {"variant": variant, "class": specimen.name}
+        line = {"variant": variant, "class": specimen.name, "inputs": sorted(specimen.batch)}
         try:
             model, step = prepare(specimen, variant)
             plainly(model, specimen.batch, step)
