@@ -82,6 +82,8 @@ def run_to_file(wanted: list[tuple[str, str]], args: argparse.Namespace) -> None
     if not args.resume:
         partial.unlink(missing_ok=True)
     done = [json.loads(line) for line in partial.read_text().splitlines()] if partial.exists() else []
+    done = [line for line in done if line["variant"] != VARIANTS[0] or line["status"] != "not built"]  # those anew
+    partial.write_text("".join(json.dumps(line) + "\n" for line in done))
     seen = {(line["task"], line["type"]) for line in done}
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a") as file:
