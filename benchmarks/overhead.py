@@ -7,7 +7,8 @@ A step of many tiny kernels is timed under each method, interleaved; forward and
 to the plain step just before and just after:
 
 - ``forward_us``: added per forward op.
-- ``backward_us``: added per replayed op, beyond what running such an op plainly takes (plain forward per op).
+- ``backward_us``: added per replayed op, beyond what those very ops take: the tape's replays are run once more by
+  themselves, bare, between two steps; checkpointing runs the forward pass again, so for it that is the plain forward.
 
 Methods: an empty dispatch mode; the tape with nothing to recompute; the tape with everything replayed; non-reentrant
 ``torch.utils.checkpoint`` around the whole model; the same with a selective policy that saves matmuls.
@@ -22,8 +23,9 @@ import json
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,7 @@ from lowtide.garbage import no_garbage_collection
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.draft import Draft, finish
 from lowtide.solvers.structure import close
+from lowtide.tape.recipes import Recipe
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "overhead_cpu.jsonl"
@@ -91,6 +94,7 @@ class Method:
     around: Callable[[], AbstractContextManager]
     call: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda forward: forward()
     replays: int = 0
+    own: Callable[[], object] | None = None  # runs just the ops that backward runs again
 
 
 def main() -> int:
@@ -126,22 +130,25 @@ def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]
     yield "decoder", transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def compare(model: nn.Module, inputs: dict, rounds: int) -> list[tuple[str, int, int, list, list, list, list]]:
-    """Per method: name, forward ops, replayed ops, and samples of plain and its own forward and backward."""
+def compare(model: nn.Module, inputs: dict, rounds: int) -> list[tuple]:
+    """Per method: name, forward ops, replayed ops, and samples of plain and its own forward and backward, and of what
+    runs again."""
     forward = partial(loss_of, model, inputs)
     with Count() as count:
         forward()
     ways = list(methods(model, inputs, count.ops))
-    samples: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+    samples: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in ways}
     plain: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
     for done in range(rounds + 1):
         for way in ways:
             before = timed(ways[0], forward)
             spent = timed(way, forward)
             after = timed(ways[0], forward)
+            forward_us, backward_us = (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
             if done:
-                samples[way.name].append(spent)
-                plain[way.name].append(((before[0] + after[0]) / 2, (before[1] + after[1]) / 2))
+                own_us = forward_us if way.own is None else thread_us(way.own)
+                samples[way.name].append((*spent, own_us))
+                plain[way.name].append((forward_us, backward_us))
     return [
         (way.name, count.ops, way.replays,
          *zip(*plain[way.name], strict=True), *zip(*samples[way.name], strict=True))
@@ -149,7 +156,9 @@ def compare(model: nn.Module, inputs: dict, rounds: int) -> list[tuple[str, int,
     ]  # fmt: skip
 
 
-def line(case: str, name: str, ops: int, replays: int, plain_f: Any, plain_b: Any, mine_f: Any, mine_b: Any) -> dict:
+def line(
+    case: str, name: str, ops: int, replays: int, plain_f: Any, plain_b: Any, mine_f: Any, mine_b: Any, own: Any
+) -> dict:
     """Medians of the differences."""
     forward = statistics.median(b - a for a, b in zip(plain_f, mine_f, strict=True)) / ops
     found = {
@@ -158,7 +167,7 @@ def line(case: str, name: str, ops: int, replays: int, plain_f: Any, plain_b: An
     }  # fmt: skip
     again = [b - a for a, b in zip(plain_b, mine_b, strict=True)]
     if replays:
-        own = [f * replays / ops for f in plain_f]  # what running these ops takes anyway
+        found["own_us"] = statistics.median(own) / replays
         found["backward_us"] = statistics.median(x - y for x, y in zip(again, own, strict=True)) / replays
     else:
         found["backward_us_per_op"] = statistics.median(again) / ops
@@ -182,12 +191,58 @@ def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
     yield Method("plain", nullcontext)
     yield Method("empty dispatch mode", Empty)
     yield Method("lowtide, keep all", partial(lowtide.apply, model, kept))
-    yield Method("lowtide, all replayed", partial(lowtide.apply, model, all_of_it), replays=replays)
+    again = replayed(model, inputs, all_of_it)
+    assert len(again) == replays
+    yield Method(
+        "lowtide, all replayed", partial(lowtide.apply, model, all_of_it), replays=replays, own=partial(run, again)
+    )
     yield Method("checkpoint", nullcontext, partial(checkpoint, use_reentrant=False), replays=ops)
     selective = partial(create_selective_checkpoint_contexts, policy)
     yield Method(
         "selective checkpoint", nullcontext, partial(checkpoint, use_reentrant=False, context_fn=selective), replays=ops
     )
+
+
+def replayed(model: nn.Module, inputs: dict, plan: lowtide.Plan) -> list[tuple[Any, tuple, dict]]:
+    """What backward runs again under ``plan``, in order: operator and arguments."""
+    found = []
+
+    class Collect(Empty):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            if func in collecting:  # and not a view that the tape makes for it
+                found.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    collecting: list[Any] = []
+    original = Recipe.replay
+
+    def replay(self: Recipe, **how: Any) -> None:
+        collecting.append(self.func)
+        original(self, **how)
+        collecting.clear()
+
+    with lowtide.apply(model, plan):
+        loss = loss_of(model, inputs)
+    Recipe.replay = replay  # type: ignore[method-assign]
+    try:
+        with Collect():
+            loss.backward()
+    finally:
+        Recipe.replay = original  # type: ignore[method-assign]
+    return found
+
+
+def run(calls: list[tuple[Any, tuple, dict]]) -> None:
+    with torch.no_grad():
+        for func, args, kwargs in calls:
+            func(*args, **kwargs)
+
+
+def thread_us(function: Callable[[], object]) -> float:
+    with no_garbage_collection():
+        start = time.thread_time()
+        function()
+        return (time.thread_time() - start) * 1e6
 
 
 def loss_of(model: nn.Module, inputs: dict) -> torch.Tensor:
@@ -211,38 +266,34 @@ def timed(method: Method, forward: Callable[[], torch.Tensor]) -> tuple[float, f
     return (middle - start) * 1e6, (end - again) * 1e6
 
 
-@contextmanager
-def resident_growth(found: list[int]) -> Iterator[None]:
-    """Bytes by which the process grew inside."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    before = resident()
-    yield
-    found.append(resident() - before)
-
-
 def long_chain(length: int) -> dict:
     """The tape on a chain that long: time per op must not grow, nor memory per recipe."""
     model, x = Chain(length), torch.randn(8)
     graph = lowtide.trace(model, {"x": x}, step=lambda m, batch: m(**batch))
     costs = lowtide.Costs((1.0,) * len(graph.ops))
     plan = finish(graph, costs, Draft(close(graph, graph.stored)), method="all", budget_bytes=None, start_s=0.0)
-    grown: list[int] = []
-    spent = []
-    for method in (Method("plain", nullcontext), Method("taped", partial(lowtide.apply, model, plan))):
-        timed(method, partial(model, x=x))
-        with no_garbage_collection(), method.around(), resident_growth(grown):
-            loss = model(x=x)
-        del loss
-        spent.append(timed(method, partial(model, x=x)))
+    again = replayed(model, {"x": x}, plan)
+    plain, taped = Method("plain", nullcontext), Method("taped", partial(lowtide.apply, model, plan))
+    spent = [min(timed(method, partial(model, x=x)) for _ in range(3)) for method in (plain, taped)]
+    own_us = min(thread_us(partial(run, again)) for _ in range(3))
     (plain_f, plain_b), (mine_f, mine_b) = spent
     return {
         "benchmark": "overhead_cpu", "case": f"chain of {length}", "method": "lowtide, all replayed", "ops": length,
-        "forward_us": (mine_f - plain_f) / length, "backward_us": (mine_b - plain_b - plain_f) / length,
-        "bytes_per_op": (grown[1] - grown[0]) / length,
+        "replayed": len(again), "forward_us": (mine_f - plain_f) / length, "own_us": own_us / len(again),
+        "backward_us": (mine_b - plain_b - own_us) / len(again),
+        "bytes_per_recipe": python_bytes(model, x, plan) / len(again),
     }  # fmt: skip
+
+
+def python_bytes(model: nn.Module, x: torch.Tensor, plan: lowtide.Plan) -> int:
+    """What Python objects hold between forward and backward."""
+    with lowtide.apply(model, plan):
+        tracemalloc.start()
+        loss = model(x=x)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    del loss
+    return held
 
 
 if __name__ == "__main__":

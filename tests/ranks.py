@@ -27,7 +27,7 @@ def on_every_rank(run: Callable[..., Any], *args: Any) -> list[Any]:
     The processes are forked from one that has torch and has run no backward: autograd refuses to go on in others.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["ranks"])
+    context.set_forkserver_preload(["ranks", "sharded"])
     ends = [context.Pipe(duplex=False) for _ in range(WORLD)]
     port = 20_000 + os.getpid() % 20_000
     processes = [context.Process(target=_rank, args=(rank, port, run, args, ends[rank][1])) for rank in range(WORLD)]

@@ -217,7 +217,8 @@ def reads_a_moved_buffer():
         (lambda: (chain(2), {9: SAVE}), "the plan decides on storage 9, the graph has 4. Solve again for it."),
         (
             lambda: (chain(2), {1: "cpu_offload"}),
-            "storage 1: action 'cpu_offload' cannot be simulated. Use 'save' or 'recompute'.",
+            "storage 1: action 'cpu_offload' needs the link to the host tier, and costs knows none.\n"
+            "Measure it: lowtide.measure(graph, tiers=('host',)).",
         ),
     ],
 )

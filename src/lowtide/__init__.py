@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PlanMismatchError,
         ReplayError,
         StepError,
+        TierError,
         UnsupportedModelError,
     )
     from lowtide.graph.costs import Costs
@@ -45,12 +46,13 @@ _HOME = {
     "Plan": "plan", "StepGraph": "graph.step_graph", "Costs": "graph.costs",
     "LowtideError": "errors", "BudgetInfeasibleError": "errors", "PlanMismatchError": "errors",
     "ReplayError": "errors", "StepError": "errors", "UnsupportedModelError": "errors", "GraphFormatError": "errors",
+    "TierError": "errors",
 }  # fmt: skip
 
 __all__ = [
     "BudgetInfeasibleError", "Costs", "Fit", "FrontierPoint", "GraphFormatError", "LowtideError", "Plan",
-    "PlanMismatchError", "ReplayError", "StepError", "StepGraph", "Timeline", "UnsupportedModelError", "Verification",
-    "apply", "fit", "frontier", "measure", "simulate", "solve", "trace", "verify",
+    "PlanMismatchError", "ReplayError", "StepError", "StepGraph", "TierError", "Timeline", "UnsupportedModelError",
+    "Verification", "apply", "fit", "frontier", "measure", "simulate", "solve", "trace", "verify",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One plan for all ranks of a data parallel model: the rank with the least memory decides.
+"""One plan for all ranks that train a model together, replicated or sharded: the rank with the least memory decides.
 
 Ranks that ran different operators cannot share a plan; they still share the least budget. What a rank cannot do no
 rank does: an error on one is raised on all, so that none waits for the others.
@@ -17,16 +17,38 @@ from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.tracing.parallel import wrapper_of
+from lowtide.tracing.subclasses import shards_in
 
 T = TypeVar("T")
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that train ``model`` together; None if there is one only."""
     wrapper = wrapper_of(model)
-    if wrapper is None or dist.get_world_size(wrapper.process_group) == 1:
+    if wrapper is not None:
+        return None if dist.get_world_size(wrapper.process_group) == 1 else wrapper.process_group
+    meshes = {id(p.device_mesh): p.device_mesh for p in shards_in(model)}.values()
+    ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+    if len(ranks) < 2:
         return None
-    return wrapper.process_group
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if ranks not in _groups:  # a pipeline stage that is sharded itself
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
+
+
+def on_any(group: dist.ProcessGroup | None, flag: bool) -> bool:
+    """Whether it is so on some rank: all then go on together."""
+    return flag if group is None else any(_gather(group, flag))
+
+
+def of_all(group: dist.ProcessGroup | None, mine: set[int]) -> set[int]:
+    """What is in some rank's set."""
+    return mine if group is None else set().union(*_gather(group, mine))
 
 
 def on_all(group: dist.ProcessGroup | None, what: str, run: Callable[[], T]) -> T:
@@ -60,28 +82,35 @@ def agree(
     Raises:
         BudgetInfeasibleError: the deciding rank found none; on all ranks.
     """
-    alike = replace(graph, resident={}).fingerprint
-    told = _gather(group, (alike, budget_bytes, graph.resident))
+    alike = _what_a_plan_goes_by(graph)
+    told = _gather(group, (alike, budget_bytes))
     decider = min(range(len(told)), key=lambda rank: (told[rank][1], rank))
     least_bytes = told[decider][1]
-    if any(other != alike for other, _, _ in told):
+    if any(other != alike for other, _ in told):
         return graph, on_all(group, "solving", lambda: solve(graph, least_bytes))
-    graph = replace(graph, resident=told[decider][2])
-    answer: list[Any] = [None]
+    answer: list[Any] = [None]  # a plan and the graph it was made for, or why there is none
     if dist.get_rank(group) == decider:
         try:
-            answer = [solve(graph, least_bytes)]
+            answer = [(replace(graph), solve(graph, least_bytes))]  # without what is cached beside its fields
         except BudgetInfeasibleError as error:
             answer = [(str(error), error.budget_bytes, error.least_bytes)]
         except Exception as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=dist.get_global_rank(group, decider), group=group)
-    plan = answer[0]
-    if isinstance(plan, tuple):
-        raise BudgetInfeasibleError(plan[0], budget_bytes=plan[1], least_bytes=plan[2])
-    if isinstance(plan, Exception):
-        raise plan
-    return graph, plan
+    match answer[0]:
+        case Exception() as failure:
+            raise failure
+        case (str() as text, budget, least):
+            raise BudgetInfeasibleError(text, budget_bytes=budget, least_bytes=least)
+        case (StepGraph() as decided, Plan() as plan):
+            return decided, plan
+    raise AssertionError(answer)
+
+
+def _what_a_plan_goes_by(graph: StepGraph) -> str:
+    """Equal where one plan suits both: not the moment a sending thread lets go of a buffer, nor whose rank is which."""
+    ops = tuple(replace(op, workspace_bytes=0) for op in graph.ops)
+    return replace(graph, resident={}, signatures=(), events=(), ops=ops).fingerprint
 
 
 def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:

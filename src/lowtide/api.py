@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide.agreement import agree, group_of, on_all
+from lowtide.agreement import agree, group_of, of_all, on_all, on_any
 from lowtide.costs.measurer import measure
 from lowtide.errors import BudgetInfeasibleError, LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.costs import Costs
@@ -33,6 +33,7 @@ from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal
+from lowtide.tracing.subclasses import shards_in
 from lowtide.tracing.tracer import Step, device_of, run_step, trace
 from lowtide.units import format_bytes, parse_budget
 from lowtide.verifier import Verification, suspended, verify
@@ -57,6 +58,7 @@ class Planned:
     replans: int = 0
     seen_mismatches: int = 0
     calls: int = 0
+    group: dist.ProcessGroup | None = None  # ranks that were planned for together
 
     @property
     def program(self) -> Program:
@@ -178,6 +180,13 @@ class Fit:
         planned = self._by_call.get(signature)
         if signature in self._unplanned:
             return None
+        if planned is None and shards_in(model):
+            self._unplanned.add(signature)
+            self._warn(
+                f"no plan for {signature}: everything is saved (a rehearsal of a sharded model needs all ranks: call "
+                "fit on a batch of this shape on each)"
+            )
+            return None
         if planned is None or self._drifted(planned):
             try:
                 planned = self._plan_again(signature, Call(args, kwargs), planned)
@@ -206,7 +215,8 @@ class Fit:
         new = met.mismatched - planned.seen_mismatches
         planned.seen_mismatches = met.mismatched
         many = new > 0.02 * max(1, sum(bool(s.drops) for s in planned.program.slots))
-        return many and planned.replans < _REPLANS
+        # What a sharded model ran elsewhere is not known here, and planning anew needs all ranks.
+        return many and planned.replans < _REPLANS and not shards_in(self.model)
 
     def _plan_again(self, signature: str, call: Call, before: Planned | None) -> Planned:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
@@ -239,14 +249,13 @@ class Fit:
             graph, plan = self._solve(graph, costs, group, fall_back)
             stages.next()
             for _ in range(3):  # a replay that differs is saved, and the rest planned anew
-                planned = Planned(
-                    graph, costs, plan, Tape(attach.program_of(plan), model), traced - start, measured - traced
-                )
-                differed = self._rehearse(planned, batch, step)
+                tape = Tape(attach.program_of(plan), model)
+                planned = Planned(graph, costs, plan, tape, traced - start, measured - traced, group=group)
+                differed = of_all(group, self._rehearse(planned, batch, step))
                 if not differed:
                     break
                 graph = _with_fixed(graph, differed)
-                graph, plan = self._solve(graph, costs, None, fall_back)
+                graph, plan = self._solve(graph, costs, group, fall_back)
         return planned
 
     def _solve(
@@ -282,20 +291,17 @@ class Fit:
         program = planned.program
         differed: list[Slot] = []
         model = self.model
-        if program.keeps_everything:
-            return set()
         ids = {id(slot): n for n, slot in enumerate(program.slots)}
         drops = {id(s): s.drops for s in program.slots}
+        stuck = False
         for _ in range(_REHEARSALS):
             waiting = len(program.unaudited())
-            if not waiting:
-                break
             need = planned.plan.predicted_peak_bytes - planned.plan.resident_bytes
             allowance = available_bytes(device_of(model)) - need
-            if allowance <= 0:
+            if not on_any(planned.group, waiting > 0 and allowance > 0 and not stuck):
                 break
             tape = Tape(program, model)
-            tape.audit = Audit(program, allowance // 2, differed.append)
+            tape.audit = Audit(program, max(allowance, 0) // 2, differed.append)
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
@@ -308,8 +314,7 @@ class Fit:
                 for slot in foreign:
                     slot.drops = ()
                 differed += foreign
-            if len(program.unaudited()) == waiting:
-                break
+            stuck = len(program.unaudited()) == waiting
         for slot in differed:
             self._differed(slot)
         by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}

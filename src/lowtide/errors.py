@@ -33,6 +33,11 @@ class UnsupportedModelError(LowtideError):
     """The model needs something the tape does not carry out yet; refused by name, never run wrongly."""
 
 
+class TierError(LowtideError):
+    """A tier that a plan moves storages to is not there, is full, or fails; raised before any gradient is computed from
+    what it lost."""
+
+
 class GraphFormatError(LowtideError, ValueError):
     """A graph, costs or plan file is damaged or from an unknown version; the message names the field."""
 

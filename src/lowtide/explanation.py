@@ -11,6 +11,7 @@ from lowtide.units import format_bytes
 
 _WIDTH = 100
 _MOST_DECISIONS = 10
+_SHADES = " .:-=+*#%@"
 _STEPS = (("MiB", 20), ("KiB", 10), ("byte", 0))
 _NUMBERED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
@@ -34,7 +35,8 @@ class Holder:
     """Storages that live at the peak, of like origin.
 
     Attributes:
-        kind: ``saved`` for backward or a replay, ``replayed``, made in ``backward``, or still ``in use`` in forward.
+        kind: ``saved`` for backward or a replay, ``replayed``, ``leaving`` for another tier or ``fetched`` from there,
+            made in ``backward``, or still ``in use`` in forward.
         module, op: What makes them, with numbered siblings and overloads together.
     """
 
@@ -51,7 +53,7 @@ class Weight:
 
     Attributes:
         recompute_ms: What their replays take; 0 for what is saved.
-        rent_ms: What their bytes would buy at the price of memory, where that is known; 0 for what is recomputed.
+        rent_ms: What their bytes would buy at the price of memory, where that is known; 0 for what is not saved.
     """
 
     action: str
@@ -61,6 +63,30 @@ class Weight:
     bytes: int
     recompute_ms: float
     rent_ms: float
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """What one direction of a link carries.
+
+    Attributes:
+        direction: ``store`` or ``fetch``.
+        busy_ms: Time of all its transfers. ``waited_ms``: how long the step stands still for them.
+        shares: Busy share of each slice of the step; slices are equally long.
+    """
+
+    tier: str
+    direction: str
+    bytes: int
+    busy_ms: float
+    waited_ms: float
+    shares: tuple[float, ...]
+
+    def __str__(self) -> str:
+        bar = "".join(_SHADES[min(int(share * len(_SHADES)), len(_SHADES) - 1)] for share in self.shares)
+        waits = f", waited {self.waited_ms:.1f} ms" if self.waited_ms else ""
+        name = f"{self.tier} {self.direction}"
+        return f"  {format_bytes(self.bytes):>11}  {name:<11} |{bar}| busy {self.busy_ms:.1f} ms{waits}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +103,7 @@ class Explanation:
         ms_per_byte: What one more byte of budget takes off the time bound, for small changes; None without a budget.
         ms_per_gib: What one more GiB takes off it at most; never more than all of the overhead.
         decisions: The ones that weigh most, by the larger of their two times, else by bytes.
+        links: What each direction of a link to another tier carries.
     """
 
     peak_bytes: int
@@ -89,9 +116,14 @@ class Explanation:
     ms_per_byte: float | None
     ms_per_gib: float | None
     decisions: tuple[Weight, ...]
+    links: tuple[LinkUse, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(line[:_WIDTH].rstrip() for line in (*self._peak(), *self._price(), *self._decisions()))
+        lines = (*self._peak(), *self._price(), *self._links(), *self._decisions())
+        return "\n".join(line[:_WIDTH].rstrip() for line in lines)
+
+    def _links(self) -> list[str]:
+        return ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
 
     def _peak(self) -> list[str]:
         peak = format_bytes(self.peak_bytes)
@@ -141,10 +173,18 @@ def weigh(rows: Iterable[tuple[str, str, str, int, float]], ms_per_byte: float |
     found = []
     for (action, module, op), members in groups.items():
         size, ms = sum(m[0] for m in members), sum(m[1] for m in members)
-        rent_ms = 0.0 if action == "recompute" else size * (ms_per_byte or 0.0)
+        rent_ms = size * (ms_per_byte or 0.0) if action == "save" else 0.0
         found.append(Weight(action, module, op, len(members), size, ms, rent_ms))
     found.sort(key=lambda w: (-max(w.recompute_ms, w.rent_ms), -w.bytes, w.module, w.op))
     return tuple(found[:_MOST_DECISIONS])
+
+
+def read_links(evidence: Mapping[str, Any]) -> tuple[LinkUse, ...]:
+    """``links`` of an ``Explanation``, as a plan keeps them."""
+    return tuple(
+        LinkUse(tier, direction, size, busy_ms, waited_ms, tuple(shares))
+        for tier, direction, size, busy_ms, waited_ms, shares in evidence.get("links", ())
+    )
 
 
 def read_evidence(evidence: Mapping[str, Any]) -> tuple[str, str, str, tuple[Holder, ...], int, float | None]:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import GraphFormatError
-from lowtide.explanation import Explanation, read_evidence, weigh
+from lowtide.explanation import Explanation, read_evidence, read_links, weigh
+from lowtide.graph.costs import DISK, HOST
 from lowtide.graph.step_graph import Frame, StepGraph
+from lowtide.transfers import Moves
 
 VERSION = 1
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
 ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
+TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Decision:
         replays: How often its op may run again in one backward. All runs but the last make it only for the burst that
             asked, or for the backward op that it is handed to; the last makes it for good. The count is the op's: of
             several recomputed outputs the largest counts.
+        fetch_at: Of a moved storage: the number of the unpack in backward, from 0, at which its fetch starts; None:
+            when it is needed.
     """
 
     storage: int
@@ -39,6 +44,7 @@ class Decision:
     stored: bool
     recompute_ms: float = 0.0
     replays: int = 1
+    fetch_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class PlannedOp:
     Attributes:
         dynamic: The next step may show other shapes here.
         finishes: Index of the op whose output this one completes in place (see ``Op.finishes``).
-        needs: How many dropped storages it reads. Where fewer come, a recipe would hold what the plan lets go.
+        needs: How many dropped or moved storages it reads. Where fewer come, a recipe would hold what the plan lets go.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Plan:
         predicted_step_ms, plain_step_ms: Forward and backward.
         bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
             speaks of, in words.
+        window_bytes: Most bytes of moved storages that may be on their way out at once.
         evidence: What ``explain`` needs beyond the decisions; empty in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
@@ -91,6 +98,7 @@ class Plan:
     calls: tuple[str, ...] = ()
     region: str = "model"
     bound_model: str = ""
+    window_bytes: int = 0
     evidence: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
@@ -146,6 +154,7 @@ class Plan:
             ms_per_byte=price,
             ms_per_gib=None if price is None else min(price * 2**30, excess_ms),
             decisions=weigh(rows, price),
+            links=read_links(self.evidence),
         )
 
     def scope(self, decision: Decision) -> str:
@@ -159,6 +168,16 @@ class Plan:
     def replays_of(self) -> dict[int, int]:
         """Storage id -> replays, of the recomputed storages whose op may run again more than once."""
         return {d.storage: d.replays for d in self.decisions if d.action == RECOMPUTE and d.replays > 1}
+
+    @property
+    def moves(self) -> Moves:
+        """When moved storages travel."""
+        return Moves(self.window_bytes, {d.storage: d.fetch_at for d in self.decisions if d.fetch_at is not None})
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """Where the plan moves storages to: some of ``host`` and ``disk``."""
+        return frozenset(TIER_OF[d.action] for d in self.decisions if d.action in TIER_OF)
 
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
@@ -186,6 +205,7 @@ class Plan:
             body["calls"] = tuple(body["calls"])
             plan = Plan(**body)
             read_evidence(plan.evidence)
+            read_links(plan.evidence)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
         for name, good in (("frames", plan._frame_is_good), ("ops", plan._op_is_good), ("decisions", plan._is_good)):
@@ -206,6 +226,7 @@ class Plan:
         counts = (decision.storage, decision.bytes, decision.output)
         at_least_0 = all(isinstance(n, int) and n >= 0 for n in counts)
         at_least_0 &= isinstance(decision.replays, int) and decision.replays >= 1
+        at_least_0 &= decision.fetch_at is None or (isinstance(decision.fetch_at, int) and decision.fetch_at >= 0)
         return at_least_0 and decision.action in ACTIONS and _index(decision.op, self.ops)
 
     def __getstate__(self) -> dict[str, Any]:

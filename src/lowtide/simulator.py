@@ -11,6 +11,8 @@ It counts references exactly as the tape does:
   replay, or until all its values are dead; as long as it refers to what it reads, and keeps the generator state it
   needs. Its plan is a count, the largest of its recomputed outputs'.
 - The unpack of a value that is not materialised runs a *burst*: every pending recipe it needs, in program order.
+- A moved storage is a value too, and its recipe is its copy elsewhere: it reads nothing, and a fetch makes the value
+  for good. ``transfers.py`` has the rules of when copies settle and fetches start.
 - The last planned replay makes the values for good and drops the recipe's references at once. An earlier one is a
   *passing* replay: it makes only what the burst asked for, and each such value goes when the last recipe of the burst
   that reads it has run. The value that backward asked for is *lent*: it goes when backward drops what it was handed,
@@ -22,6 +24,7 @@ that share one allocator block count as two.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +32,8 @@ from typing import NamedTuple
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph, once_per_graph
-from lowtide.plan import RECOMPUTE, SAVE, Plan
+from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Plan
+from lowtide.transfers import NEEDED, RAN, REPLAYED, SENT, SETTLED, STARTED, Logged, Moves, Transfer, price
 
 _PENDING, _GONE = 1, 2  # a recipe: before its last replay; replayed for good, or dropped unneeded
 
@@ -54,11 +58,12 @@ class Timeline:
 
     Attributes:
         peak_bytes: Most live bytes at any moment, transients included.
-        step_ms: Forward and backward, replays and the tape's own work included.
+        step_ms: Forward and backward, replays, stalls and the tape's own work included.
         recompute_ms: The part of ``step_ms`` that the plain step does not have.
         live_bytes: Live bytes after each event of the graph.
         event_peak_bytes: Most live bytes during each event.
         replays: Ops in the order in which they run again.
+        transfers: Of moved storages, in the order in which they were asked for.
     """
 
     peak_bytes: int
@@ -67,6 +72,12 @@ class Timeline:
     live_bytes: tuple[int, ...]
     event_peak_bytes: tuple[int, ...]
     replays: tuple[Replay, ...]
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def stall_ms(self) -> float:
+        """How long the step stands still for transfers."""
+        return sum(t.waited_ms for t in self.transfers)
 
     @property
     def peak_event(self) -> int:
@@ -98,9 +109,9 @@ def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> 
 
     Args:
         graph: Forward and backward ops in execution order.
-        costs: Milliseconds per op.
+        costs: Milliseconds per op, and the links to tiers that the plan uses.
         plan: A plan made for ``graph``, or actions by storage id; a storage without one is saved. Actions alone replay
-            each op once at most.
+            each op once at most, move one storage at a time, and fetch it when it is needed.
 
     Raises:
         PlanMismatchError: ``plan`` was made for another graph, or asks for what ``graph`` does not allow.
@@ -111,42 +122,62 @@ def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> 
                 f"the plan was made for graph {plan.graph_fingerprint}, this graph is {graph.fingerprint}. "
                 "Solve again for this graph, or load the graph that the plan was made for."
             )
-        replays = plan.replays_of()
+        replays, moves = plan.replays_of(), plan.moves
         plan = plan.action_of()
     else:
-        replays = {}
-    _check(graph, plan)
-    return simulate_actions(graph, costs, plan, replays)
+        replays, moves = {}, Moves()
+    _check(graph, costs, plan)
+    return simulate_actions(graph, costs, plan, replays, moves)
 
 
 def simulate_actions(
-    graph: StepGraph, costs: Costs, actions: Mapping[int, str], replays: Mapping[int, int] | None = None
+    graph: StepGraph,
+    costs: Costs,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int] | None = None,
+    moves: Moves | None = None,
 ) -> Timeline:
     """``simulate`` for actions that are known to suit ``graph``: the inner loop of a search.
 
     Args:
         replays: How often a recomputed storage may be made again, by storage id; 1 where absent.
+        moves: When moved storages travel; None: one at a time, and back when needed.
 
     Raises:
         PlanMismatchError: a value is unpacked whose recipe is gone, or a count in ``replays`` is below 1.
     """
-    run = _run(graph, actions, replays or {})
+    run = _run(graph, actions, replays or {}, moves or Moves())
     replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in run.replays)
     record_ms = costs.record_us / 1e3 * run.recorded
-    # The tape steps aside altogether when nothing is recomputed.
-    mode_ms = costs.mode_us / 1e3 * len(graph.forward_ops) if run.recomputed else 0.0
+    # The tape steps aside altogether when nothing is recomputed or moved.
+    mode_ms = costs.mode_us / 1e3 * len(graph.forward_ops) if run.valued else 0.0
+    extra_ms = replay_ms + record_ms + mode_ms
+    transfers = _transfers(graph, costs, run) if run.moved else ()
+    if transfers:
+        extra_ms += sum(t.waited_ms for t in transfers) + costs.replay_us / 1e3 * run.fetched
     return Timeline(
         peak_bytes=max(run.peaks, default=graph.resident_bytes),
-        step_ms=costs.plain_step_ms + replay_ms + record_ms + mode_ms,
-        recompute_ms=replay_ms + record_ms + mode_ms,
+        step_ms=costs.plain_step_ms + extra_ms,
+        recompute_ms=extra_ms,
         live_bytes=tuple(run.lives),
         event_peak_bytes=tuple(run.peaks),
         replays=tuple(run.replays),
+        transfers=transfers,
     )
 
 
+def _transfers(graph: StepGraph, costs: Costs, run: _Step) -> tuple[Transfer, ...]:
+    added = {op.id: costs.mode_us + costs.record_us * run.records.get(op.id, 0) for op in graph.forward_ops}
+    sizes = {s: graph.storages[s].bytes for s in run.moved}
+    return price(run.log, costs, sizes, run.moved, added)
+
+
 def contents_at_peak(
-    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int] | None, timeline: Timeline
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int] | None,
+    timeline: Timeline,
+    moves: Moves | None = None,
 ) -> Contents:
     """What fills memory at the first moment of the peak.
 
@@ -154,7 +185,7 @@ def contents_at_peak(
         timeline: What ``simulate_actions`` gives for the other arguments.
     """
     peak_bytes, event = timeline.peak_bytes, timeline.peak_event
-    again = _Step(_index(graph), actions, replays or {})
+    again = _Step(_index(graph), actions, replays or {}, moves or Moves())
     again.watched = peak_bytes
     again.play(graph.events[: event + 1])
     if again.seen is None:  # nothing runs at that moment
@@ -167,15 +198,15 @@ def contents_at_peak(
     return Contents(event, op, bool(here), originals, replayed, peak_bytes)
 
 
-def _run(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int]) -> _Step:
-    if RECOMPUTE not in actions.values():
+def _run(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves) -> _Step:
+    if all(action == SAVE for action in actions.values()):
         return _plain_run(graph)
-    run = _Step(_index(graph), actions, replays)
+    run = _Step(_index(graph), actions, replays, moves)
     run.play(graph.events)
     return run
 
 
-def _check(graph: StepGraph, actions: Mapping[int, str]) -> None:
+def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
     for storage_id, action in actions.items():
         if not 0 <= storage_id < len(graph.storages):
             raise PlanMismatchError(
@@ -184,13 +215,20 @@ def _check(graph: StepGraph, actions: Mapping[int, str]) -> None:
         storage = graph.storages[storage_id]
         if action == SAVE:
             continue
-        if action != RECOMPUTE:
-            raise PlanMismatchError(
-                f"storage {storage_id}: action {action!r} cannot be simulated. Use {SAVE!r} or {RECOMPUTE!r}."
-            )
         why = storage.fixed if storage.op is not None else "it was there before the step"
         if storage.kind != "activation" and not why:
             why = "it is made in backward"
+        if action in TIER_OF:
+            if why:
+                raise PlanMismatchError(f"storage {storage_id} cannot be moved: {why}. Save it.")
+            if TIER_OF[action] not in costs.links:
+                raise PlanMismatchError(
+                    f"storage {storage_id}: action {action!r} needs the link to the {TIER_OF[action]} tier, and costs "
+                    f"knows none.\nMeasure it: lowtide.measure(graph, tiers=({TIER_OF[action]!r},))."
+                )
+            continue
+        if action != RECOMPUTE:
+            raise PlanMismatchError(f"storage {storage_id}: action {action!r} is not known. Use {', '.join(ACTIONS)}.")
         for read in () if why or storage.op is None else graph.ops[storage.op].reads:
             source = graph.storages[read]
             if source.kind != "activation" and (source.op is not None or source.fixed):
@@ -213,6 +251,11 @@ class _Index:
         self.reads = [tuple(dict.fromkeys(s for s in op.reads if self.maker[s] >= 0)) for op in graph.ops]
         self.workspace = [op.workspace_bytes for op in graph.ops]
         self.rng = [op.rng_bytes for op in graph.ops]
+        # The op that completes what each op makes: itself, or one that finishes it in place.
+        self.complete = list(range(len(graph.ops)))
+        for op in graph.ops:
+            if op.finishes is not None:
+                self.complete[op.finishes] = op.id
         backward = (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward)
         self.backward_at = next(backward, len(graph.events))
 
@@ -225,12 +268,28 @@ def _index(graph: StepGraph) -> _Index:
 class _Step:
     """The state of one simulated step.
 
-    ``refs`` counts references to an original, ``value_refs`` those to the value of a recomputed storage.
+    ``refs`` counts references to an original, ``value_refs`` those to the value of a recomputed or moved storage.
     """
 
-    def __init__(self, index: _Index, actions: Mapping[int, str], replays: Mapping[int, int]) -> None:
+    def __init__(self, index: _Index, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves) -> None:
         self.index = index
         self.recomputed = {s for s, action in actions.items() if action == RECOMPUTE}
+        self.moved = {s: TIER_OF[action] for s, action in actions.items() if action in TIER_OF}
+        self.valued = self.recomputed | self.moved.keys()
+        self.window_bytes = moves.window_bytes
+        self.sets_out: dict[int, list[int]] = {}  # op -> what is complete, and moved, when it has run
+        for s in sorted(self.moved):
+            self.sets_out.setdefault(index.complete[index.maker[s]], []).append(s)
+        started = sorted((at, s) for s, at in moves.fetch_at.items() if s in self.moved)
+        self.due = deque(started)  # (number of an unpack, what is fetched from then on)
+        self.unpacks = 0
+        self.outgoing: deque[int] = deque()
+        self.outgoing_bytes = 0
+        self.incoming: set[int] = set()  # on their way back, and not waited for yet
+        self.fetched = 0
+        self.high = 0  # most bytes live in the present event, as far as fetches raised them
+        self.log: list[Logged] = []
+        self.records: dict[int, int] = {}  # op -> recipes and copies noted when it ran
         self.recipes = {index.maker[s] for s in self.recomputed}  # ops that leave a recipe
         self.passing_runs: dict[int, int] = {}  # op -> how many replays are to come before its last
         for storage, count in replays.items():
@@ -245,8 +304,8 @@ class _Step:
         self.recorded = 0
         self.state: dict[int, int] = {}  # op -> what became of its recipe
         self.refs = [0] * len(index.bytes)
-        self.value_refs = dict.fromkeys(self.recomputed, 0)
-        self.originals: set[int] = set()  # recomputed storages whose living original holds the value
+        self.value_refs = dict.fromkeys(self.valued, 0)
+        self.originals: set[int] = set()  # recomputed or moved storages whose living original holds the value
         self.materialised: set[int] = set()
         self.lent: dict[int, int] = {}  # those of them that live until backward drops them -> unpacked how many times
         self.live = index.start
@@ -266,16 +325,18 @@ class _Step:
         self.seen = originals, replayed
 
     def play(self, events: tuple[tuple[int, int], ...]) -> None:
-        index, recomputed = self.index, self.recomputed
+        index, valued = self.index, self.valued
         maker, saved, lives, peaks = index.maker, index.saved, self.lives, self.peaks
         for at, (kind, number) in enumerate(events):
             if at == index.backward_at:
                 self.forget_originals()
             if kind == RUN:
-                peaks.append(self.run(number))
+                peaks.append(self.run(number, at))
                 lives.append(self.live)
                 continue
             before = len(self.replays)
+            if kind == UNPACK and self.moved:
+                self.asked(at)
             storage = number if kind == FREE else saved[number]
             if maker[storage] >= 0:
                 if kind == FREE:
@@ -283,10 +344,12 @@ class _Step:
                     if storage in self.originals:
                         self.originals.remove(storage)
                         self.release_value(storage)
-                elif storage in recomputed:
+                elif storage in valued:
                     if kind == UNPACK:
                         if storage not in self.materialised:
                             self.burst(storage, at)
+                        elif storage in self.incoming:
+                            self.fetch(storage, at)
                         if storage in self.lent:
                             self.lent[storage] += 1
                     elif kind == DROP and storage in self.lent:
@@ -303,8 +366,11 @@ class _Step:
             peaks.append(self.live)
             if len(self.replays) > before:
                 peaks[-1] = max(self.live, *(r.peak_bytes for r in self.replays[before:]))
+            if self.high > peaks[-1]:
+                peaks[-1] = self.high
+            self.high = 0
 
-    def run(self, op: int) -> int:
+    def run(self, op: int, event: int) -> int:
         """Run ``op`` for the first time; return the most bytes live meanwhile."""
         index = self.index
         if op in self.recipes:
@@ -312,21 +378,76 @@ class _Step:
         self.live += index.made_bytes[op]
         for storage in index.makes[op]:
             self.refs[storage] = 1
-            if storage in self.recomputed:
+            if storage in self.valued:
                 self.value_refs[storage] = 1
                 self.originals.add(storage)
         peak = self.live + index.workspace[op]
         if op in self.recipes:
             self.recorded += 1
+            self.records[op] = 1
             self.state[op] = _PENDING
             for storage in index.reads[op]:
-                if storage in self.recomputed:
+                if storage in self.valued:
                     self.value_refs[storage] += 1
                 else:
                     self.refer(storage)
         if peak == self.watched and self.seen is None:
             self.look(None)
+        if self.moved:
+            self.log.append(Logged(RAN, op, event))
+            for storage in self.sets_out.get(op, ()):
+                self.send(storage, event)
         return peak
+
+    # Moved storages
+
+    def send(self, storage: int, event: int) -> None:
+        """A copy of ``storage`` sets out; its original counts until that has settled."""
+        size = self.index.bytes[storage]
+        while self.outgoing and self.outgoing_bytes + size > self.window_bytes:
+            self.settle(event)
+        self.outgoing.append(storage)
+        self.outgoing_bytes += size
+        self.refer(storage)
+        self.recorded += 1
+        maker = self.index.maker[storage]
+        self.records[maker] = self.records.get(maker, 0) + 1
+        self.log.append(Logged(SENT, storage, event))
+
+    def settle(self, event: int) -> None:
+        storage = self.outgoing.popleft()
+        self.outgoing_bytes -= self.index.bytes[storage]
+        self.log.append(Logged(SETTLED, storage, event))
+        self.release(storage)
+
+    def asked(self, event: int) -> None:
+        """Backward unpacks something: all copies settle by then, and fetches that are due start."""
+        while self.outgoing:
+            self.settle(event)
+        while self.due and self.due[0][0] <= self.unpacks:
+            _, storage = self.due.popleft()
+            if self.value_refs[storage] > 0 and storage not in self.materialised:
+                self.start(storage, event)
+        self.unpacks += 1
+
+    def start(self, storage: int, event: int) -> None:
+        self.live += self.index.bytes[storage]
+        self.high = max(self.high, self.live)
+        if self.live == self.watched and self.seen is None:
+            self.look(None)
+        self.materialised.add(storage)
+        self.incoming.add(storage)
+        self.fetched += 1
+        self.log.append(Logged(STARTED, storage, event))
+
+    def fetch(self, storage: int, event: int) -> None:
+        """``storage`` is needed now."""
+        if storage not in self.materialised:
+            self.start(storage, event)
+        self.incoming.discard(storage)
+        self.log.append(Logged(NEEDED, storage, event))
+
+    # References
 
     def forget_originals(self) -> None:
         """Backward begins: an original that still lives (what the model returned, say) holds its value no longer."""
@@ -354,8 +475,13 @@ class _Step:
             if storage in self.materialised:
                 self.materialised.remove(storage)
                 self.live -= self.index.bytes[storage]
+            if storage in self.moved:
+                self.incoming.discard(storage)
+                continue
             op = self.index.maker[storage]
-            if self.state[op] == _PENDING and not any(self.value_refs.get(s, 0) for s in self.index.makes[op]):
+            if self.state[op] == _PENDING and not any(
+                self.value_refs.get(s, 0) for s in self.index.makes[op] if s not in self.moved
+            ):
                 dying += self.forget(op)
 
     def forget(self, op: int) -> list[int]:
@@ -364,7 +490,7 @@ class _Step:
         self.live -= self.index.rng[op]
         values = []
         for storage in self.index.reads[op]:
-            if storage in self.recomputed:
+            if storage in self.valued:
                 values.append(storage)
             else:
                 self.release(storage)
@@ -389,8 +515,13 @@ class _Step:
         needed: set[int] = set()
         passing: dict[int, int] = {}  # values that live for this burst only -> how many recipes are still to read them
         wanted = [storage]
+        fetches: set[int] = set()
         while wanted:
-            op = index.maker[wanted.pop()]
+            want = wanted.pop()
+            if want in self.moved:
+                fetches.add(want)
+                continue
+            op = index.maker[want]
             if op in needed:
                 continue
             if self.state.get(op) != _PENDING:
@@ -400,19 +531,27 @@ class _Step:
                 )
             needed.add(op)
             for read in index.reads[op]:
-                if read in self.recomputed and read not in self.materialised:
+                if read in self.valued and (read not in self.materialised or read in self.incoming):
                     wanted.append(read)
-                    if passing_runs and passing_runs.get(index.maker[read]):
+                    if passing_runs and passing_runs.get(index.maker[read]) and read not in self.moved:
                         passing[read] = passing.get(read, 0) + 1
+        back = sorted(fetches, key=lambda s: (index.complete[index.maker[s]], s), reverse=True)
+        for_now = False
         for op in sorted(needed):
+            while back and index.complete[index.maker[back[-1]]] < op:
+                self.fetch(back.pop(), event)
             self.live += index.made_bytes[op]
             # The generator's present state is put aside while the recorded one is in force.
             self.replays.append(Replay(event, op, self.live + index.workspace[op] + index.rng[op]))
             if self.replays[-1].peak_bytes == self.watched and self.seen is None:
                 self.look(op)
+            if self.moved:
+                self.log.append(Logged(REPLAYED, op, event))
             for_now = bool(passing_runs.get(op))
             for made in index.makes[op]:
                 stays = made in passing or made == storage if for_now else self.value_refs.get(made, 0) > 0
+                if made in self.moved:  # it comes back from where it is
+                    stays = False
                 if stays and made not in self.materialised:  # a lent value is there already
                     self.materialised.add(made)
                 else:
@@ -430,12 +569,14 @@ class _Step:
                     if passing[read] == 0:
                         del passing[read]
                         self.vanish(read)
+        while back:
+            self.fetch(back.pop(), event)
         if for_now:  # the op that makes ``storage`` is the last of its burst
             self.lent[storage] = 0
 
 
 @once_per_graph
 def _plain_run(graph: StepGraph) -> _Step:
-    run = _Step(_index(graph), {}, {})
+    run = _Step(_index(graph), {}, {}, Moves())
     run.play(graph.events)
     return run

@@ -17,23 +17,25 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import meters
-from lowtide.costs.signatures import NotRebuildableError, rebuild, tensor_bytes
+from lowtide.costs.links import measured_link
+from lowtide.costs.signatures import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
 from lowtide.errors import LowtideError
 from lowtide.garbage import no_garbage_collection
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
 
-# The tape's own work per dropped and per replayed op, beyond the mode's; order of magnitude on a desktop CPU.
-RECORD_US = 10.0
-REPLAY_US = 8.0
+# The tape's own work per dropped and per replayed op, beyond the mode's: benchmarks/overhead.py, on a server CPU.
+RECORD_US = 6.0
+REPLAY_US = 5.0
 
 _SIGNATURE_S = 0.2  # time for one signature, as long as three samples fit
 _SLOW_S = 0.5  # an op this slow is sampled once
@@ -52,7 +54,14 @@ class EstimateWarning(UserWarning):
     """Some times are estimates: their ops could not be run on synthetic inputs."""
 
 
-def measure(graph: StepGraph, *, repeats: int = 5, progress: Callable[[int, int], None] | None = None) -> Costs:
+def measure(
+    graph: StepGraph,
+    *,
+    repeats: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+    tiers: Iterable[str] = (),
+    scratch_dir: str | Path | None = None,
+) -> Costs:
     """Time every distinct op signature of ``graph`` here, and return milliseconds by op.
 
     The random state of torch, gradients and the model stay untouched. CPU time is process time with one thread, wall
@@ -61,13 +70,16 @@ def measure(graph: StepGraph, *, repeats: int = 5, progress: Callable[[int, int]
     Args:
         repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
         progress: Called with signatures done and signatures in all.
+        tiers: Measure the links to these as well: ``host``, ``disk``; once a process and directory.
+        scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
 
     Returns:
         Costs with ``source="measured"``; equal signatures have equal times.
 
     Raises:
         LowtideError: ``graph`` was traced for a device that is not here.
-        ValueError: ``repeats`` is not positive.
+        TierError: a tier is not there, or cannot be used.
+        ValueError: ``repeats`` is not positive, or a tier is not known.
 
     Warns:
         EstimateWarning: once, naming the ops whose times are estimates.
@@ -75,24 +87,28 @@ def measure(graph: StepGraph, *, repeats: int = 5, progress: Callable[[int, int]
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
     _require(graph.device)
+    links = {tier: measured_link(tier, graph.device, scratch_dir) for tier in tiers}
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
     clock = _Clock(graph.device)
     signature_ms: dict[int, float] = {}
     failed: dict[int, str] = {}
+    estimated: set[int] = set()
     with _quiet(graph.device):
         for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
             try:
                 signature_ms[index] = _signature_ms(graph, index, clock, repeats)
+            except CollectiveError:  # its time says nothing about any plan: no warning
+                estimated.add(index)
             except Exception as error:  # whatever a kernel raises on inputs it was not meant for
                 failed[index] = f"{ops[0].name}: {_first_line(error)}"
             if progress is not None:
                 progress(done, len(ops_by_signature))
         mode_us = _mode_us(graph.device)
-        if failed:
+        if failed or estimated:
             copy_ms = _copy_ms(clock)
-            for index in failed:
+            for index in {*failed, *estimated}:
                 moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
                 signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
     if failed:
@@ -109,6 +125,7 @@ def measure(graph: StepGraph, *, repeats: int = 5, progress: Callable[[int, int]
         replay_us=REPLAY_US,
         source="measured",
         device_name=meters.device_name(graph.device),
+        links=links,
     )
 
 

@@ -41,6 +41,10 @@ class NotRebuildableError(LowtideError):
     """A signature holds something that JSON cannot carry, or an operator that must not or cannot run alone."""
 
 
+class CollectiveError(NotRebuildableError):
+    """The operator talks to other ranks, and no replay ever runs it."""
+
+
 def describe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the signature of one operator call. Never fails: what it does not know becomes ``opaque``."""
     return {
@@ -141,7 +145,7 @@ def _operator(name: str) -> torch._ops.OpOverload:
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.rpartition(".")
     if namespace in _COLLECTIVE_NAMESPACES:
-        raise NotRebuildableError(f"{name} is a collective: alone it would wait for its peers.")
+        raise CollectiveError(f"{name} is a collective: alone it would wait for its peers.")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), packet_name), overload)
     except (AttributeError, RuntimeError) as error:

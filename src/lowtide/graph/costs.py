@@ -1,8 +1,31 @@
-"""Milliseconds per op, on one device: plain data that ``measure`` or ``estimate`` fills in."""
+"""Milliseconds per op and bytes per second, on one device: plain data that ``measure`` or ``estimate`` fills in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+HOST, DISK = "host", "disk"  # tiers that a storage can be moved to
+TIERS = (HOST, DISK)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from device memory to a tier and back; each direction carries one transfer at a time.
+
+    Attributes:
+        latency_ms: Of each transfer, before its first byte.
+    """
+
+    store_bytes_per_s: float
+    fetch_bytes_per_s: float
+    latency_ms: float = 0.0
+
+    def store_ms(self, size: int) -> float:
+        return self.latency_ms + 1e3 * size / self.store_bytes_per_s
+
+    def fetch_ms(self, size: int) -> float:
+        return self.latency_ms + 1e3 * size / self.fetch_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -12,10 +35,11 @@ class Costs:
     Attributes:
         op_ms: Milliseconds by op id, forward and backward.
         mode_us: Added by the tape to every forward op it watches.
-        record_us: Added once more to each op whose output is dropped.
-        replay_us: Added to each replayed op beyond the op's own time.
+        record_us: Added once more to each op whose output is dropped or moved.
+        replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
         source: ``measured`` or ``estimated``.
         device_name: Where, or for what.
+        links: By tier (``host``, ``disk``); of those that were asked for.
     """
 
     op_ms: tuple[float, ...]
@@ -24,6 +48,7 @@ class Costs:
     replay_us: float = 0.0
     source: str = "measured"
     device_name: str = "cpu"
+    links: Mapping[str, Link] = field(default_factory=dict)
 
     @property
     def plain_step_ms(self) -> float:

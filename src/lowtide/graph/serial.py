@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lowtide.errors import GraphFormatError
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import TIERS, Costs, Link
 from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
@@ -41,7 +41,7 @@ _GRAPH_FIELDS = (
     "version", "device", "device_name", "resident", "signatures", "frames", "storages", "ops", "saved", "events",
     "calls", "region", "optimizer_step_bytes", "provenance",
 )  # fmt: skip
-_COSTS_FIELDS = ("version", "op_ms", "mode_us", "record_us", "replay_us", "source", "device_name")
+_COSTS_FIELDS = ("version", "op_ms", "mode_us", "record_us", "replay_us", "source", "device_name", "links")
 
 
 def save(graph: StepGraph, path: str | Path) -> None:
@@ -137,6 +137,10 @@ def costs_to_dict(costs: Costs) -> dict:
         "replay_us": costs.replay_us,
         "source": costs.source,
         "device_name": costs.device_name,
+        "links": {
+            tier: [link.store_bytes_per_s, link.fetch_bytes_per_s, link.latency_ms]
+            for tier, link in costs.links.items()
+        },
     }
 
 
@@ -147,6 +151,8 @@ def costs_from_dict(body: Any) -> Costs:
         GraphFormatError: a field is missing or unknown, or a time is negative, infinite or not a number.
     """
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
+    if isinstance(body, dict):
+        body = {"links": {}, **body}  # costs written before there were links
     check.fields(body, _COSTS_FIELDS, COSTS_VERSION)
     check.that(body["source"] in SOURCES, "source", body["source"], f"one of {', '.join(SOURCES)}")
     return Costs(
@@ -156,7 +162,20 @@ def costs_from_dict(body: Any) -> Costs:
         replay_us=check.time("replay_us", body["replay_us"]),
         source=body["source"],
         device_name=check.text("device_name", body["device_name"]),
+        links=_links(check, body["links"]),
     )
+
+
+def _links(check: _Checker, rows: Any) -> dict[str, Link]:
+    check.that(isinstance(rows, dict), "links", rows, "an object")
+    found = {}
+    for tier, row in rows.items():
+        check.that(tier in TIERS, "links", tier, f"one of {', '.join(TIERS)}")
+        name = f"links.{tier}"
+        store, fetch, latency = check.row(name, row, "store_bytes_per_s", "fetch_bytes_per_s", "latency_ms")
+        check.that(bool(check.time(name, store) and check.time(name, fetch)), name, row, "speeds above 0")
+        found[tier] = Link(float(store), float(fetch), check.time(name, latency))
+    return found
 
 
 def _frames(check: _Checker, rows: Any) -> tuple[Frame, ...]:

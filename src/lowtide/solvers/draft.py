@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, Decision, Plan, PlannedOp
+from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.bound import HOLDS_FOR, bound_peak, bound_time
 from lowtide.solvers.evidence import bottleneck, evidence
+from lowtide.transfers import Moves
 from lowtide.units import format_bytes
+
+# What moving costs no relaxation here can tell, so nothing better than the plain step's time is claimed.
+MOVES_HOLD_FOR = "all plans, moves to other tiers included: none is faster than the plain step"
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Draft:
         replays: How often a recomputed storage may be made again, by storage id; 1 where absent (see ``Decision``).
         bound_ms: No plan among those that the method looks at has a shorter step; None where it does not know.
         status: ``optimal``, ``feasible`` or ``fixed``, as in ``Plan``.
+        moves: When moved storages travel. ``may_move``: plans that move storages were looked at, so the bound has to
+            hold for them.
     """
 
     actions: dict[int, str]
@@ -30,13 +36,15 @@ class Draft:
     bound_ms: float | None = None
     provenance: dict[str, str] = field(default_factory=dict)
     replays: dict[int, int] = field(default_factory=dict)
+    moves: Moves = field(default_factory=Moves)
+    may_move: bool = False
 
 
 def finish(
     graph: StepGraph, costs: Costs, draft: Draft, *, method: str, budget_bytes: int | None, start_s: float
 ) -> Plan:
     """Simulate ``draft`` and write it down; ``start_s`` is ``time.perf_counter()`` when solving began."""
-    timeline = simulate_actions(graph, costs, draft.actions, draft.replays)
+    timeline = simulate_actions(graph, costs, draft.actions, draft.replays, draft.moves)
     plain = simulate_actions(graph, costs, {})
     forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
     finished = {op.finishes for op in graph.forward_ops}
@@ -55,9 +63,16 @@ def finish(
                 storage_id in graph.stored,
                 replay_ms,
                 draft.replays.get(storage_id, 1) if action == RECOMPUTE else 1,
+                draft.moves.fetch_at.get(storage_id) if action in TIER_OF else None,
             )
         )
-    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes)
+    may_move = draft.may_move or any(action in TIER_OF for action in draft.actions.values())
+    bound = None
+    if budget_bytes is not None and not may_move:
+        bound = bound_time(graph, costs, budget_bytes)
+    bound_ms = None if bound is None else bound.step_ms
+    if budget_bytes is not None and may_move:
+        bound_ms = costs.plain_step_ms
     searched = {}
     if draft.bound_ms is not None:
         searched["search_bound"] = f"{draft.bound_ms:.3f} ms for the plans that method {method} looks at"
@@ -72,7 +87,7 @@ def finish(
                 op.dynamic,
                 None if op.finishes is None else forward[op.finishes],
                 # An op that others finish counts their reads as its own, and does not get them itself.
-                0 if op.id in finished else sum(draft.actions.get(s) == RECOMPUTE for s in op.reads),
+                0 if op.id in finished else sum(draft.actions.get(s, SAVE) != SAVE for s in op.reads),
             )
             for op in graph.forward_ops
         ),
@@ -84,14 +99,15 @@ def finish(
         predicted_step_ms=timeline.step_ms,
         plain_step_ms=costs.plain_step_ms,
         # The bound is a float from another sum of the same terms.
-        bound_ms=None if bound is None else min(bound.step_ms, timeline.step_ms),
+        bound_ms=None if bound_ms is None else min(bound_ms, timeline.step_ms),
         status=draft.status,
         solve_s=time.perf_counter() - start_s,
         device=graph.device,
         calls=graph.calls,
         region=graph.region,
-        bound_model="" if bound is None else HOLDS_FOR,
-        evidence=evidence(graph, draft.actions, draft.replays, timeline, bound),
+        bound_model="" if bound_ms is None else HOLDS_FOR if bound is not None else MOVES_HOLD_FOR,
+        window_bytes=draft.moves.window_bytes,
+        evidence=evidence(graph, draft.actions, draft.replays, timeline, bound, draft.moves),
         provenance={**graph.provenance, **draft.provenance, **searched},
     )
 

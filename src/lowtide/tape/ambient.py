@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.tracing.subclasses import Versions, shards_in
+
 
 class GeneratorState:
     """State of the default generator of one device, taken before a random op ran."""
@@ -36,12 +38,12 @@ class GeneratorState:
 
 
 def _get(device: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return torch.default_generator.get_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def _set(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
-        torch.set_rng_state(state)
+        torch.default_generator.set_state(state)
     else:
         torch.cuda.set_rng_state(state, device)
 
@@ -50,11 +52,13 @@ class Ambient:
     """Around one forward pass: its model, and the global flags (another thread count, TF32 or determinism setting
     gives other bits)."""
 
-    __slots__ = ("_flags", "_model")
+    __slots__ = ("_flags", "_model", "_versions")
 
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], *, wrapped: bool = False) -> None:
         self._flags = _read()
         self._model = model
+        owner = model() if wrapped else None
+        self._versions = None if owner is None else Versions(shards_in(owner))
 
     def steps_in_backward(self) -> bool:
         """An optimizer may be fused into backward: then a second backward finds other weights, and through ``.data``
@@ -63,6 +67,8 @@ class Ambient:
         return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
 
     def restored(self) -> AbstractContextManager[None]:
+        if self._versions is not None:
+            self._versions.catch_up()
         return nullcontext() if _read() == self._flags else self._restored()
 
     @contextmanager
@@ -76,14 +82,15 @@ class Ambient:
 
 
 def _read() -> tuple[Any, ...]:
+    # The C functions under torch.backends and torch.are_deterministic_algorithms_enabled(): read once a burst.
     return (
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_cudnn_allow_tf32(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
     )
 
 
@@ -101,4 +108,4 @@ def _write(flags: tuple[Any, ...]) -> None:
 
 def no_autocast() -> AbstractContextManager[None]:
     """Casts are explicit in a recipe: an autocast region around ``backward()`` must not add its own."""
-    return torch._C._DisableAutocast()
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 
 from lowtide.errors import PlanMismatchError
 from lowtide.plan import Plan
+from lowtide.tape.places import Places
 from lowtide.tape.program import Node, Program
 from lowtide.tape.tape import Counts, Tape
-from lowtide.tracing import scopes
+from lowtide.tracing import gathering, scopes
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.tracer import check_supported
 
@@ -85,7 +87,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
-    missing = sorted({f.path for f in plan.frames} - have - {scopes.NO_GRAD})
+    missing = sorted({f.path for f in plan.frames} - have - {scopes.NO_GRAD, gathering.FRAME})
     if missing:
         raise PlanMismatchError(
             f"the plan is for another model: {len(missing)} of its modules are not in this {type(model).__name__}, "
@@ -111,17 +113,32 @@ class Applied:
 
 
 @contextmanager
-def apply(model: nn.Module, plan: Plan) -> Iterator[Applied]:
+def apply(
+    model: nn.Module, plan: Plan, *, scratch_dir: str | Path | None = None, checksums: bool = False
+) -> Iterator[Applied]:
     """Everything that runs forward inside is taped by ``plan``, the loss too; backward may run inside or after.
+
+    Args:
+        scratch_dir: Where a plan that moves storages to disk keeps them; by default the system's directory for
+            temporary files.
+        checksums: Compare what comes back from there with what was written.
 
     Raises:
         PlanMismatchError: the plan is for another model or device. UnsupportedModelError: see ``trace``.
+        TierError: the plan moves storages to a tier that is not here, or that has no room.
     """
+    with applied(model, plan, Places(scratch_dir, checksums=checksums)) as found:
+        yield found
+
+
+@contextmanager
+def applied(model: nn.Module, plan: Plan, places: Places) -> Iterator[Applied]:
+    """``apply``, with all that may be said of tiers."""
     model = unwrapped(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)
-    tape = Tape(program, model)
+    tape = Tape(program, model, places.open(plan))
     undo = scopes.install(model, GuardedCall(model, lambda args, kwargs: None))
     try:
         if program.keeps_everything:

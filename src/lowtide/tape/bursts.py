@@ -1,6 +1,5 @@
 """Bursts: what has to run when backward unpacks a dropped tensor.
 
-    Handle   what autograd keeps in place of a saved tensor: a Value and the view of it.
     Burst    the recipes between a Value and what is there, run in program order.
 
 A plan says how often each recipe may run in one backward; mostly once. All its runs but the last are *passing*: only
@@ -18,40 +17,42 @@ import weakref
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # where ops were recorded: nothing is tracked
+from torch._C import _current_graph_task_id as graph_task
 
 from lowtide.errors import ReplayError
 from lowtide.tape.ambient import no_autocast
-from lowtide.tape.recipes import Recipe, Value, View, had_by_one, keeps_graph
+from lowtide.tape.recipes import Recipe, had_by_one, keeps_graph
+from lowtide.tape.values import Value, View
 
 _lock = threading.RLock()
 
 
-class Handle(View):
-    """What autograd stores for a dropped tensor."""
+def unpacked(stands: Value | View) -> Tensor:
+    """The tensor that autograd stored, made again if need be. Called by autograd inside backward.
 
-    __slots__ = ()
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor again, made if need be. Called by autograd inside backward.
-
-        Raises:
-            ReplayError: something it is made from was changed in place.
-        """
-        if torch.is_grad_enabled():  # under create_graph
-            with torch.no_grad():
-                return self.tensor()
-        with _lock:
-            base = materialise(self.value)
-            tensor = self.of(base)
-            had_by_one(self.value)
-            return tensor  # autograd makes a shallow copy before it attaches history
+    Raises:
+        ReplayError: something it is made from was changed in place.
+    """
+    if torch.is_grad_enabled():  # under create_graph
+        with torch.no_grad():
+            return unpacked(stands)
+    with _lock:
+        value = stands.value
+        tensor = value.tensor if stands is value else None
+        if tensor is None:
+            with below_autograd():
+                tensor = stands.of(materialise(value))
+        had_by_one(value)
+        return tensor  # autograd makes a shallow copy before it attaches history
 
 
-def materialise(value: Value) -> torch.Tensor:
+def materialise(value: Value) -> Tensor:
     """The tensor of a Value, after replaying whatever it needs: iteratively, in program order, each op once."""
-    if value.tensor is not None:
-        return value.tensor
-    tensor = value.found_again()
+    tensor = value.tensor
+    if tensor is None:
+        tensor = value.found_again()
     return Burst(value).run() if tensor is None else tensor
 
 
@@ -67,36 +68,32 @@ class Burst:
 
     def __init__(self, value: Value) -> None:
         self.value = value
-        self.look = torch._C._current_graph_task_id() == -1
-        self.recipes: dict[int, Recipe] = {}
-        self.passing: dict[Value, int] = {}
+        self.look = graph_task() == -1
         self.borrowed: list[Value] = []
+        self.passing: dict[Value, int] = {}
         last = _recipe_of(value)
         if self.look or last.passing_runs:
             self.passing[value] = 0
+        self.recipes = recipes = {last.number: last}
         stack = [last]
         while stack:
-            recipe = stack.pop()
-            if recipe.number in self.recipes:
-                continue
-            self.recipes[recipe.number] = recipe
-            for needed in recipe.inputs:
-                if needed.tensor is None and not self._borrow(needed):
-                    maker = _recipe_of(needed)
+            for needed in stack.pop().inputs:
+                if needed.tensor is not None or (needed.lent is not None and self._borrow(needed)):
+                    continue
+                maker = _recipe_of(needed)
+                if maker.number not in recipes:
+                    recipes[maker.number] = maker
                     stack.append(maker)
-                    if self.look or maker.passing_runs:
-                        self.passing[needed] = self.passing.get(needed, 0) + 1
+                if self.look or maker.passing_runs:
+                    self.passing[needed] = self.passing.get(needed, 0) + 1
 
     def _borrow(self, value: Value) -> bool:
-        if value.lent is None:
-            return False
         value.tensor = value.found_again()
-        if value.tensor is None:
-            return False
-        self.borrowed.append(value)
-        return True
+        if value.tensor is not None:
+            self.borrowed.append(value)
+        return value.tensor is not None
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> Tensor:
         """Make the Value; return its tensor."""
         value, recipes, keep = self.value, self.recipes, keeps_graph()
         ambient = recipes[min(recipes)].ambient  # recipes refer to their own forward pass only
@@ -120,10 +117,11 @@ class Burst:
                 else:
                     recipe.replay(keep=keep)
                 if keep:
-                    made.extend(reference for _, reference in recipe.outputs)
+                    made.extend(recipe.outputs)
                 del recipe
-                self._read(inputs)
-                del inputs
+                if inputs:
+                    self._read(inputs)
+                    del inputs
         for lent in self.borrowed:
             if lent.lent is not None:  # not made for good meanwhile, with another output of its op
                 lent.tensor = None
@@ -132,9 +130,10 @@ class Burst:
         tensor = value.tensor
         assert tensor is not None
         if value in self.passing and value.recipe is not None:
-            value.tensor = None
-            # What somebody looks at from outside may be changed by them: the next backward makes its own.
-            value.lent = None if self.look else weakref.ref(tensor.untyped_storage())
+            if self.look:  # what somebody looks at from outside they may change: the next backward makes its own
+                value.tensor = value.lent = None
+            else:
+                value.lend()
         return tensor
 
     def _read(self, inputs: Iterable[Value]) -> None:

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.plan import RECOMPUTE, SAVE, Plan
+from lowtide.plan import RECOMPUTE, TIER_OF, Plan
+from lowtide.tracing.operators import draws_random_numbers, may_leave_out
+
+
+class Move(NamedTuple):
+    """A planned move of one output of an op.
+
+    Attributes:
+        storage: Its id in the traced graph; orders fetches that are due at once.
+        fetch_at: See ``Decision``.
+    """
+
+    storage: int
+    output: int
+    bytes: int
+    tier: str
+    fetch_at: int | None
 
 
 class Slot:
     """One planned forward op.
 
     Attributes:
+        kernel: What ``func`` calls, without the Python around it.
+        random, spares: It may draw random numbers; a replay may leave out some of its arguments.
         drops: (output, bytes) of the results to drop; empty for most ops.
+        moves: Outputs to move, of this op or of the one that it finishes.
+        completes: What is moved is what this in-place op completes, not what it makes.
         finishes: The slot whose dropped output this in-place op completes.
         needs: How many dropped storages it reads.
         passing_runs: How often it may be replayed before the replay that makes its results for good.
         audited: The replay has been compared bitwise with the original once.
     """
 
-    __slots__ = ("audited", "drops", "dynamic", "finishes", "func", "name", "needs", "passing_runs", "random", "where")
+    __slots__ = (
+        "audited", "completes", "drops", "dynamic", "finishes", "func", "kernel", "moves", "name", "needs",
+        "passing_runs", "random", "spares", "where",
+    )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
         self.name, self.where, self.dynamic = name, where, dynamic
-        self.func = resolve(name)
-        self.random = self.func is not None and torch.Tag.nondeterministic_seeded in self.func.tags
+        self._is(resolve(name))
         self.drops: tuple[tuple[int, int], ...] = ()
+        self.moves: tuple[Move, ...] = ()
+        self.completes = False
         self.finishes: Slot | None = None
         self.needs = 0
         self.passing_runs = 0
@@ -36,9 +60,14 @@ class Slot:
         """An operator that was not registered yet when the plan was loaded."""
         if self.func is not None or str(func) != self.name:
             return False
-        self.func = func
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self._is(func)
         return True
+
+    def _is(self, func: Any) -> None:
+        self.func = func
+        self.kernel = getattr(func, "_op", func)
+        self.random = func is not None and draws_random_numbers(func)
+        self.spares = func is not None and may_leave_out(func)
 
 
 class Node:
@@ -57,11 +86,6 @@ class Program:
     """A plan's decisions, and what audits and first sights have taught about them; outlives one ``apply``."""
 
     def __init__(self, plan: Plan) -> None:
-        unknown = {d.action for d in plan.decisions} - {SAVE, RECOMPUTE}
-        if unknown:
-            raise ValueError(
-                f"the plan asks for {sorted(unknown)}, which this tape does not carry out. Solve without offload."
-            )
         self.plan = plan
         self.nodes = [Node(f.path) for f in plan.frames]
         for number, frame in enumerate(plan.frames):
@@ -79,6 +103,15 @@ class Program:
                 slot.drops += ((d.output, d.bytes),)
                 slot.passing_runs = max(slot.passing_runs, d.replays - 1)
                 self.nodes[plan.ops[d.op].frame].planned = True
+        # What an in-place op completes sets out when that has run.
+        complete = {op.finishes: number for number, op in enumerate(plan.ops) if op.finishes is not None}
+        for d in plan.decisions:
+            if d.action in TIER_OF:
+                number = complete.get(d.op, d.op)
+                move = Move(d.storage, d.output, d.bytes, TIER_OF[d.action], d.fetch_at)
+                self.slots[number].moves += (move,)
+                self.slots[number].completes = number != d.op
+                self.nodes[plan.ops[number].frame].planned = True
         for slot, op in zip(self.slots, plan.ops, strict=True):
             if op.finishes is not None and self.slots[op.finishes].drops:
                 slot.finishes = self.slots[op.finishes]
@@ -90,7 +123,7 @@ class Program:
 
     @property
     def keeps_everything(self) -> bool:
-        return not any(slot.drops for slot in self.slots)
+        return not any(slot.drops or slot.moves for slot in self.slots)
 
     def unaudited(self) -> list[Slot]:
         return [s for s in self.slots if s.drops and not s.audited]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -17,14 +18,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id as graph_task
+from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.tape.ambient import Ambient, GeneratorState
-from lowtide.tape.bursts import Handle
-from lowtide.tape.program import Node, Program, Slot
-from lowtide.tape.recipes import MARK, Kept, Recipe, Value, detached, nth_tensor, sharing_version, value_of
+from lowtide.tape.bursts import unpacked
+from lowtide.tape.moving import Copy, Transfers
+from lowtide.tape.program import Move, Node, Program, Slot
+from lowtide.tape.recipes import Recipe, nth_tensor
+from lowtide.tape.tiers import Tiers
+from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
+from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
+
+_FRESH = 2  # references to the memory of a tensor nobody else has: its own and that of the storage's Python object
 
 
 @dataclass
@@ -33,13 +42,14 @@ class Counts:
 
     Attributes:
         steps: Forward passes taped.
-        dropped: Tensors left as recipes.
+        dropped: Tensors left as recipes. ``moved``: to another tier.
         mismatched: Planned ops that did not come, came in another form, or could not be dropped: saved instead.
         unplanned: Ops where the plan has none (a loss outside the model, say): saved.
     """
 
     steps: int = 0
     dropped: int = 0
+    moved: int = 0
     mismatched: int = 0
     unplanned: int = 0
 
@@ -91,9 +101,11 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
 
-    def __init__(self, program: Program, model: nn.Module) -> None:
+    def __init__(self, program: Program, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()
         self.program = program
+        self._tiers = tiers or {}
+        self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything
         self._model = weakref.ref(model)
         self.counts = Counts()
         self.audit: Audit | None = None
@@ -108,6 +120,7 @@ class Tape(TorchDispatchMode):
         self._off = 0
         self._step_over = False  # in a region that holds whole steps: backward has begun
         self._whole_step = False
+        self._wrapped = bool(shards_in(model))
 
     # -- regions ------------------------------------------------------------------------------------------------
 
@@ -119,9 +132,13 @@ class Tape(TorchDispatchMode):
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
         self._run = object()
-        self._ambient = Ambient(self._model)
+        self._ambient = Ambient(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
+        if self.program.plan.tiers:
+            if self._transfers is not None:
+                self._transfers.settle()  # a pass whose backward is still to come, or never comes
+            self._transfers = Transfers(self._tiers, self.program.plan.window_bytes)
         self.counts.steps += 1
 
     def end(self) -> None:
@@ -156,7 +173,7 @@ class Tape(TorchDispatchMode):
     def _close(self, frame: _Frame) -> None:
         node = frame.node
         if node is not None and node.planned and frame.next < len(node.slots):
-            self.counts.mismatched += sum(bool(s.drops) for s in node.slots[frame.next :])
+            self.counts.mismatched += sum(bool(s.drops or s.moves) for s in node.slots[frame.next :])
             frame.next = len(node.slots)
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
@@ -175,6 +192,21 @@ class Tape(TorchDispatchMode):
     def resume(self) -> None:
         self._off -= 1
 
+    @contextmanager
+    def sharding_work(self) -> Iterator[None]:
+        """FSDP's hooks run inside: in forward and in backward, never part of the step."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    def gathers(self, whole: list[torch.Tensor]) -> None:
+        """Memory is the tracer's business."""
+
+    def frees(self, whole: list[torch.Tensor]) -> None:
+        """Likewise."""
+
     def _next_step(self) -> None:
         self.end()
         self.begin(self.program.root)
@@ -182,66 +214,66 @@ class Tape(TorchDispatchMode):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if torch._C._current_graph_task_id() != -1 or self._off:
-            return func(*args, **kwargs)
+        if types and not on_fakes() and any(map(wraps, types)):  # what it does to their parts comes here by itself
+            count_writes(func, args, kwargs or {})
+            return NotImplemented
+        if graph_task() != -1 or self._off or (self._wrapped and on_fakes()):
+            return func(*args, **kwargs) if kwargs else func(*args)
         if self._step_over:
             if not torch.is_grad_enabled():  # the optimizer's own work between two steps
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
             self._next_step()
         frame = self._frame
         node = frame.node
-        if node is None:
-            self.counts.unplanned += 1
-            _forget_what_it_writes(func, args, kwargs)
-            return func(*args, **kwargs)
-        if not node.planned:
-            return func(*args, **kwargs)
-        if frame.next < len(node.slots):
-            slot = node.slots[frame.next]
-            if slot.func is func or slot.names(func):
-                frame.next += 1
-                if slot.drops:
-                    return self._record(slot, func, args, kwargs)
-                if slot.finishes is not None:
-                    return self._extend(slot, func, args, kwargs)
-                return func(*args, **kwargs)
-        self._lose(frame, node)
-        _forget_what_it_writes(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _lose(self, frame: _Frame, node: Node) -> None:
-        """The ops of this module call are not the planned ones: save the rest of them."""
-        self._close(frame)
+        if node is not None:
+            if not node.planned:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if frame.next < len(node.slots):
+                slot = node.slots[frame.next]
+                if slot.func is func or slot.names(func):
+                    frame.next += 1
+                    if slot.moves:
+                        return self._move(slot, args, kwargs or {})
+                    if slot.drops:
+                        return self._record(slot, args, kwargs or {})
+                    if slot.finishes is not None:
+                        return self._extend(slot, args, kwargs or {})
+                    return slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
+            if func.namespace == "profiler":  # FSDP names what it does; no op of the step
+                return func(*args, **(kwargs or {}))
+            self._close(frame)  # not the planned ops: the rest of this module call is saved
         self.counts.unplanned += 1
+        _forget_what_it_writes(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
-    def _record(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
-        recipe = Recipe(self._number, func, slot.where, self._ambient, slot.passing_runs)
+    def _record(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
+        run = self._run
+        recipe = Recipe(self._number, slot, args, kwargs, run, self._ambient)
         self._number += 1
-        recipe.take(args, kwargs, self._run)
         needs = slot.needs
         if needs and (len(recipe.inputs) < needs or (needs > 1 and len(set(recipe.inputs)) < needs)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as gone
-            return func(*args, **kwargs)
+            return slot.kernel(*args, **kwargs)
         if slot.random:
             made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
             recipe.rng = GeneratorState(device)
-        result = func(*args, **kwargs)
-        if recipe.rng is not None and not recipe.rng.moved():
-            recipe.rng = None
+            result = slot.kernel(*args, **kwargs)
+            if not recipe.rng.moved():
+                recipe.rng = None
+        else:
+            result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
         outputs = []
         for output, size in slot.drops:
-            tensor = nth_tensor(result, output)
+            tensor = result if isinstance(result, torch.Tensor) else nth_tensor(result, output)
             storage = tensor.untyped_storage()
+            beside = storage.__dict__
             unlike = storage.nbytes() != size and not slot.dynamic
-            if unlike or MARK in storage.__dict__ or _is_among(storage, args):
+            if unlike or MARK in beside or (use_count(storage._cdata) > _FRESH and _is_among(storage, args)):
                 self.counts.mismatched += 1
                 continue
-            value = Value(recipe, output, tensor._version, self._run)
-            outputs.append((output, weakref.ref(value)))
-            setattr(storage, MARK, value)
+            value = beside[MARK] = Value(recipe, output, tensor, run)
+            outputs.append(weakref.ref(value))
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
             if self.audit is not None and self.audit.wants(slot, size):
@@ -250,36 +282,72 @@ class Tape(TorchDispatchMode):
         recipe.outputs = outputs
         return result
 
-    def _extend(self, slot: Slot, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _extend(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
         """An in-place op on a dropped output that nothing has read yet becomes part of its recipe."""
         if MARK not in args[0].untyped_storage().__dict__:
-            return func(*args, **kwargs)  # that output of the op is kept, another is dropped
+            return slot.func(*args, **kwargs)  # that output of the op is kept, another is dropped
         value = value_of(args[0], self._run)
         recipe = None if value is None else value.recipe
         # Somebody holds it already as it is now: what they get back must not be finished.
         held = value is not None and value.users > 0
         if value is None or recipe is None or held or recipe.inputs_later_than(args[1:], kwargs, self._run):
             self.counts.mismatched += 1
-            return func(*args, **kwargs)
+            return slot.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if slot.random else None
-        recipe.extend(func, args, kwargs, value, self._run, rng)
-        result = func(*args, **kwargs)
+        recipe.extend(slot.func, args, kwargs, value, self._run, rng)
+        result = slot.func(*args, **kwargs)
         value.version += 1  # the counter moves once this call has returned; any other write makes them differ
         return result
+
+    def _move(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
+        """As planned otherwise, and what is moved sets out."""
+        if slot.drops:
+            result = self._record(slot, args, kwargs)
+        elif slot.finishes is not None:
+            result = self._extend(slot, args, kwargs)
+        else:
+            result = slot.kernel(*args, **kwargs)
+        for move in slot.moves:
+            if slot.completes:  # in place: the counter moves once this call has returned
+                self._send(slot, move, args[0], args[0]._version + 1)
+            else:
+                tensor = nth_tensor(result, move.output)
+                if _is_among(tensor.untyped_storage(), args):
+                    self.counts.mismatched += 1
+                else:
+                    self._send(slot, move, tensor, tensor._version)
+        return result
+
+    def _send(self, slot: Slot, move: Move, tensor: torch.Tensor, version: int) -> None:
+        storage = tensor.untyped_storage()
+        unlike = storage.nbytes() != move.bytes and not slot.dynamic
+        if unlike or MARK in storage.__dict__ or self._transfers is None:
+            self.counts.mismatched += 1
+            return
+        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._ambient)
+        self._number += 1
+        value = Value(copy, move.output, tensor, self._run)
+        value.version = version
+        copy.stand_for(value, tensor, version)
+        self._transfers.send(copy, storage)
+        setattr(storage, MARK, value)
+        self._marked.append(weakref.ref(storage))
+        self.counts.moved += 1
 
     # -- autograd -----------------------------------------------------------------------------------------------
 
     @scopes.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd stores ``tensor``: a handle if it was dropped, else the tensor and its version."""
-        value = value_of(tensor, self._run)
-        if value is not None:
-            return Handle(value, tensor)
+        """Autograd stores ``tensor``: what stands for it if it was dropped, else the tensor and its version."""
+        stands = stand_in(tensor, self._run)
+        if stands is not None:
+            return stands
         if self._outer is not None:
             return _Outer(self._outer[1], self._outer[0](tensor))
-        if tensor.is_inference():
-            return tensor
-        return Kept(tensor if isinstance(tensor, torch.nn.Parameter) else detached(tensor))
+        if type(tensor) is torch.nn.Parameter:
+            return Kept(tensor)
+        # An output that is saved gets its history only after this: it looks like a leaf now.
+        return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
 
     @scopes.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -292,12 +360,17 @@ class Tape(TorchDispatchMode):
         if self._whole_step and not self._stack and not self._step_over:
             self.end()
             self._step_over = True
-        if isinstance(packed, Handle):
-            return packed.tensor()
-        if isinstance(packed, Kept):
+        if self._transfers is not None and graph_task() != -1:
+            self._transfers.asked()
+        kind = type(packed)
+        if kind is Value or kind is View:
+            return unpacked(packed)
+        if kind is Kept:
             if packed.changed():
                 raise _modified_in_place(packed)
             return packed.tensor
+        if isinstance(packed, Packed):
+            return packed.unpack(self.unpack)
         return packed.unpack() if isinstance(packed, _Outer) else packed
 
 

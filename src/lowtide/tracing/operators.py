@@ -103,14 +103,26 @@ def left_out(func: Any, args: tuple) -> tuple[int, ...]:
     return spared if spared and any(a is True for a in args) else ()
 
 
+def may_leave_out(func: Any) -> bool:
+    """Some call of ``func`` leaves arguments out when it is replayed."""
+    return bool(_spared(func))
+
+
 @cache
 def _spared(func: Any) -> tuple[int, ...]:
     return LEFT_OUT_OF_REPLAYS.get(packet_name(func), ())
 
 
+def wraps(kind: type) -> bool:
+    """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
+    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The one plain storage under ``tensor``; None for sparse, nested, quantised, meta or functorch tensors."""
+    """The one plain storage under ``tensor``; None for wrappers, sparse, nested, quantised, meta, functorch ones."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return None
+    if type(tensor) is not torch.Tensor and wraps(type(tensor)):
         return None
     try:
         return tensor.untyped_storage()

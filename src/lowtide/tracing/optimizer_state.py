@@ -9,6 +9,7 @@ import torch
 
 from lowtide.meters import peak_bytes
 from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.subclasses import local_bytes, local_elements
 
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
@@ -38,7 +39,7 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'."
         )
-    sizes = [p.numel() for p in parameters]
+    sizes = [local_elements(p) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
     state_each, one = _probe(kind, settings, like, 1)
     _, two = _probe(kind, settings, like, 2)
@@ -62,4 +63,4 @@ def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[
 
 
 def _tensor_bytes(state: dict) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_in(state) if t.numel() > 1)
+    return sum(local_bytes(t) for t in tensors_in(state) if t.numel() > 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,9 @@ from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
 from lowtide.meters import run_with_workspace
-from lowtide.tracing import compiled
+from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
+from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.operators import (
     OVERWRITERS,
     PLAIN_TYPES,
@@ -39,6 +40,7 @@ from lowtide.tracing.operators import (
     storage_of,
     tensors_in,
     why_not_replayed,
+    wraps,
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
@@ -111,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self.written_parameters: set[int] = set()
         self._before_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter's bytes, and as they were
         self._sums: dict[int, tuple[int, ...]] = {}  # the engine's own additions of gradients
+        self._nodes: list[Any] = []  # in the order in which they ran
         self._made_under: dict[int | None, int | None] = {}  # storage -> autograd node that was running
         self._children: dict[tuple[int, str], int] = {}
         self._stack = [0]
@@ -119,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self._recording = True
         self.warm: set[int] = set()  # compiled modules that have run
         self.compiled: compiled.CompiledOp | None = None  # its call runs
+        self.gathering: Gathering | None = None  # of a model that FSDP shards
         self._to_close = ExitStack()
 
     # -- module calls -------------------------------------------------------------------------------------------
@@ -149,6 +153,20 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._recording = was
+
+    @contextmanager
+    def sharding_work(self) -> Iterator[None]:
+        """FSDP's hooks run inside."""
+        with nullcontext() if self.gathering is None else self.gathering.work():
+            yield
+
+    def gathers(self, whole: list[torch.Tensor]) -> None:
+        if self.gathering is not None and self._recording:
+            self.gathering.gathers(whole)
+
+    def frees(self, whole: list[torch.Tensor]) -> None:
+        if self.gathering is not None and self._recording:
+            self.gathering.frees(whole)
 
     def pause(self, until: ExitStack) -> None:
         """See no operators until ``until`` is closed, or recording stops."""
@@ -200,15 +218,19 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or not self._recording:
+        if self._paused or not self._recording or func.namespace == "profiler" or subclasses.on_fakes():
             return func(*args, **kwargs)
+        if types and any(map(wraps, types)):
+            for part in subclasses.count_writes(func, args, kwargs):
+                self._open.discard(self.know(part, "other"))
+            return NotImplemented
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         for tensor in inputs:
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
                 raise UnsupportedModelError(
                     f"{func} got a {type(tensor).__module__}.{type(tensor).__qualname__} in module "
-                    f"{self._path() or '(the step)'}.\n  Tensor subclasses (DTensor, quantised weights) are not "
-                    "taped yet.\nTrain this model without lowtide, or unwrap the tensor before the step."
+                    f"{self._path() or '(the step)'}.\n  Tensor subclasses other than DTensor (quantised weights, say) "
+                    "are not taped yet.\nTrain this model without lowtide, or unwrap the tensor before the step."
                 )
         reads = tuple(dict.fromkeys(n for n in (self.know(t, "other") for t in inputs) if n is not None))
         opaque = any(storage_of(t) is None for t in inputs)
@@ -238,7 +260,7 @@ class Recorder(TorchDispatchMode):
             # A view holds its base and with it the storage: never added into (a linear weight's gradient is one).
             parts = [self.know(t, "other") for t in inputs if fills_its_storage(t) and not t._is_view()]
             # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
-            if any(self._made_under.get(n) not in (None, _node()) for n in parts):
+            if any(self._made_under.get(n) not in (None, self._node()) for n in parts):
                 self._sums[len(self.ops)] = tuple(n for n in parts if n is not None)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
         return result
@@ -247,6 +269,8 @@ class Recorder(TorchDispatchMode):
         """A parameter that the step writes (``.data``, mostly) is put back afterwards."""
         number = self.know(tensor, "other")
         if number is None or self.storages[number]["kind"] != "parameter" or number in self.written_parameters:
+            return
+        if self._gathers(number):
             return
         self.written_parameters.add(number)
         self._paused = True
@@ -257,6 +281,10 @@ class Recorder(TorchDispatchMode):
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
+        if func.namespace in ("c10d", "fsdp"):  # write what no schema says, c10d perhaps after the call has returned
+            self._hidden_writes[signature] = list(range(len(inputs))) if func.namespace == "c10d" else []
+            self._workspaces[signature] = 0
+            return func(*args, **kwargs)
         self._paused = True
         before = [fingerprint(t) for t in inputs]
         result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self.device)
@@ -293,6 +321,10 @@ class Recorder(TorchDispatchMode):
             for s in reads:
                 self._readers.setdefault(s, []).append(number)
             fixed = reason
+            if self.gathering is not None:
+                self.gathering.read(reads)
+                if self.gathering.at_work:
+                    fixed = OF_THE_SHARDING
             if opaque:
                 fixed = fixed or "reads a tensor without one plain storage"
             if any(self.storages[s]["fixed"] and self.storages[s]["op"] is None for s in reads):
@@ -309,7 +341,7 @@ class Recorder(TorchDispatchMode):
                 fixed = fixed or "made in inference mode"
             makes.append(self._new(storage, "backward" if backward else "activation", number, output, fixed))
         if backward:
-            self._made_under.update(dict.fromkeys(makes, _node()))
+            self._made_under.update(dict.fromkeys(makes, self._node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
             self._tainted.update(makes)
         if not backward and fixed in ("", UNINITIALISED):
@@ -353,13 +385,18 @@ class Recorder(TorchDispatchMode):
 
     def written(self, storage: int) -> None:
         """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
-        if self.storages[storage]["kind"] == "gradient":
+        if self.storages[storage]["kind"] == "gradient" or self._gathers(storage):
             return
         self.fix(storage, "written during the step")
         for earlier in self._readers.pop(storage, ()):
             if earlier < len(self.ops):
                 for made in self.ops[earlier].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
+
+    def _gathers(self, storage: int) -> bool:
+        """FSDP puts the bits there that were there before; any other write counts."""
+        gathering = self.gathering
+        return gathering is not None and gathering.at_work and storage in gathering.gathered
 
     def _path(self) -> str:
         return self.frames[self._stack[-1]].path
@@ -371,6 +408,8 @@ class Recorder(TorchDispatchMode):
         """Autograd stores ``tensor``; outside the tape's region the plan must leave it alone."""
         if not self._recording:
             return tensor.detach()
+        if wraps(type(tensor)):
+            return subclasses.Packed(tensor, self.pack)
         number = self.know(tensor, "other") if self.compiled is None else self.compiled.know(tensor)
         if number is None:
             return tensor.detach()
@@ -378,6 +417,8 @@ class Recorder(TorchDispatchMode):
         self.saved.append(number)
         self.event(PACK, handle)
         self._open.discard(number)
+        if self.gathering is not None:
+            self.gathering.read((number,))
         if self.region == "model" and self._stack[-1] == 0:
             self.fix(number, "stored outside the model")
         self._paused = True
@@ -396,6 +437,8 @@ class Recorder(TorchDispatchMode):
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, subclasses.Packed):
+            return packed.unpack(self.unpack)
         self.event(UNPACK, packed.saved)
         if isinstance(packed, _Held):
             self.event(DROP, packed.saved)
@@ -445,11 +488,21 @@ class Recorder(TorchDispatchMode):
         storages = [Storage(i, **s) for i, s in enumerate(self.storages)]
         return fold(Step(storages, self.ops, self.saved, self.events), self._sums)
 
+    def _node(self) -> int | None:
+        """Which autograd node runs now, or ran last."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        if not self._nodes or self._nodes[-1] is not node:
+            self._nodes.append(node)
+        return node._sequence_nr()
 
-def _node() -> int | None:
-    """Which autograd node runs now, or ran last."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    def forget_nodes(self) -> None:
+        """Let the nodes that were asked for go, from the loss on. Call it when nothing else holds the loss."""
+        # Python's object of a node frees the next node's, recursively: a chain of 50,000 of them overflows the stack.
+        self._nodes.reverse()
+        while self._nodes:
+            self._nodes.pop()
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+from lowtide.tracing import sharding
 from lowtide.tracing.operators import tensors_in
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
@@ -41,6 +43,9 @@ class Watcher(Protocol):
     def enter(self, path: str) -> None: ...
     def leave(self) -> None: ...
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
+    def sharding_work(self) -> AbstractContextManager[None]: ...
+    def gathers(self, whole: list[torch.Tensor]) -> None: ...
+    def frees(self, whole: list[torch.Tensor]) -> None: ...
 
 
 class _Active(threading.local):
@@ -136,14 +141,22 @@ def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callabl
         call = root if root is not None and module is model else call_of(module, path) or ScopedCall(module, path)
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
+    unwatch = sharding.watch(model, active)
 
     def undo() -> None:
+        nonlocal unwatch
+        unwatch()
+        unwatch = _nothing
         for reference, call, before in placed:
             module = reference()
             if module is not None and module._compiled_call_impl is call:
                 module._compiled_call_impl = before
 
     return undo
+
+
+def _nothing() -> None:
+    """What a second undo has left to do."""
 
 
 def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:

@@ -14,6 +14,8 @@ from torch import nn
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.operators import storage_of
 from lowtide.tracing.parallel import unnoticed
+from lowtide.tracing.sharding import unharmed
+from lowtide.tracing.subclasses import parts
 
 
 def rng_state(cuda: bool) -> tuple:
@@ -48,7 +50,7 @@ def rehearsal(
     is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step in a rehearsal.
     Parameters are put back where ``provenance`` (of a trace) says that the step writes them.
     """
-    with unnoticed(model):
+    with unnoticed(model), unharmed(model):
         yield from _rehearsal(model, batch, zero_grads, provenance)
 
 
@@ -62,8 +64,10 @@ def _rehearsal(model: nn.Module, batch: Any, zero_grads: bool, provenance: Mappi
     leaf_grads = [t.grad for t in leaves]
     written = (provenance or {}).get(WRITES_PARAMETERS, "").split()
     data = [*model.buffers(), *batch_tensors(batch), *(p for n, p in model.named_parameters() if n in written)]
-    data = [t for t in data if storage_of(t) is not None]
-    homes = [(p, p.data) for p in parameters]  # a step may give a parameter other memory (``p.data = ...``)
+    data = [t for whole in data for t in parts(whole) if storage_of(t) is not None]
+    homes = [
+        (p, p.data) for p in parameters if storage_of(p) is not None
+    ]  # a step may give a parameter other memory (``p.data = ...``)
     bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign a buffer anew
     with torch.no_grad():
         before = [t.detach().clone() for t in data]

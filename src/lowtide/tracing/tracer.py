@@ -16,17 +16,19 @@ from torch import nn
 
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
-from lowtide.tracing import scopes
+from lowtide.tracing import scopes, sharding
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
-from lowtide.tracing.operators import storage_of
+from lowtide.tracing.gathering import Gathering
+from lowtide.tracing.operators import storage_of, wraps
 from lowtide.tracing.optimizer_state import optimizer_bytes
-from lowtide.tracing.parallel import bucket_bytes, unwrapped
+from lowtide.tracing.parallel import bucket_bytes, unwrapped, wrapper_of
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.state import WRITES_PARAMETERS, rehearsal
+from lowtide.tracing.subclasses import local_bytes, parts, shards_in
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
-    "DataParallel", "FullyShardedDataParallel", "FSDPModule",
+    "DataParallel", "FullyShardedDataParallel", "ReplicateModule",
     "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
 })  # fmt: skip
 
@@ -97,11 +99,19 @@ def check_supported(model: nn.Module) -> None:
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
             )
+    if refused := sharding.refusal(model):
+        raise UnsupportedModelError(f"{refused}, which the tape does not carry out yet.\nTrain without lowtide.")
+    if wrapper_of(model) is not None and shards_in(model):
+        raise UnsupportedModelError(
+            "DistributedDataParallel around DTensor parameters is not carried out: ranks that rehearse together would "
+            "be two groups.\nUse fully_shard on a mesh of two dimensions, or train without lowtide."
+        )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "__tensor_flatten__") or type(parameter.data) is not torch.Tensor:
+        inner = [type(t.data) for t in parts(parameter)]
+        if unknown := [kind for kind in inner if kind is not torch.Tensor]:
             raise UnsupportedModelError(
-                f"parameter {name} is a {type(parameter.data).__name__}: sharded and subclass parameters are not taped "
-                "yet.\nFit the model before it is sharded or quantised, or train without lowtide."
+                f"parameter {name} is a {unknown[0].__name__}: subclass parameters other than DTensors are not taped "
+                "yet.\nFit the model before it is quantised, or train without lowtide."
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")
@@ -147,6 +157,7 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")
     received: set[str] = set()
+    sharding.settle(model)
     had_grad = {name for name, p in model.named_parameters() if p.grad is not None}
     with rehearsal(model, batch):
         undo = scopes.install(model, _RootCall(model, recorder))
@@ -157,6 +168,8 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
         ]
         try:
             _know_residents(recorder, model, batch)
+            if sharding.units_of(model):
+                recorder.gathering = Gathering(recorder, model)
             before = scopes.active.watcher
             scopes.active.watcher = recorder
             try:
@@ -168,9 +181,13 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
             finally:
                 scopes.active.watcher = before
             recorded = recorder.finish()
-            ids = {name: recorder.know(p, "parameter") for name, p in model.named_parameters()}
-            written = [name for name, number in ids.items() if number in recorder.written_parameters]
+            written = [
+                name
+                for name, p in model.named_parameters()
+                if any(recorder.know(t, "parameter") in recorder.written_parameters for t in parts(p))
+            ]
             del loss, output
+            recorder.forget_nodes()
         finally:
             recorder.stop()
             undo()
@@ -217,19 +234,26 @@ class _RootCall:
             self.recorder.calls.append(scopes.call_signature(self.model, args, kwargs))
         self.recorder.enter("" if torch.is_grad_enabled() else scopes.NO_GRAD)
         try:
-            return self._call(*args, **kwargs)
+            output = self._call(*args, **kwargs)
         finally:
             self.recorder.leave()
+        # Out there a wrapper may be written in place, which its parts do not count: no replay may read them.
+        for part in (p for t in batch_tensors(output) if wraps(type(t)) for p in parts(t)):
+            if (number := self.recorder.know(part, "other")) is not None:
+                self.recorder.written(number)
+        return output
 
 
 def _know_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
     for p in model.parameters():
-        recorder.know(p, "parameter")
-        if p.grad is not None:
-            recorder.know(p.grad, "gradient")
+        for t in parts(p):
+            recorder.know(t, "parameter")
+        for t in parts(p.grad) if p.grad is not None else ():
+            recorder.know(t, "gradient")
     for b in model.buffers():
-        recorder.know(b, "buffer")
-    for t in batch_tensors(batch):
+        for t in parts(b):
+            recorder.know(t, "buffer")
+    for t in (part for whole in batch_tensors(batch) for part in parts(whole)):
         number = recorder.know(t, "input")
         storage = storage_of(t)
         if number is not None and storage is not None and not storage.resizable():
@@ -242,7 +266,7 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
 
     def total(tensors: Any) -> int:
         count = 0
-        for t in tensors:
+        for t in (part for whole in tensors for part in parts(whole)):
             storage = storage_of(t)
             if storage is None or storage.device != device or storage._cdata in seen:
                 continue
@@ -250,16 +274,16 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
             count += storage.nbytes() if device.type == "cpu" else -(-storage.nbytes() // 512) * 512
         return count
 
-    parts = {
+    by_part = {
         "parameters": total(model.parameters()),
         "buffers": total(model.buffers()),
         "batch": total(batch_tensors(batch)),
     }
-    grads = [p.numel() * p.element_size() for name, p in model.named_parameters() if name in with_grad]
-    parts["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
-    parts["other"] = bucket_bytes(model)
+    grads = [local_bytes(p) for name, p in model.named_parameters() if name in with_grad]
+    by_part["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
+    by_part["other"] = bucket_bytes(model)
     if device.type == "cuda":
         existing = total(p.grad for p in model.parameters() if p.grad is not None)
-        known = parts["parameters"] + parts["buffers"] + parts["batch"] + existing
-        parts["other"] = max(0, torch.cuda.memory_allocated(device) - known)
-    return parts
+        known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing
+        by_part["other"] = max(0, torch.cuda.memory_allocated(device) - known)
+    return by_part

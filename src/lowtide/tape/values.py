@@ -1,0 +1,182 @@
+"""Values: what stands for a tensor while it is not there, and what is noted of one that is.
+
+    Value   one dropped storage; among arguments and in autograd's hands it stands for the output as it was made.
+    View    stands for any other tensor over that storage.
+    Kept    a tensor that the plan keeps, and the version it had.
+
+A Value hangs on its storage's Python object, so it dies with the storage and no address is ever mistaken for another.
+Only autograd and recipes hold it otherwise: when nobody does, it is gone with its memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from lowtide.tape.recipes import Recipe
+
+MARK = "_lowtide_value"  # on the storage's Python object
+
+
+class Value:
+    """One dropped storage, at one version.
+
+    Attributes:
+        recipe: Makes it; None once it has been made for good.
+        own: The tensor that the op returned, while it lives: whoever reads that very one needs no view noted.
+        tensor: The output as replayed; None while it is dropped.
+        users: Handles and recipes that were given it.
+        left: Under ``retain_graph``: users still to come in this backward; below 0, those that had it in passing.
+        lent: Of a passing result: autograd has it.
+        original: The dropped tensor itself, kept beside while it is audited.
+    """
+
+    __slots__ = (
+        "__weakref__", "left", "lent", "original", "output", "own", "recipe", "run", "tensor", "users", "version",
+    )  # fmt: skip
+
+    def __init__(self, recipe: Recipe, output: int, own: Tensor, run: object) -> None:
+        self.recipe: Recipe | None = recipe
+        self.output = output
+        self.version = own._version
+        self.own: Callable[[], Tensor | None] = weakref.ref(own)
+        self.run = run
+        self.tensor: Tensor | None = None
+        self.original: Tensor | None = None
+        self.lent: Lent | None = None
+        self.users = self.left = 0
+
+    @property
+    def value(self) -> Value:
+        return self  # as a View's
+
+    def of(self, base: Tensor) -> Tensor:
+        return base
+
+    def lend(self) -> None:
+        """Autograd has the tensor from here on; it is found again for as long as autograd does."""
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None
+        self.lent = Lent(tensor)
+
+    def found_again(self) -> Tensor | None:
+        """The lent tensor, if autograd still has its storage."""
+        storage = None if self.lent is None else self.lent.storage()
+        if storage is None or self.lent is None:
+            return None
+        return self.lent.of(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+
+
+class Shape:
+    """How a tensor looks at its storage: ``as_strided`` metadata, dtype and the conjugate and negative bits."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.dtype = dtype = tensor.dtype
+        self.conj = dtype.is_complex and tensor.is_conj()
+        self.neg = tensor.is_neg()
+
+    def of(self, base: Tensor) -> Tensor:
+        if base.dtype is self.dtype:
+            tensor = base.as_strided(self.size, self.stride, self.offset)
+        else:
+            tensor = torch.empty(0, dtype=self.dtype, device=base.device)
+            tensor.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conj:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+class View(Shape):
+    """What is noted of a tensor over a dropped storage."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Value, tensor: Tensor) -> None:
+        Shape.__init__(self, tensor)
+        self.value = value
+
+
+class Lent(Shape):
+    """What is noted of a passing result that autograd has: where it is, not that it stay."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.storage = weakref.ref(tensor.untyped_storage())
+
+
+class Kept:
+    """A tensor that the plan keeps, and the version it has now."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Never hold what has a grad_fn: graph -> handle -> recipe -> tensor -> graph would never be freed. (Asking for
+        # ``grad_fn`` would make a Python object of every node: slow, and freeing a long chain of those overflows.)
+        if type(tensor) is Parameter or not tensor.requires_grad or tensor.is_leaf:
+            self.tensor = tensor
+        else:
+            self.tensor = sharing_version(tensor)
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # inference tensors count no writes; autograd never stores them, recipes may read them
+            self.version = -1
+
+    def changed(self) -> bool:
+        return self.version >= 0 and self.tensor._version != self.version
+
+
+def stand_in(tensor: Tensor, run: object) -> Value | View | None:
+    """What stands for a tensor dropped in this run and unchanged since; None: hold the tensor itself."""
+    try:
+        value = getattr(tensor.untyped_storage(), MARK, None)
+    except (NotImplementedError, RuntimeError):  # sparse, functorch: no plain storage
+        return None
+    if value is None or value.run is not run or value.version != tensor._version:
+        return None
+    value.users += 1
+    return value if value.own() is tensor else View(value, tensor)
+
+
+def value_of(tensor: Tensor, run: object) -> Value | None:
+    """The Value of a tensor dropped in this run and unchanged since, for a look: nobody gets it."""
+    noted = stand_in(tensor, run)
+    if noted is None:
+        return None
+    noted.value.users -= 1
+    return noted.value
+
+
+def sharing_version(tensor: Tensor) -> Tensor:
+    """``tensor`` without history, counting in-place writes together with it.
+
+    Inside ``__torch_dispatch__`` a plain ``detach`` gets a version counter of its own, and a guard on it never fires.
+    """
+    exclude_key(DispatchKey.ADInplaceOrView, False)
+    try:
+        return tensor.detach()
+    finally:
+        exclude_key(DispatchKey.ADInplaceOrView, True)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor.detach()`` that no dispatch mode sees: the tape must not take its own aliases for ops of the step."""
+    exclude_key(DispatchKey.Python, True)
+    try:
+        return tensor.detach()
+    finally:
+        exclude_key(DispatchKey.Python, False)

@@ -1,0 +1,120 @@
+"""DTensor and its kin: tensors that only wrap plain ones.
+
+Below autograd a mode hands an op on them on, so that what reaches it next is the op on the plain parts and each
+collective by itself. Autograd, above, stores the wrappers; a hook takes them apart and puts them together again.
+
+In-place writes to a wrapper count on the wrapper alone, and what is recorded are the parts. So whoever sees such a
+write moves the counters of the parts along.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.tracing.operators import wraps, written_tensors
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors in it; itself where it is one."""
+    if not wraps(type(tensor)):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from parts(inner)
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Of what is on this rank."""
+    return sum(t.numel() * t.element_size() for t in parts(tensor))
+
+
+def local_elements(tensor: torch.Tensor) -> int:
+    return sum(t.numel() for t in parts(tensor))
+
+
+def shards_in(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are wrappers."""
+    if "torch.distributed.tensor" not in sys.modules:  # importing it takes longer than looking
+        return []
+    return [p for p in model.parameters() if wraps(type(p))]
+
+
+def on_fakes() -> bool:
+    """Shapes are being worked out on fake tensors, as DTensor does at the first sight of an op."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def count_writes(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The parts that an op on wrappers writes, each with its version moved."""
+    written = [part for t in written_tensors(func, args, kwargs) if wraps(type(t)) for part in parts(t)]
+    for part in written:
+        if not part.is_inference():
+            torch.autograd.graph.increment_version(part)
+    return written
+
+
+class Versions:
+    """Which of a model's parameters are wrappers, and what their counters said before a forward pass."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self, shards: list[nn.Parameter]) -> None:
+        self._seen = [(p, p._version) for p in shards]
+
+    def catch_up(self) -> None:
+        """A parameter written since then, by an optimizer mostly: its parts count that too, and replays refuse."""
+        for i, (p, version) in enumerate(self._seen):
+            if p._version != version:
+                self._seen[i] = p, p._version
+                for part in parts(p):
+                    torch.autograd.graph.increment_version(part)
+
+
+class Packed:
+    """A wrapper as autograd stores it: its parts, each packed by itself, and how to put them together."""
+
+    __slots__ = ("_alias", "_parts", "_put_together", "_size", "_version")
+
+    def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
+        kind, self._size, stride = type(tensor), tensor.size(), tensor.stride()
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
+        self._parts = {name: pack(value) for name, value in inner.items() if name not in others}
+        self._put_together: Callable[[dict[str, torch.Tensor]], torch.Tensor] = lambda made: kind.__tensor_unflatten__(
+            {**made, **others}, context, self._size, stride
+        )
+        if "_local_tensor" in inner:  # a DTensor; not every layout of one can be unflattened (2.13: strided shards)
+            spec = tensor._spec
+            self._put_together = lambda made: kind(made["_local_tensor"], spec, requires_grad=False)
+        self._version, self._alias = tensor._version, _empty_alias(tensor)
+
+    def unpack(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Raises: RuntimeError: the wrapper was changed in place, as plain autograd does."""
+        if self._alias is not None and self._alias._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[DTensor {list(self._size)}] is at version {self._alias._version}; expected version "
+                f"{self._version} instead."
+            )
+        return self._put_together({name: unpack(packed) for name, packed in self._parts.items()})
+
+
+def _empty_alias(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A wrapper that counts versions with ``tensor`` and holds no memory."""
+    if not hasattr(tensor, "_local_tensor"):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        alias = tensor.detach()
+    alias._local_tensor = None
+    return alias
