@@ -52,6 +52,7 @@ VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
 LIMIT_S = 600.0
 QUICKLY = Limits(time_limit_s=2.0, node_limit=5, gap=0.1)  # a plan that is not the best is as good a test
 RESOLUTION = 0.07  # of the activation memory: how near to the least
+SEARCH_S = 8.0  # after which no further budget is tried
 
 
 def main() -> int:
@@ -124,6 +125,8 @@ def _warm_up() -> None:
 
     for task, kind in (("causal language", "llama"), ("image classification", "vit")):
         zoo_models.build(task, kind)
+    for verb in lowtide.__all__:
+        getattr(lowtide, verb)
     gc.collect()
     gc.freeze()
 
@@ -294,7 +297,8 @@ def _searched(graph: lowtide.StepGraph, costs: lowtide.Costs) -> dict[str, Draft
     drafts: dict[str, Draft] = {}
     leanest = search.plain
     fits, too_little, fraction = 1.0, 0.0, 0.5
-    while fits - too_little > RESOLUTION:
+    start_s = time.perf_counter()
+    while fits - too_little > RESOLUTION and time.perf_counter() - start_s < SEARCH_S:
         budget_bytes = graph.resident_bytes + int(fraction * span_bytes)
         judged = [j for j in search.fastest(budget_bytes).judged if j.peak_bytes <= budget_bytes]
         if judged:

@@ -85,7 +85,7 @@ def plain_bytes(plan: Plan) -> int:
 
 
 def check(model: nn.Module, batch: Any, step: Any = None, *, half: bool = False) -> None:
-    """``half``: there must be a plan for half of the activation memory."""
+    """``half``: there must be a plan for half of the activation memory. Weights made by a hook must be made already."""
     plans = plans_of(model, batch, step)
     assert plans["all"].counts[RECOMPUTE], "nothing to recompute: the case is no test"
     assert "half" in plans or not half, plans["least"].predicted_fraction
@@ -247,8 +247,8 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,  # moves two buffers in each forward pass
     "orthogonal": parametrizations.orthogonal,
-    "weight_norm, by hooks": nn.utils.weight_norm,
-    "spectral_norm, by hooks": nn.utils.spectral_norm,
+    "weight_norm, by a hook": nn.utils.weight_norm,
+    "spectral_norm, by a hook": nn.utils.spectral_norm,
 }
 
 
