@@ -2,6 +2,7 @@
 
     python benchmarks/zoo.py                          all of it, an hour of one core; writes docs/supported.md
     python benchmarks/zoo.py --exact                  likewise, with exact plans for every variant: hours
+    python benchmarks/zoo.py --brief                  without the knapsack and the least: a third of the time
     python benchmarks/zoo.py --resume                 goes on where the last run was interrupted
     python benchmarks/zoo.py --only llama t5 vit      some, printed and not written
     python benchmarks/zoo.py --page                   docs/supported.md again, from the results there are
@@ -59,6 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--exact", action="store_true", help="exact plans for every variant, not for the first alone")
+    parser.add_argument("--brief", action="store_true", help="neither the knapsack nor a search for the least peak")
     parser.add_argument("--resume", action="store_true", help="go on where the last run was interrupted")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 4))
     parser.add_argument("--page", action="store_true", help="only write the page from the results")
@@ -69,7 +71,7 @@ def main() -> int:
     if not args.page:
         wanted = [s for s in zoo_models.specimens() if not args.only or s[1] in args.only]
         if args.only:
-            for line in run_all(wanted, args.workers, VARIANTS if args.exact else VARIANTS[:1]):
+            for line in run_all(wanted, args):
                 print(json.dumps(line))
             return 0
         run_to_file(wanted, args)
@@ -88,9 +90,7 @@ def run_to_file(wanted: list[tuple[str, str]], args: argparse.Namespace) -> None
     seen = {(line["task"], line["type"]) for line in done}
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a") as file:
-        for line in run_all(
-            [s for s in wanted if s not in seen], args.workers, VARIANTS if args.exact else VARIANTS[:1]
-        ):
+        for line in run_all([s for s in wanted if s not in seen], args):
             file.write(json.dumps(line) + "\n")
             file.flush()
     keep(partial)
@@ -104,13 +104,14 @@ def keep(partial: Path) -> None:
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def run_all(wanted: list[tuple[str, str]], workers: int, exact: Sequence[str]) -> Iterator[dict]:
+def run_all(wanted: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict]:
     """Lines as they come, with a word on stderr for each architecture."""
     torch.set_num_threads(1)
     shared = provenance()
     _warm_up()
-    with ThreadPoolExecutor(workers) as pool:
-        jobs = {pool.submit(apart, task, kind, exact): (task, kind) for task, kind in wanted}
+    exact = VARIANTS if args.exact else VARIANTS[:1]
+    with ThreadPoolExecutor(args.workers) as pool:
+        jobs = {pool.submit(apart, task, kind, exact, args.brief): (task, kind) for task, kind in wanted}
         for done, job in enumerate(as_completed(jobs), start=1):
             task, kind = jobs[job]
             found = job.result()
@@ -131,10 +132,10 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-def apart(task: str, kind: str, exact: Sequence[str]) -> list[dict]:
+def apart(task: str, kind: str, exact: Sequence[str], brief: bool) -> list[dict]:
     """All variants of one architecture, in a process that may die."""
     with tempfile.NamedTemporaryFile("r") as told:
-        process = multiprocessing.get_context("fork").Process(target=_tell, args=(task, kind, exact, told.name))
+        process = multiprocessing.get_context("fork").Process(target=_tell, args=(task, kind, exact, brief, told.name))
         process.start()
         process.join(LIMIT_S)
         late = process.is_alive()
@@ -150,19 +151,19 @@ def apart(task: str, kind: str, exact: Sequence[str]) -> list[dict]:
     return found
 
 
-def _tell(task: str, kind: str, exact: Sequence[str], path: str) -> None:
+def _tell(task: str, kind: str, exact: Sequence[str], brief: bool, path: str) -> None:
     warnings.filterwarnings("ignore")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        for line in examine(task, kind, exact=exact):
+        for line in examine(task, kind, exact=exact, brief=brief):
             with open(path, "a") as lines:
                 lines.write(json.dumps(line) + "\n")
     os._exit(0)  # what others registered to run at exit is about their process
 
 
 def examine(
-    task: str, kind: str, variants: Sequence[str] = VARIANTS, exact: Sequence[str] = VARIANTS[:1]
+    task: str, kind: str, variants: Sequence[str] = VARIANTS, exact: Sequence[str] = VARIANTS[:1], brief: bool = False
 ) -> Iterator[dict]:
-    """One line for each of ``variants``, those in ``exact`` under exact plans too.
+    """One line for each of ``variants``, those in ``exact`` under exact plans too; ``brief`` as on the command line.
 
     A single one where the architecture cannot be built.
     """
@@ -183,7 +184,7 @@ def examine(
                 return
             continue
         try:
-            line |= compare(model, specimen.batch, step, variant in exact)
+            line |= compare(model, specimen.batch, step, variant in exact, brief)
         except lowtide.UnsupportedModelError as error:
             line |= {"status": "refused", "reason": _first_line(error)}
         except Exception as error:
@@ -245,10 +246,10 @@ def plainly(model: nn.Module, batch: dict, step: Callable) -> None:
         raise ValueError(f"its loss is {one.item()}")
 
 
-def compare(model: nn.Module, batch: dict, step: Callable, exact: bool) -> dict[str, Any]:
+def compare(model: nn.Module, batch: dict, step: Callable, exact: bool, brief: bool = False) -> dict[str, Any]:
     """The status, and what was compared."""
     graph = lowtide.trace(model, batch, step=step)
-    plans = plans_for(graph, plausible_costs(graph), exact)
+    plans = plans_for(graph, plausible_costs(graph), exact, brief)
     differing: dict[str, list[str]] = {}
     off = 0.0
     mismatched = dropped = 0
@@ -272,21 +273,22 @@ def compare(model: nn.Module, batch: dict, step: Callable, exact: bool) -> dict[
     }
 
 
-def plans_for(graph: lowtide.StepGraph, costs: lowtide.Costs, exact: bool) -> dict[str, lowtide.Plan]:
+def plans_for(
+    graph: lowtide.StepGraph, costs: lowtide.Costs, exact: bool, brief: bool = False
+) -> dict[str, lowtide.Plan]:
     """What to try, by name."""
     everything = Draft(close(graph, graph.stored))
     plans = {"all replayed": finish(graph, costs, everything, method="all", budget_bytes=None, start_s=0.0)}
     with contextlib.suppress(ValueError):  # no layer repeats
         plans["full"] = lowtide.solve(graph, costs, method="full")
-    plans["knapsack 0.5"] = lowtide.solve(graph, costs, method="knapsack", ratio=0.5)
-    if not exact:
-        return plans
-    for name, draft in _searched(graph, costs).items():
+    if not brief:
+        plans["knapsack 0.5"] = lowtide.solve(graph, costs, method="knapsack", ratio=0.5)
+    for name, draft in (_searched(graph, costs, brief) if exact else {}).items():
         plans[name] = finish(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)
     return plans
 
 
-def _searched(graph: lowtide.StepGraph, costs: lowtide.Costs) -> dict[str, Draft]:
+def _searched(graph: lowtide.StepGraph, costs: lowtide.Costs, half_alone: bool) -> dict[str, Draft]:
     """At half of the activation memory, if a plan is found there, and at the least, by bisection over budgets.
 
     What the exact method does where it finds nothing (prove the least peak, try schedules of many replays) is left out:
@@ -294,23 +296,24 @@ def _searched(graph: lowtide.StepGraph, costs: lowtide.Costs) -> dict[str, Draft
     """
     search = Search(graph, costs, QUICKLY)
     span_bytes = search.plain.peak_bytes - graph.resident_bytes
-    drafts: dict[str, Draft] = {}
-    leanest = search.plain
-    fits, too_little, fraction = 1.0, 0.0, 0.5
     start_s = time.perf_counter()
-    while fits - too_little > RESOLUTION and time.perf_counter() - start_s < SEARCH_S:
+
+    def within(fraction: float) -> Draft | None:
         budget_bytes = graph.resident_bytes + int(fraction * span_bytes)
-        judged = [j for j in search.fastest(budget_bytes).judged if j.peak_bytes <= budget_bytes]
-        if judged:
-            leanest, fits = judged[-1], fraction
-        else:
-            too_little = fraction
-        if judged and fraction == 0.5:
-            drafts["half"] = Draft(leanest.actions, "feasible")
+        fitting = [j for j in search.fastest(budget_bytes).judged if j.peak_bytes <= budget_bytes]
+        return Draft(fitting[-1].actions, "feasible") if fitting else None
+
+    half = leanest = within(0.5)
+    drafts = {} if half is None else {"half": half}
+    fits, too_little = (1.0, 0.5) if half is None else (0.5, 0.0)
+    while not half_alone and fits - too_little > RESOLUTION and time.perf_counter() - start_s < SEARCH_S:
         fraction = (fits + too_little) / 2
-    if leanest is not search.plain:
-        drafts["least"] = Draft(leanest.actions, "feasible")
-    return drafts
+        draft = within(fraction)
+        if draft is None:
+            too_little = fraction
+        else:
+            leanest, fits = draft, fraction
+    return drafts if leanest is half or leanest is None else drafts | {"least": leanest}
 
 
 def plausible_costs(graph: lowtide.StepGraph) -> lowtide.Costs:

@@ -38,6 +38,10 @@ def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
 def text(config: Any, model: nn.Module) -> Iterator[Batch]:
     ids = _ids(config)
     yield {"input_ids": ids, "labels": ids.clone()}
+    most = getattr(config, "max_position_embeddings", None)
+    if most:  # where the answer has as many places as there are positions
+        longer = _ids(config, most)
+        yield {"input_ids": longer, "labels": longer.clone()}
     accepted = inspect.signature(model.forward).parameters
     if "pixel_values" in accepted:
         yield {"input_ids": ids, "labels": ids.clone(), "pixel_values": _pixels(config)}
@@ -99,7 +103,7 @@ def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
     """Image and text where the place of image tokens is found, text alone where not."""
     ids = _ids(config)
     accepted = inspect.signature(model.forward).parameters
-    token = getattr(config, "image_token_id", None)
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     vision = getattr(config, "vision_config", config)
     patch = getattr(vision, "patch_size", None)
     merge = getattr(vision, "spatial_merge_size", None) or 1
@@ -110,22 +114,30 @@ def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
         start = getattr(config, "vision_start_token_id", None)
         before = [] if start is None else [torch.full((ROWS, 1), start)]
         placed = torch.cat([*before, torch.full((ROWS, 4), token), ids], dim=1)
-        flat = {"pixel_values": torch.randn(ROWS * side * side, depth), "image_grid_thw": grid}
-        kinds = (placed == token).int()
-        yield {"input_ids": placed, "labels": placed.clone(), **flat, "mm_token_type_ids": kinds}
-        yield {"input_ids": placed, "labels": placed.clone(), **flat}
+        count = ROWS * side * side
+        forms = [torch.randn(count, depth), torch.randn(1, count, 3, patch, patch), torch.randn(count, 3, patch, patch)]
+        for pixels in forms:
+            flat = {"pixel_values": pixels, "image_grid_thw": grid}
+            kinds = (placed == token).int()
+            yield {"input_ids": placed, "labels": placed.clone(), **flat, "mm_token_type_ids": kinds}
+            yield {"input_ids": placed, "labels": placed.clone(), **flat}
     if token is not None:
         pixels = _pixels(config)
         size = pixels.shape[-1]
         whole = (size // patch) ** 2 if isinstance(patch, int) else 4
         forms = [{"pixel_values": pixels}, {"pixel_values": pixels.unsqueeze(1)}]
         forms += [{"pixel_values": pixels, "image_sizes": torch.full((ROWS, 2), size)}]
-        for count in dict.fromkeys((whole, whole + 1, whole // 4, whole // 16, 4, 1, 2, HEADS * 2, 256)):
+        if "qformer_input_ids" in accepted:
+            forms += [
+                {"pixel_values": pixels, "qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
+            ]
+        for count in dict.fromkeys((whole, whole + 1, whole // 4, whole // 16, 4, 1, 2, 8, 256)):
             placed = torch.cat([torch.full((ROWS, max(count, 1)), token), ids], dim=1)
             for form in forms:
                 yield {"input_ids": placed, "labels": placed.clone(), **form}
     if "flattened_patches" in accepted:
-        yield {"flattened_patches": torch.rand(ROWS, 9, 2 + 3 * 8 * 8), "labels": ids}
+        width = getattr(vision, "patch_embed_hidden_size", 3 * 8 * 8)
+        yield {"flattened_patches": torch.rand(ROWS, 9, 2 + width), "labels": ids}
     if "pixel_values" in accepted:
         pixels = _pixels(config)
         both = {"input_ids": ids, "labels": ids.clone(), "pixel_values": pixels}
@@ -134,6 +146,7 @@ def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
         yield {**both, "image_embeds_position_mask": (torch.arange(TOKENS) < HEADS).expand(ROWS, TOKENS)}
         yield {**both, "pixel_values": pixels.unsqueeze(1), "image_attention_mask": torch.ones(ROWS, TOKENS, 1)}
         yield {"pixel_values": pixels, "labels": ids}
+        yield {**both, "bbox": torch.rand(ROWS, TOKENS, 4)}
     yield {"input_ids": ids, "labels": ids.clone()}
 
 

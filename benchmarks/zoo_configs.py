@@ -19,7 +19,10 @@ _NAMES: tuple[tuple[int, str], ...] = (
         """
         hidden_size d_model n_embd dim embed_dim hidden_dim model_dim embedding_size emb_dim encoder_hidden_size
         decoder_hidden_size d_embed projection_dim attention_hidden_size encoder_embed_dim text_embed_dim embedding_dim
-        lru_width conv_dim attention_hidden_dim cross_attention_hidden_size decoder_hidden_dim
+        lru_width conv_dim attention_hidden_dim cross_attention_hidden_size decoder_hidden_dim out_hidden_size
+        text_hidden_size audio_hidden_size adapter_in_dim output_dim output_proj_dims patch_embed_hidden_size
+        adapter_input_size base_channels
+        qformer_hidden_size
     """,
     ),
     (
@@ -68,7 +71,8 @@ _NAMES: tuple[tuple[int, str], ...] = (
         """
         head_dim attention_head_dim d_kv v_head_dim qk_nope_head_dim global_head_dim qk_rope_head_dim patch_size
         rotary_dim mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim chunk_size sliding_window attention_window
-        linear_key_head_dim linear_value_head_dim index_head_dim hidden_size_per_layer_input
+        linear_key_head_dim linear_value_head_dim index_head_dim hidden_size_per_layer_input context_size
+        num_query_tokens
     """,
     ),
     (16, "q_lora_rank kv_lora_rank mamba_d_state state_size mamba_d_ssm ssm_state_size num_mel_bins"),
@@ -99,7 +103,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"block_size": 2},
     "bigbird_pegasus": {"block_size": 2},
-    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "blt": {"encoder_hash_byte_group_vocab": 50, "use_cache": False},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -149,7 +153,29 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "mobilevitv2": {"patch_size": 2},
     "swin": {"patch_size": 4},
     "textnet": {"stem_out_channels": 16, "hidden_sizes": [16] * 5},
+    # Images and text.
+    "blip-2": {"image_token_index": 99},
+    "chameleon": {"vocabulary_map": {"<image>": 99}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64, "global_head_dim": 8},
+    "emu3": {"vocabulary_map": {"<image>": 99, "<|extra_200|>": 98}},
+    "hunyuan_vl_text": {"head_dim": 8},
+    "instructblip": {"image_token_index": 99},
+    "instructblipvideo": {"video_token_index": 99},
+    "neomme": {"head_dim": 16},
+    "qwen2_5_omni_vision_encoder": {"window_size": 32},
+    "qwen2_5_vl_vision": {"window_size": 32},
+    "glm4v_moe_text": {"head_dim": 16},
+    "glm5_next_text": {"index_kpool": 2},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+                       "indexer_compress_ratio": 2},
+    "upernet": {"auxiliary_in_channels": HIDDEN},
     # Speech.
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "moonshine_streaming": {"num_key_value_heads": HEADS},
+    "moonshine": {"encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS},
     "canary": {"vocab_size": VOCABULARY},
     "dia": {"delay_pattern": [0, 1, 2], "decoder_config": {"num_channels": 3}},
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
@@ -165,7 +191,11 @@ def small(config_class: Any, dropout: float | None) -> Any:
 
 def overrides(config_class: Any, dropout: float | None) -> dict[str, Any]:
     """What to make a configuration with."""
-    default = config_class()
+    particular = PARTICULAR.get(getattr(config_class, "model_type", ""), {})
+    try:
+        default = config_class()
+    except Exception:  # its own defaults are not allowed
+        default = config_class(**particular)
     inside = dict(getattr(config_class, "sub_configs", None) or {})
     # What it computes follows from what it declares.
     accepted = {field.name for field in dataclasses.fields(config_class)} | {n for n in vars(default) if "token" in n}
@@ -190,16 +220,16 @@ def overrides(config_class: Any, dropout: float | None) -> dict[str, Any]:
             found[name] = dropout
     if "kv_lora_rank" in found:  # latent attention has as many of them as heads
         found["num_key_value_heads"] = HEADS
-    rope = _value(default, "rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        found["rope_parameters"] = {**rope, "mrope_section": [1, 1, 2]}
+    rope = _value(default, "rope_parameters") or {}
+    if "mrope_section" in {*rope, *getattr(config_class, "ignore_keys_at_rope_validation", ())}:
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": [1, 1, 2]}
     for name in inside:
         value = _value(default, name)
         if value is not None and not isinstance(value, dict):
             found[name] = overrides(type(value), dropout)
             if "model_type" in vars(type(value)):
                 found[name]["model_type"] = type(value).model_type
-    return _deep(found, PARTICULAR.get(getattr(config_class, "model_type", ""), {}))
+    return _deep(found, particular)
 
 
 def _deep(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
