@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py                          all of it, an hour of one core; writes docs/supported.md
     python benchmarks/zoo.py --exact                  likewise, with exact plans for every variant: hours
-    python benchmarks/zoo.py --brief                  without the knapsack and the least: a third of the time
+    python benchmarks/zoo.py --brief                  all replayed, and half, alone: a third of the time
     python benchmarks/zoo.py --resume                 goes on where the last run was interrupted
     python benchmarks/zoo.py --only llama t5 vit      some, printed and not written
     python benchmarks/zoo.py --page                   docs/supported.md again, from the results there are
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -51,6 +51,19 @@ PAGE = HERE.parent / "docs" / "supported.md"
 MARK = "<!-- From here on: made by benchmarks/zoo.py from its results. -->"
 VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
 LIMIT_S = 600.0
+SHOWN = {  # plans, on the page
+    "all replayed": "all replayed",
+    "full": "layers whole",
+    "knapsack 0.5": "knapsack",
+    "half": "exact at 50 %",
+    "least": "exact near the least",
+}
+REASONS = {  # why an architecture was not tried, by what its error says
+    "two plain steps": "Two plain steps from one state differ (it seeds generators itself)",
+    "no loss": "It returns no loss",
+    "ImportError": "Needs a package that is not installed",
+    "ModuleNotFoundError": "Needs a package that is not installed",
+}
 QUICKLY = Limits(time_limit_s=2.0, node_limit=5, gap=0.1)  # a plan that is not the best is as good a test
 RESOLUTION = 0.07  # of the activation memory: how near to the least
 SEARCH_S = 8.0  # after which no further budget is tried
@@ -60,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--exact", action="store_true", help="exact plans for every variant, not for the first alone")
-    parser.add_argument("--brief", action="store_true", help="neither the knapsack nor a search for the least peak")
+    parser.add_argument("--brief", action="store_true", help="all replayed, and half of the memory, alone")
     parser.add_argument("--resume", action="store_true", help="go on where the last run was interrupted")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 4))
     parser.add_argument("--page", action="store_true", help="only write the page from the results")
@@ -279,9 +292,9 @@ def plans_for(
     """What to try, by name."""
     everything = Draft(close(graph, graph.stored))
     plans = {"all replayed": finish(graph, costs, everything, method="all", budget_bytes=None, start_s=0.0)}
-    with contextlib.suppress(ValueError):  # no layer repeats
-        plans["full"] = lowtide.solve(graph, costs, method="full")
     if not brief:
+        with contextlib.suppress(ValueError):  # no layer repeats
+            plans["full"] = lowtide.solve(graph, costs, method="full")
         plans["knapsack 0.5"] = lowtide.solve(graph, costs, method="knapsack", ratio=0.5)
     for name, draft in (_searched(graph, costs, brief) if exact else {}).items():
         plans[name] = finish(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)
@@ -344,20 +357,23 @@ def page(lines: list[dict]) -> list[str]:
     for line in lines:
         variants[line["task"], line["type"]][line["variant"]] = line
     built = {key: found for key, found in variants.items() if found.get("float32", {}).get("status") != "not built"}
-    equal = [line for found in built.values() for line in found.values() if line["status"] == "equal"]
     tried = [line for found in built.values() for line in found.values() if line["status"] != "not built"]
+    equal = [line for line in tried if line["status"] == "equal"]
     types = {kind for _, kind in built}
     waiting = sum(specimen not in variants for specimen in zoo_models.specimens())
-    first = lines[0]
+    last = max(lines, key=lambda line: line["date"])
     text = [
-        f"{len(types)} model types in {len(built)} classes, {len(tried)} variants tried, {len(equal)} bitwise equal "
-        f"under every plan; {waiting} classes have not been run yet (torch {first['torch']}, "
-        f"transformers {first['transformers']}, {first['date']}).",
+        f"{len(types)} model types in {len(built)} classes, {len(tried)} variants tried, **{len(equal)} bitwise equal "
+        f"under every plan**; {waiting} classes have not been run yet (torch {last['torch']}, "
+        f"transformers {last['transformers']}, {last['date']}). {_carried_out(equal)}",
         "",
     ]
     for task in dict.fromkeys(task for task, _ in built):
-        whole = [k for (t, k), found in built.items() if t == task and _all_equal(found)]
-        text += [f"**{task.capitalize()}** ({len(whole)}): {', '.join(f'`{k}`' for k in sorted(whole))}", ""]
+        whole = sorted((k, found) for (t, k), found in built.items() if t == task and _all_equal(found))
+        names = ", ".join(f"`{k}`" + ("*" if _blind(task, found) else "") for k, found in whole)
+        text += [f"**{task.capitalize()}** ({len(whole)}): {names}", ""]
+    if any(_blind(task, found) for (task, _), found in built.items()):
+        text += ["\\* on text alone: where the model expects its image is not known here.", ""]
     others = [
         (kind, task, line)
         for (task, kind), found in sorted(built.items())
@@ -370,14 +386,57 @@ def page(lines: list[dict]) -> list[str]:
         text += [f"| `{kind}` | {task} | {line['variant']} | {_what(line)} |" for kind, task, line in others]
     else:
         text.append("None.")
-    absent = {
-        key: found["float32"]["reason"]
-        for key, found in sorted(variants.items())
-        if found.get("float32", {}).get("status") == "not built"
-    }
-    text += ["", f"## Not tried ({len(absent)})", "", "No small configuration or batch is known for these:", ""]
-    text.append(", ".join(f"`{kind}`" for _, kind in absent) + ".")
+    text += _not_tried(variants, built)
     return text
+
+
+def _carried_out(equal: list[dict]) -> str:
+    """How often each plan was, and how low the exact ones went."""
+    counts = Counter(name for line in equal for name in line.get("plans", ()))
+    if not counts:
+        return ""
+    fractions = sorted(line["plans"]["least"] for line in equal if "least" in line.get("plans", ()))
+    told = ", ".join(f"{SHOWN.get(name, name)} {count}" for name, count in counts.items())
+    middle = f"; half of those leave at most {fractions[len(fractions) // 2]:.0%}" if fractions else ""
+    return f"Plans carried out: {told}{middle}."
+
+
+def _blind(task: str, found: dict[str, dict]) -> bool:
+    """An image and text model that saw no image."""
+    inputs = found.get("float32", {}).get("inputs", ["pixel"])
+    return task == "image and text" and not any("pixel" in name or "patches" in name for name in inputs)
+
+
+def _not_tried(
+    variants: dict[tuple[str, str], dict[str, dict]], built: dict[tuple[str, str], dict[str, dict]]
+) -> list[str]:
+    """Architectures, and variants of the others, that do not run by themselves, by reason."""
+    whole: dict[str, list[str]] = defaultdict(list)
+    for (task, kind), found in sorted(variants.items()):
+        if (task, kind) not in built:
+            whole[_why(found["float32"]["reason"])].append(f"`{kind}` ({task})")
+    text = ["", f"## Not tried ({sum(map(len, whole.values()))})", ""]
+    text += [f"- {why}: {', '.join(kinds)}" for why, kinds in sorted(whole.items())]
+    parts: dict[str, list[str]] = defaultdict(list)
+    for (_, kind), found in sorted(built.items()):
+        for line in found.values():
+            if line["status"] == "not built":
+                parts[line["variant"]].append(f"`{kind}`")
+    if parts:
+        text += [
+            "",
+            "Variants that fail without lowtide too (a dtype that autocast mixes, layers that PEFT does not know):",
+        ]
+        text += ["", *(f"- {variant}: {', '.join(kinds)}" for variant, kinds in sorted(parts.items()))]
+    return text
+
+
+def _why(reason: str) -> str:
+    """A reason in words of the page."""
+    for part, why in REASONS.items():
+        if part in reason:
+            return why
+    return "No small configuration or batch is known"
 
 
 def _all_equal(found: dict[str, dict]) -> bool:
