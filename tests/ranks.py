@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import traceback
@@ -21,16 +22,18 @@ from lowtide.tracing import parallel, state
 WORLD = 2
 
 
-def on_every_rank(run: Callable[..., Any], *args: Any) -> list[Any]:
-    """``run(rank, *args)`` in each of two processes, joined by gloo; what they return, by rank.
+def on_every_rank(run: Callable[..., Any], *args: Any, world: int = WORLD) -> list[Any]:
+    """``run(rank, *args)`` in each of ``world`` processes, joined by gloo; what they return, by rank.
 
     The processes are forked from one that has torch and has run no backward: autograd refuses to go on in others.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["ranks", "sharded"])
-    ends = [context.Pipe(duplex=False) for _ in range(WORLD)]
+    ends = [context.Pipe(duplex=False) for _ in range(world)]
     port = 20_000 + os.getpid() % 20_000
-    processes = [context.Process(target=_rank, args=(rank, port, run, args, ends[rank][1])) for rank in range(WORLD)]
+    processes = [
+        context.Process(target=_rank, args=(rank, world, port, run, args, ends[rank][1])) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     try:
@@ -45,11 +48,12 @@ def on_every_rank(run: Callable[..., Any], *args: Any) -> list[Any]:
     return [result for result, _ in told]
 
 
-def _rank(rank: int, port: int, run: Callable[..., Any], args: tuple, end: Any) -> None:
+def _rank(rank: int, world: int, port: int, run: Callable[..., Any], args: tuple, end: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage, and looking through it takes longer than a step
     try:
-        store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         end.send((run(rank, *args), None))
         dist.barrier()
         dist.destroy_process_group()

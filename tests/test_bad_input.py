@@ -18,7 +18,7 @@ from torch import nn
 
 import lowtide
 from lowtide import BudgetInfeasibleError, GraphFormatError, LowtideError, Plan, PlanMismatchError
-from lowtide.errors import StepError
+from lowtide.errors import StepError, TierError
 
 WAY_OUT = 'Write bytes as an int, "6GiB" (2^30), "6GB" (10^9), "40%" of the plain step\'s activation memory, or "auto".'
 
@@ -259,14 +259,17 @@ def test_what_is_no_plan_is_refused():
     assert text == "plan is a str. Pass what lowtide.solve or Plan.load returns."
 
 
-def test_a_plan_that_offloads_is_refused_until_the_tape_can():
+def test_a_plan_that_moves_to_a_tier_that_is_not_here_is_refused():
     model = mlp(2)
     plan = harshest(model, torch.randn(4, 16))
     offload = replace(plan, decisions=tuple(replace(d, action="cpu_offload") for d in plan.decisions))
 
-    text = refused(lambda: enter(model, offload), model, ValueError)
+    text = refused(lambda: enter(model, offload), model, TierError)
 
-    assert text == "the plan asks for ['cpu_offload'], which this tape does not carry out. Solve without offload."
+    assert text == (
+        "there is no host tier beside a model on cpu: its memory is the host's.\n"
+        "Leave host_budget= out, and use the disk tier: scratch_dir= or disk_budget=."
+    )
 
 
 def body(**changes: Any) -> str:

@@ -233,8 +233,8 @@ def test_after_a_step_nothing_of_it_is_left():
         run_step(model, batch, None)[0].backward()
         model.zero_grad(set_to_none=True)
         assert live_tensors() == before
-        tier = weakref.ref(applied._tape._tiers[DISK])
-        places = applied._tape._tiers[DISK].space
+        tier = weakref.ref(applied._tape.tiers[DISK])
+        places = applied._tape.tiers[DISK].space
     assert places._end == 0 and places._free == []  # every place in the file has come back
     del applied
     gc.collect()

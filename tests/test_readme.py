@@ -3,15 +3,18 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_every_python_block_runs_and_prints_what_it_says(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/offload.md"])
+def test_every_python_block_runs_and_prints_what_it_says(capsys, page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, page, "exec"), {})
         expected = re.findall(r"^print\(.*\)\s+# (.*)$", block, re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == expected
 

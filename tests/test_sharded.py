@@ -4,19 +4,72 @@ import pytest
 import sharded
 from ranks import on_every_rank
 
-
-@pytest.fixture(scope="module")
-def trained():
-    return on_every_rank(sharded.all_ways)
+from lowtide.plan import RECOMPUTE
 
 
-@pytest.mark.parametrize("way", sharded.WAYS)
-def test_fully_sharded_training_is_bitwise_the_same_and_sends_no_more(way, trained):
+def check(way, trained):
     for told in trained:
         plain, ours = told[way]
         for what in ("losses", "gradients", "state", "sent"):
             assert ours[what] == plain[what]
         assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0 and not ours["warnings"]
         assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.02)
-    first, second = (told[way][1] for told in trained)
-    assert first["plan"].decisions == second["plan"].decisions
+    plans = [told[way][1]["plan"] for told in trained]
+    assert all(plan.decisions == plans[0].decisions for plan in plans)
+    assert plans[0].counts[RECOMPUTE] > 0
+
+
+@pytest.fixture(scope="module")
+def fully_sharded():
+    return on_every_rank(sharded.all_ways, sharded.WAYS)
+
+
+@pytest.fixture(scope="module")
+def in_parts():
+    return on_every_rank(sharded.all_ways, sharded.IN_PARTS)
+
+
+@pytest.mark.parametrize("way", sharded.WAYS)
+def test_fully_sharded_training_is_bitwise_the_same_and_sends_no_more(way, fully_sharded):
+    check(way, fully_sharded)
+
+
+@pytest.mark.parametrize("way", sharded.IN_PARTS)
+def test_tensors_in_parts_train_bitwise_the_same_and_send_no_more(way, in_parts):
+    check(way, in_parts)
+
+
+def test_the_tightest_rank_decides_for_all():
+    first, second = on_every_rank(sharded.with_a_budget, "90%", "60%")
+
+    assert first.decisions == second.decisions and first.predicted_fraction < 0.61
+
+
+def test_a_budget_that_one_rank_cannot_keep_is_refused_on_all():
+    first, second = on_every_rank(sharded.with_a_budget, "90%", 1)
+
+    assert first == second and int(first) > 1
+
+
+def test_a_rank_without_a_loss_stops_all_before_backward():
+    first, second = on_every_rank(sharded.without_a_loss, 1)
+
+    assert "the forward pass failed on rank 1" in first and "StepError" in first
+    assert second.startswith("StepError")
+
+
+def test_a_mesh_of_two_by_two_trains_bitwise_the_same():
+    (way,) = sharded.ON_FOUR
+    check(way, on_every_rank(sharded.all_ways, sharded.ON_FOUR, world=4))
+
+
+@pytest.mark.parametrize("schedule", sharded.SCHEDULES)
+def test_pipeline_stages_train_bitwise_the_same_each_under_a_plan_of_its_own(schedule):
+    trained = on_every_rank(sharded.in_stages, schedule)
+
+    for plain, ours in trained:
+        assert all(ours[what] == plain[what] for what in plain)
+        assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0 and not ours["warnings"]
+        assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.02)  # of one microbatch
+    first, second = (ours["plan"] for _, ours in trained)
+    assert first.decisions != second.decisions

@@ -83,15 +83,15 @@ def agree(
         BudgetInfeasibleError: the deciding rank found none; on all ranks.
     """
     alike = _what_a_plan_goes_by(graph)
-    told = _gather(group, (alike, budget_bytes))
-    decider = min(range(len(told)), key=lambda rank: (told[rank][1], rank))
-    least_bytes = told[decider][1]
-    if any(other != alike for other, _ in told):
+    told = _gather(group, (alike, budget_bytes, budget_bytes - graph.resident_bytes))
+    decider = min(range(len(told)), key=lambda rank: (told[rank][2], rank))
+    if any(other != alike for other, _, _ in told):
+        least_bytes = min(budget for _, budget, _ in told)
         return graph, on_all(group, "solving", lambda: solve(graph, least_bytes))
     answer: list[Any] = [None]  # a plan and the graph it was made for, or why there is none
     if dist.get_rank(group) == decider:
         try:
-            answer = [(replace(graph), solve(graph, least_bytes))]  # without what is cached beside its fields
+            answer = [(replace(graph), solve(graph, budget_bytes))]  # without what is cached beside its fields
         except BudgetInfeasibleError as error:
             answer = [(str(error), error.budget_bytes, error.least_bytes)]
         except Exception as error:
@@ -110,7 +110,8 @@ def agree(
 def _what_a_plan_goes_by(graph: StepGraph) -> str:
     """Equal where one plan suits both: not the moment a sending thread lets go of a buffer, nor whose rank is which."""
     ops = tuple(replace(op, workspace_bytes=0) for op in graph.ops)
-    return replace(graph, resident={}, signatures=(), events=(), ops=ops).fingerprint
+    storages = tuple(replace(s, bytes=0) if s.op is None else s for s in graph.storages)  # shards may be uneven
+    return replace(graph, resident={}, signatures=(), events=(), ops=ops, storages=storages).fingerprint
 
 
 def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:

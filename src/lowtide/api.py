@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from lowtide.agreement import agree, group_of, of_all, on_all, on_any
 from lowtide.costs.measurer import measure
-from lowtide.errors import BudgetInfeasibleError, LowtideError, StepError, UnsupportedModelError
+from lowtide.errors import BudgetInfeasibleError, LowtideError, StepError, TierError, UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.meters import available_bytes
@@ -26,6 +27,7 @@ from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
 from lowtide.solvers.front_door import absolute_bytes, solve
 from lowtide.tape import attach
+from lowtide.tape.places import Places, usable
 from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.tape import Audit, Tape
 from lowtide.tracing import scopes
@@ -34,9 +36,9 @@ from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal
 from lowtide.tracing.subclasses import shards_in
-from lowtide.tracing.tracer import Step, device_of, run_step, trace
+from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes, parse_budget
-from lowtide.verifier import Verification, suspended, verify
+from lowtide.verifier import Verification, suspended, verify_in
 
 logger = logging.getLogger("lowtide")
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
@@ -71,6 +73,12 @@ class _Settings:
     optimizer: Any
     method: str
     options: dict[str, Any] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
+    unasked: bool = False  # the tiers are ours to choose, so a plan without them is as good as asked for
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return tuple(self.options.get("offload", ()))
 
 
 class Fit:
@@ -121,12 +129,25 @@ class Fit:
         """Input signature of a call of the model -> its plan."""
         return {call: planned.plan for call, planned in self._by_call.items()}
 
+    def add(self, batch: Any) -> Plan:
+        """Plan for a batch of another shape now, not when the first one comes.
+
+        Of a sharded model every rank has to call it. A shape that was not added is saved whole there: planning in
+        mid-training would wait for ranks that have met no such batch.
+        """
+        with suspended(self.model):
+            planned = self._make(batch, self._step)
+        self._unplanned -= set(planned.graph.calls)
+        self._remember(planned)
+        return planned.plan
+
     def verify(self, batch: Any = None, *, rounds: int = 3) -> Verification:
         """Compare the planned with the plain step, bit by bit; see ``lowtide.verify``. Takes some steps' time."""
         batch = self._batch if batch is None else batch
         if batch is None:
             raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
-        self._verification = verify(self.model, batch, self.plan, step=self._step, rounds=rounds)
+        places = self._settings.places
+        self._verification = verify_in(places, self.model, batch, self.plan, step=self._step, rounds=rounds)
         return self._verification
 
     def report(self, *, measure: bool = True) -> str:
@@ -183,14 +204,18 @@ class Fit:
         if planned is None and shards_in(model):
             self._unplanned.add(signature)
             self._warn(
-                f"no plan for {signature}: everything is saved (a rehearsal of a sharded model needs all ranks: call "
-                "fit on a batch of this shape on each)"
+                f"no plan for {signature}: everything is saved (rehearsals of a sharded model need all ranks: call "
+                "fit.add(batch) on each)"
             )
             return None
         if planned is None or self._drifted(planned):
             try:
                 planned = self._plan_again(signature, Call(args, kwargs), planned)
-            except (StepError, UnsupportedModelError) as error:  # the plain call then works, or raises its own error
+            except (
+                StepError,
+                TierError,
+                UnsupportedModelError,
+            ) as error:  # the plain call then works, or raises its own error
                 self._unplanned.add(signature)
                 self._warn(f"no plan for {signature}: everything is saved ({str(error).splitlines()[0]})")
                 return None
@@ -240,18 +265,33 @@ class Fit:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.
             group = None if fall_back else group_of(model)
-            graph = on_all(group, "tracing", lambda: trace(model, batch, step=step, optimizer=settings.optimizer))
+            graph = on_all(
+                group,
+                "tracing",
+                lambda: record(
+                    model, batch, step, settings.optimizer, forward=lambda run: on_all(group, "the forward pass", run)
+                ),
+            )
             traced = time.perf_counter()
             stages.next()
-            costs = on_all(group, "measuring", lambda: measure(graph))
+            scratch_dir = settings.places.scratch_dir
+            costs = on_all(group, "measuring", lambda: measure(graph, tiers=settings.tiers, scratch_dir=scratch_dir))
             measured = time.perf_counter()
             stages.next()
             graph, plan = self._solve(graph, costs, group, fall_back)
             stages.next()
             for _ in range(3):  # a replay that differs is saved, and the rest planned anew
-                tape = Tape(attach.program_of(plan), model)
+                tape = Tape(attach.program_of(plan), model, settings.places.open(plan))
                 planned = Planned(graph, costs, plan, tape, traced - start, measured - traced, group=group)
-                differed = of_all(group, self._rehearse(planned, batch, step))
+                try:
+                    differed = of_all(group, self._rehearse(planned, batch, step))
+                except TierError as error:
+                    if not settings.unasked or group is not None:
+                        raise
+                    self._warn(f"planned without other tiers: {str(error).splitlines()[0]}")
+                    settings.options = {k: v for k, v in settings.options.items() if k != "offload"}
+                    graph, plan = self._solve(graph, costs, group, fall_back)
+                    continue
                 if not differed:
                     break
                 graph = _with_fixed(graph, differed)
@@ -284,7 +324,7 @@ class Fit:
                 f"no plan fits {format_bytes(error.budget_bytes)} for {graph.provenance.get('batch', 'this input')}: "
                 f"running at the least there is, {format_bytes(error.least_bytes)}"
             )
-            return graph, solve(graph, costs, error.least_bytes)
+            return graph, solve(graph, costs, error.least_bytes, **settings.options)
 
     def _rehearse(self, planned: Planned, batch: Any, step: Step | None) -> set[int]:
         """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed."""
@@ -300,7 +340,7 @@ class Fit:
             allowance = available_bytes(device_of(model)) - need
             if not on_any(planned.group, waiting > 0 and allowance > 0 and not stuck):
                 break
-            tape = Tape(program, model)
+            tape = Tape(program, model, planned.tape.tiers)
             tape.audit = Audit(program, max(allowance, 0) // 2, differed.append)
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
@@ -376,6 +416,10 @@ def fit(
     optimizer: Any = None,
     step: Step | None = None,
     method: str = "exact",
+    scratch_dir: str | Path | None = None,
+    disk_budget: int | str | None = None,
+    checksums: bool = False,
+    host_budget: int | str | None = "auto",
     **options: Any,
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -393,6 +437,12 @@ def fit(
         optimizer: Counts the state it has or will have.
         step: ``(model, batch) -> loss`` where the loss is not the model's own output.
         method: ``exact``, or a classic: ``every_n`` (n=2), ``sqrt_n``, ``full``, ``none``.
+        scratch_dir: Of a model on CPU: tensors may be moved to a file in this directory; by default the system's
+            directory for temporary files where ``disk_budget`` is given, and none where neither is.
+        disk_budget: Most bytes in it; by default nine tenths of what is free there.
+        checksums: Compare what comes back from disk with what was written.
+        host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; ``"auto"`` half
+            of what is available, None nothing.
 
     Returns:
         A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
@@ -401,13 +451,25 @@ def fit(
         ValueError, TypeError: the budget makes no sense.
         BudgetInfeasibleError: no plan fits; ``least_bytes`` would.
         StepError, UnsupportedModelError: the step cannot be planned; the model is as it was.
+        TierError: a tier that was asked for is not on this machine, or cannot be used; likewise.
     """
     model = unwrapped(model)
-    fitted = Fit(model, _Settings(parse_budget(budget), optimizer, method, options), step)
+    settings = _Settings(parse_budget(budget), optimizer, method, options)
+    fitted = Fit(model, settings, step)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
         )
+    settings.places, offload = usable(
+        device_of(model).type,
+        scratch_dir=scratch_dir,
+        disk_budget=disk_budget,
+        checksums=checksums,
+        host_budget=host_budget if method == "exact" or host_budget != "auto" else None,
+    )
+    settings.unasked = host_budget == "auto"
+    if offload:
+        settings.options = {**options, "offload": offload}
     fitted._remember(fitted._make(batch, step))
     if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
         fitted._batch = batch

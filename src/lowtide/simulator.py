@@ -280,8 +280,8 @@ class _Step:
         self.sets_out: dict[int, list[int]] = {}  # op -> what is complete, and moved, when it has run
         for s in sorted(self.moved):
             self.sets_out.setdefault(index.complete[index.maker[s]], []).append(s)
-        started = sorted((at, s) for s, at in moves.fetch_at.items() if s in self.moved)
-        self.due = deque(started)  # (number of an unpack, what is fetched from then on)
+        started = sorted((at, -s) for s, at in moves.fetch_at.items() if s in self.moved)
+        self.due = deque((at, -s) for at, s in started)  # (number of an unpack, what is fetched from then on)
         self.unpacks = 0
         self.outgoing: deque[int] = deque()
         self.outgoing_bytes = 0

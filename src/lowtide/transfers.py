@@ -7,7 +7,7 @@ is, so a predicted peak holds on a slow disk too; the links' speed decides about
 - At most ``Moves.window_bytes`` are on their way out at once: before one more sets out the oldest have to settle,
   whatever the wait. When backward first asks for anything all that is left settles.
 - It comes back once a backward, into memory that counts from the moment the fetch starts: at the unpack with the
-  number ``Moves.fetch_at`` (of all that backward unpacks, in order), or when it is needed.
+  number ``Moves.fetch_at`` (of all that backward unpacks, in order; of several the last made first), or when needed.
 - A link carries one transfer at a time each way, first come, first served.
 """
 

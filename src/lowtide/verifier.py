@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from lowtide.meters import available_bytes, compare_times, peak_bytes
 from lowtide.plan import Plan
 from lowtide.tape import attach
+from lowtide.tape.places import Places
 from lowtide.tape.tape import Counts
 from lowtide.tracing import scopes
 from lowtide.tracing.batches import first_rows, rows
@@ -21,6 +23,8 @@ from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal, same_bits
 from lowtide.tracing.subclasses import parts, shards_in
 from lowtide.tracing.tracer import Step, device_of, run_step
+
+_PEAKS_OF_SENDERS = 3  # measurements of the peak of a step that communicates
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,15 @@ class Verification:
         return self.loss_bitwise_equal and self.gradients_bitwise_equal and self.buffers_bitwise_equal
 
 
-def verify(model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3) -> Verification:
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    *,
+    step: Step | None = None,
+    rounds: int = 3,
+    scratch_dir: str | Path | None = None,
+) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
     Args:
@@ -68,10 +80,19 @@ def verify(model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None
             compared, under a plan of the same fraction made for it, and ``note`` says so.
         step: As for ``trace``; the step the plan was made with.
         rounds: Interleaved timings of both steps, medians compared; 0 times nothing.
+        scratch_dir: As for ``apply``.
 
     Raises:
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
+        TierError: see ``apply``.
     """
+    return verify_in(Places(scratch_dir), model, batch, plan, step=step, rounds=rounds)
+
+
+def verify_in(
+    places: Places, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
+) -> Verification:
+    """``verify``, with all that may be said of tiers."""
     note = ""
     model = unwrapped(model)
     with suspended(model):
@@ -80,19 +101,20 @@ def verify(model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        plain, _ = _outcome(model, batch, step, None, plan.provenance)
-        ours, counts = _outcome(model, batch, step, plan, plan.provenance)
+        places = places.held(plan)
+        plain, _ = _outcome(model, batch, step, None, places, plan.provenance)
+        ours, counts = _outcome(model, batch, step, plan, places, plan.provenance)
         differing = [name for name in plain if not _same(plain[name], ours.get(name))]
         del plain, ours
-        measured = _peak(model, batch, step, plan, device, plan.provenance)
-        plain_measured = _peak(model, batch, step, None, device, plan.provenance)
+        measured = _peak(model, batch, step, plan, places, device, plan.provenance)
+        plain_measured = _peak(model, batch, step, None, places, device, plan.provenance)
         overhead = float("nan")
         if rounds:
             with rehearsal(model, batch, provenance=plan.provenance):
                 times = compare_times(
                     {
-                        "plain": lambda: _run(model, batch, step, None),
-                        "plan": lambda: _run(model, batch, step, plan),
+                        "plain": lambda: _run(model, batch, step, None, places),
+                        "plan": lambda: _run(model, batch, step, plan, places),
                     },
                     rounds=rounds,
                     device=device,
@@ -133,23 +155,23 @@ def suspended(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None) -> None:
+def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: Places) -> None:
     """One step as a training loop runs it: forward taped, backward outside."""
     with torch.enable_grad():
-        with attach.apply(model, plan) if plan is not None else nullcontext():
+        with attach.applied(model, plan, places) if plan is not None else nullcontext():
             loss, output = run_step(model, batch, step)
         loss.backward()
         del output
 
 
 def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, provenance: dict[str, str]
+    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: Places, provenance: dict[str, str]
 ) -> tuple[dict[str, Any], Counts]:
     """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
     counts = Counts()
     with rehearsal(model, batch, zero_grads=False, provenance=provenance):
         with torch.enable_grad():
-            with attach.apply(model, plan) if plan is not None else nullcontext() as applied:
+            with attach.applied(model, plan, places) if plan is not None else nullcontext() as applied:
                 loss, output = run_step(model, batch, step)
             loss.backward()
             del output
@@ -176,12 +198,15 @@ def _peak(
     batch: Any,
     step: Step | None,
     plan: Plan | None,
+    places: Places,
     device: torch.device,
     provenance: dict[str, str],
 ) -> int:
     """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
+    # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
+    times = _PEAKS_OF_SENDERS if shards_in(model) else 1
     with rehearsal(model, batch, provenance=provenance):
-        return peak_bytes(lambda: _run(model, batch, step, plan), device)
+        return min(peak_bytes(lambda: _run(model, batch, step, plan, places), device) for _ in range(times))
 
 
 def _cut_down(

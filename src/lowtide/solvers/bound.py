@@ -40,7 +40,7 @@ import math
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import StepGraph, once_per_graph
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.certain import certain
 from lowtide.solvers.relaxation import Relaxation
@@ -87,6 +87,7 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
     return Bound(floor_ms + max(answer.objective * (1 - _TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
 
 
+@once_per_graph
 def bound_peak(graph: StepGraph) -> int:
     """Return the least peak that any plan can have: absolute allocated bytes."""
     sure = certain(graph)

@@ -120,13 +120,20 @@ def infeasible(
     *,
     method: str,
     replays: dict[int, int] | None = None,
+    moves: Moves | None = None,
 ) -> BudgetInfeasibleError:
-    """The error for a budget below what ``least`` (with ``replays``), the leanest the method has, needs."""
-    timeline = simulate_actions(graph, costs, least, replays)
+    """The error for a budget below what ``least`` (with ``replays`` and ``moves``), the leanest the method has, needs.
+
+    Args:
+        moves: Given where the method may move storages: then no bound of plans that move nothing is quoted.
+    """
+    timeline = simulate_actions(graph, costs, least, replays, moves)
     need = format_bytes(timeline.peak_bytes)
     asked, found = format_bytes(budget_bytes), f"{need} ({timeline.peak_bytes} bytes)"
     lines = [f"no plan fits budget={asked}: method={method!r} needs at least {found}."]
-    if method == "exact":
+    if method == "exact" and moves is not None:
+        lines = [f"no plan found fits budget={asked}: the leanest, other tiers used, needs {found}."]
+    elif method == "exact":
         proven = bound_peak(graph)
         floor = f"{format_bytes(proven)} ({proven} bytes)"
         if proven == timeline.peak_bytes:
@@ -136,7 +143,7 @@ def infeasible(
         else:
             lines = [f"no plan found fits budget={asked}: the leanest needs {found}, none less than {floor}."]
     rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
-    rows.append(("bottleneck", bottleneck(graph, least, replays or {}, timeline)))
+    rows.append(("bottleneck", bottleneck(graph, least, replays or {}, timeline, moves)))
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
     other = "reduce the batch" if method == "exact" else 'use method="exact"'

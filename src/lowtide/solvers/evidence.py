@@ -80,9 +80,15 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> li
     return sorted(found, key=lambda row: (-row[4], row[:3]))
 
 
-def bottleneck(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], timeline: Timeline) -> str:
+def bottleneck(
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    timeline: Timeline,
+    moves: Moves | None = None,
+) -> str:
     """Module and op that run when the peak is reached, in words."""
-    peak = contents_at_peak(graph, actions, replays, timeline)
+    peak = contents_at_peak(graph, actions, replays, timeline, moves)
     if peak.op is None:
         return "the start of the step"
     op = graph.ops[peak.op]

@@ -5,32 +5,41 @@ model becomes a cut, until they agree. What comes back never exceeds the budget 
 one MILP are planned segment by segment out of a common pool (``columns.py``).
 
 The search's own bound is that of the first, uncut model. It tells when to stop, and holds for all plans of that model:
-every plan on a graph small enough to be modelled op by op; on larger ones those that replay each group of ops as a
-whole, at most once, and, where segments are planned apart, inside its segment. What a plan shows is ``bound.py``'s.
+every plan that replays once on a graph small enough to be modelled op by op; on larger ones those that replay each
+group of ops as a whole, at most once, and, where segments are planned apart, inside its segment. What a plan shows is
+``bound.py``'s.
 
-Known weaknesses: it replays an op twice only where nothing else fits, by the chain methods (``rotor.py``,
-``revolve.py``); on large graphs the least peak is the best found, not proven.
+Where the models end, at and below the least peak that replaying once can have, local search goes on from the leanest
+way they know (``leaner.py``), and schedules of the chain methods stand beside it (``rotor.py``, ``revolve.py``). No
+clock has a say in this part, so that the least peak is the same whenever it is asked for.
+
+Known weaknesses: what replays an op more than once is found by local search, not proven best; on large graphs the
+least peak is the best found, not proven.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import highspy
 import numpy as np
 
+from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.simulator import Timeline, simulate_actions
+from lowtide.simulator import Timeline
+from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.classics import classic_actions, offers
 from lowtide.solvers.columns import Decomposition
-from lowtide.solvers.draft import Draft
+from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.groups import Sketch
-from lowtide.solvers.highs import Answer
-from lowtide.solvers.offers import Offer, fastest, stored_at_the_turn
+from lowtide.solvers.highs import Answer, left_s
+from lowtide.solvers.leaner import Judged, judge, leaner
+from lowtide.solvers.offers import Offer, fastest_within, leanest, stored_at_the_turn
 from lowtide.solvers.peak_model import PeakModel
 from lowtide.solvers.segments import segments, windows, worth_replaying
 from lowtide.solvers.structure import close, droppable
@@ -43,8 +52,10 @@ _WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as
 _FEWEST_SEGMENTS = 3  # that planning them apart is worth it
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 _STEP_GAP = 0.0025  # of the step time, likewise
-_HARD_NODES = 10  # at and near the least peak good answers come from the root, a proof from thousands of nodes
 _CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
+_LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
+_LEAN_SIZE = 600  # steps up to this size (``Sketch.size``) ask a MILP for the least peak, larger ones its relaxation
+_LEAN_NODES = 10  # there good answers come from the root, a proof from thousands of nodes
 
 
 @dataclass(frozen=True)
@@ -72,27 +83,10 @@ def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> 
 
 
 @dataclass(frozen=True)
-class _Judged:
-    """Actions and what the simulator says of them."""
-
-    actions: dict[int, str]
-    timeline: Timeline
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.timeline.peak_bytes
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Faster is better; of equally fast ones the one with the lower peak."""
-        return self.timeline.step_ms, self.timeline.peak_bytes
-
-
-@dataclass(frozen=True)
 class _Result:
     """What ``fastest`` tried, the last one within the budget if any is; ``proven``: nothing in the model is faster."""
 
-    judged: list[_Judged]
+    judged: list[Judged]
     proven: bool
     bound_ms: float
 
@@ -128,39 +122,58 @@ class Search:
         unlike = 2 * len(pool.different) > len(found) + 1
         return None if unlike and self.sketch is not None and self.sketch.size <= _UNLIKE_SIZE else pool
 
-    def within(self, budget_bytes: int) -> Draft:
+    def within(self, budget_bytes: int, *, at_any_price: bool = True) -> Draft:
         """The fastest actions within ``budget_bytes``.
+
+        Args:
+            at_any_price: Where the search finds nothing, see whether what is near the least peak would do.
 
         Raises:
             BudgetInfeasibleError: no actions were found that need so little.
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.draft(self.plain, "optimal", self.costs.plain_step_ms)
-        result = self.fastest(budget_bytes)
-        if not result.judged or result.judged[-1].peak_bytes > budget_bytes:
+        impossible = budget_bytes < bound_peak(self.graph)
+        result = _Result([], False, self.floor_ms) if impossible else self.fastest(budget_bytes)
+        fitting = [j for j in result.judged if j.peak_bytes <= budget_bytes]
+        if not fitting:
+            if not at_any_price:
+                raise BudgetInfeasibleError("nothing found", budget_bytes=budget_bytes, least_bytes=budget_bytes + 1)
             return self._near_the_least(budget_bytes)
-        best = min((j for j in result.judged if j.peak_bytes <= budget_bytes), key=lambda j: j.rank)
+        best = min(fitting, key=lambda j: j.rank)
         best = min((best, *self._classics_that_may_beat(best, budget_bytes)), key=lambda j: j.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
         best = self.save_what_fits(self.lower_peak(best), budget_bytes)
-        return self.draft(best, status, result.bound_ms)
+        return self.draft(best, status, min(result.bound_ms, best.timeline.step_ms))
 
     def _near_the_least(self, budget_bytes: int) -> Draft:
-        """Where the search finds nothing: the best of what is known, schedules that replay an op often among it."""
-        known = [j for j in (*self.classics, self.least) if j.peak_bytes <= budget_bytes]
-        once = self.least
-        if known:
-            once = self.save_what_fits(self.lower_peak(min(known, key=lambda j: j.rank)), budget_bytes)
-        try:
-            often = [*offers(self.graph, self.costs, "rotor"), *offers(self.graph, self.costs, "revolve")]
-        except ValueError:  # no layer repeats
-            often = []
-        often.append(Offer(once.timeline.step_ms, once.peak_bytes, lambda: Draft(once.actions)))
-        draft = fastest(self.graph, self.costs, often, budget_bytes, method="exact")
-        return replace(draft, status="feasible")
+        """Where the search finds nothing: the best of what is known, schedules that replay an op often among it.
+
+        Raises:
+            BudgetInfeasibleError: nothing known needs so little.
+        """
+        known = [j for j in self.classics if j.peak_bytes <= budget_bytes]
+        for path in self._paths:
+            known += [j for j in path if j.peak_bytes <= budget_bytes][:1]
+        chain = fastest_within(self.graph, self.costs, self._often, budget_bytes)
+        if chain is not None:
+            known.append(self.judge(chain.actions, chain.replays))
+        if not known:
+            least = self.least
+            raise infeasible(self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays)
+        cleaned = [self.save_what_fits(self.lower_peak(j), budget_bytes) for j in known]
+        return self.draft(min(cleaned, key=lambda j: j.rank), "feasible", self.floor_ms)
 
     @cached_property
-    def classics(self) -> list[_Judged]:
+    def _often(self) -> list[Offer]:
+        """Schedules that replay an op often."""
+        try:
+            return [*offers(self.graph, self.costs, "rotor"), *offers(self.graph, self.costs, "revolve")]
+        except ValueError:  # no layer repeats
+            return []
+
+    @cached_property
+    def classics(self) -> list[Judged]:
         """What to be at least as good as."""
         return [self.judge(actions) for actions in self._classic_actions]
 
@@ -168,7 +181,7 @@ class Search:
     def _classic_actions(self) -> list[dict[int, str]]:
         return classic_actions(self.graph)
 
-    def _classics_that_may_beat(self, best: _Judged, budget_bytes: int) -> list[_Judged]:
+    def _classics_that_may_beat(self, best: Judged, budget_bytes: int) -> list[Judged]:
         """Those that fit, leaving out what takes no simulation to see: too slow, or too much saved."""
         found = []
         for actions in self._classic_actions:
@@ -193,15 +206,26 @@ class Search:
         return self.graph.resident_bytes + held
 
     @cached_property
-    def least(self) -> _Judged:
-        """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        return min((self.plain, *self.classics, *self._lean()), key=lambda j: (j.peak_bytes, j.timeline.step_ms))
+    def least(self) -> Judged:
+        """The least peak that is found; the same whatever was asked before, so that asking for it succeeds."""
+        known = [self.plain, *self.classics, *(path[-1] for path in self._paths)]
+        chain = leanest(self.graph, self.costs, self._often)
+        if chain is not None:
+            known.append(self.judge(chain.actions, chain.replays))
+        return min(known, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
 
-    def judge(self, actions: dict[int, str]) -> _Judged:
-        return _Judged(actions, simulate_actions(self.graph, self.costs, actions))
+    @cached_property
+    def _paths(self) -> list[list[Judged]]:
+        """From the leanest that the models and the classics know to ways that nothing nearby beats."""
+        starts = [*self._lean()[-1:], min((self.plain, *self.classics), key=lambda j: (j.peak_bytes, *j.rank))]
+        return [leaner(self.graph, self.costs, start, events=_LEANER_EVENTS) for start in starts]
 
-    def draft(self, judged: _Judged, status: str, bound_ms: float) -> Draft:
-        return Draft(judged.actions, status, bound_ms, {"solver": f"HiGHS {highspy.Highs().version()}"})
+    def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Judged:
+        return judge(self.graph, self.costs, actions, replays)
+
+    def draft(self, judged: Judged, status: str, bound_ms: float) -> Draft:
+        solver = {"solver": f"HiGHS {highspy.Highs().version()}"}
+        return Draft(judged.actions, status, bound_ms, solver, judged.replays)
 
     def fastest(self, budget_bytes: int) -> _Result:
         """Solve, judge, cut, until the judge agrees."""
@@ -209,7 +233,7 @@ class Search:
             return self._fastest_choice(self.pool, budget_bytes)
         assert self.sketch is not None
         model = PeakModel(self.sketch, budget_bytes)
-        judged: list[_Judged] = []
+        judged: list[Judged] = []
         bound_ms, proven = self.floor_ms, True
         deadline = time.perf_counter() + self.limits.time_limit_s
         for round_ in range(_ROUNDS):
@@ -228,40 +252,46 @@ class Search:
 
     def _fastest_choice(self, pool: Decomposition, budget_bytes: int) -> _Result:
         """Segments planned apart: what the judge finds above the budget is asked for less."""
-        judged: list[_Judged] = []
+        judged: list[Judged] = []
         bound_ms, asked_bytes = self.floor_ms, budget_bytes
+        deadline = time.perf_counter() + self.limits.time_limit_s
         for round_ in range(_ROUNDS):
-            choice = pool.solve(asked_bytes, *self._tolerances(), self.limits.node_limit, self.limits.time_limit_s)
+            choice = pool.solve(asked_bytes, *self._tolerances(), self.limits.node_limit, deadline)
             if choice is None:
                 break
             if round_ == 0:
                 bound_ms += choice.bound_ms
-            judged.append(self.judge(choice.actions))
+            judged.append(self.judge(choice.actions, choice.replays))
             over_bytes = judged[-1].peak_bytes - budget_bytes
-            if over_bytes <= 0:
+            if over_bytes > 0:
+                judged += self._just_within(judged[-1], budget_bytes)
+            if judged[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
                 break
             asked_bytes -= over_bytes
         best_ms = judged[-1].timeline.step_ms if judged else 0.0
         proven = best_ms - bound_ms <= max(_STEP_GAP * self.costs.plain_step_ms, _GAP * (best_ms - self.floor_ms))
         return _Result(judged, proven, bound_ms)
 
-    def _lean(self) -> list[_Judged]:
+    def _just_within(self, judged: Judged, budget_bytes: int) -> list[Judged]:
+        """A way within the budget that is hardly slower than ``judged``, if changing a little leads to one."""
+        path = leaner(self.graph, self.costs, judged, target_bytes=budget_bytes, events=_CLEAN_UP_EVENTS)
+        within = path[-1].peak_bytes <= budget_bytes
+        slack_ms = _STEP_GAP * self.costs.plain_step_ms
+        return path[-1:] if within and path[-1].timeline.step_ms <= judged.timeline.step_ms + slack_ms else []
+
+    def _lean(self) -> list[Judged]:
         """Candidates for the least peak."""
         if self.pool is not None:
-            judged = [self.judge(self.pool.leanest(self.limits.node_limit, self.limits.time_limit_s))]
-            for _ in range(_ROUNDS):  # the search for the fastest may know columns that are leaner still
-                step = max((judged[-1].peak_bytes - self.graph.resident_bytes) // 200, 1)
-                result = self._fastest_choice(self.pool, judged[-1].peak_bytes - step)
-                if not result.judged or result.judged[-1].peak_bytes >= judged[-1].peak_bytes:
-                    break
-                judged.append(result.judged[-1])
-            return judged
+            # Not out of the pool that other budgets have filled: what is found must not depend on what came before.
+            choice = self.pool.afresh().leanest(self.limits.node_limit)
+            return [self.judge(choice.actions, choice.replays)]
         assert self.sketch is not None
         model = PeakModel(self.sketch, None)
-        judged = []
-        deadline = time.perf_counter() + self.limits.time_limit_s
-        for _ in range(_ROUNDS):
-            answer = self._minimise(model, deadline, nodes=self.limits.node_limit if self.fine else _HARD_NODES)
+        values = model.program.relax().values
+        judged = [self.judge(close(self.graph, *model.choice(values)))] if len(values) else []
+        for _ in range(_ROUNDS if self.sketch.size <= _LEAN_SIZE else 0):
+            nodes = self.limits.node_limit if self.fine else _LEAN_NODES
+            answer = self._minimise(model, math.inf, nodes=nodes)
             if not len(answer.values):
                 break
             judged.append(self.judge(close(self.graph, *model.choice(answer.values))))
@@ -271,9 +301,9 @@ class Search:
             self._cut(model, answer.values, judged[-1].timeline, claimed_bytes)
         return judged
 
-    def lower_peak(self, judged: _Judged) -> _Judged:
+    def lower_peak(self, judged: Judged) -> Judged:
         """Of all actions that are as fast the ones with the least peak; only on graphs that are modelled op by op."""
-        if not self.fine:
+        if not self.fine or judged.replays:
             return judged
         assert self.sketch is not None
         model = PeakModel(self.sketch, None, most_ms=judged.timeline.step_ms - self.floor_ms)
@@ -283,7 +313,7 @@ class Search:
             return judged
         return min(judged, self.judge(close(self.graph, *model.choice(answer.values))), key=lambda j: j.rank)
 
-    def save_what_fits(self, judged: _Judged, budget_bytes: int) -> _Judged:
+    def save_what_fits(self, judged: Judged, budget_bytes: int) -> Judged:
         """Save every storage whose replay the budget does not need, the dearest first."""
         graph, ops = self.graph, self.costs.op_ms
         dropped = [s for s, action in judged.actions.items() if action == RECOMPUTE and s in graph.stored]
@@ -300,7 +330,7 @@ class Search:
                 continue
             tries -= 1
             fewer = [s for s in dropped if s != storage]
-            trial = self.judge(close(graph, fewer, kept))
+            trial = self.judge(close(graph, fewer, kept), judged.replays)
             if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
                 judged, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
         return judged
@@ -322,7 +352,7 @@ class Search:
             gap=gap,
             slack=slack_ms / model.ms_unit,
             node_limit=min(nodes, self.limits.node_limit),
-            time_limit_s=max(deadline - time.perf_counter(), 0.1),
+            time_limit_s=left_s(deadline),
         )
 
     def _tolerances(self) -> tuple[float, float]:

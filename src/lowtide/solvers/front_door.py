@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 
 from lowtide.garbage import no_garbage_collection
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.classics import BUDGETED, CLASSICS, offers
 from lowtide.solvers.draft import finish
 from lowtide.solvers.exact import Limits, exact
+from lowtide.solvers.joint import joint
 from lowtide.solvers.offers import fastest
 from lowtide.units import parse_budget
 
@@ -29,8 +31,9 @@ def solve(
     time_limit_s: float = Limits.time_limit_s,
     node_limit: int = Limits.node_limit,
     gap: float | None = Limits.gap,
+    offload: Iterable[str] | Mapping[str, int | str | None] = (),
 ) -> Plan:
-    """Decide for every stored storage whether to save or to recompute it, so that the step fits and is fastest.
+    """Decide for every stored storage whether to save, recompute or move it, so that the step fits and is fastest.
 
     Args:
         budget: Peak allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of the plain step's activation memory.
@@ -42,6 +45,8 @@ def solve(
         ratio: For ``knapsack``: share of the stored bytes that may stay, 0 to 1 (default: likewise).
         time_limit_s: A safety net; a search that it ends may differ from run to run.
         node_limit: Branch-and-bound nodes of one solve: the limit that keeps results reproducible.
+        offload: Tiers that storages may be moved to (``host``, ``disk``), or how much of each may be used:
+            ``{"disk": "20GiB"}``, None for any amount. ``costs`` has to know their links. For ``exact`` only.
         gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
 
     Returns:
@@ -49,12 +54,13 @@ def solve(
 
     Raises:
         BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
-        ValueError: ``budget``, ``method``, ``n`` or ``ratio`` makes no sense, or ``method`` needs repeated layers and
-            there are none.
+        ValueError: ``budget``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or ``method`` needs repeated
+            layers and there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
     with no_garbage_collection():  # many small objects and hardly a cycle: looking for them was a tenth of the time
-        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap))
+        capacities = _capacities(costs, method, offload)
+        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities)
 
 
 def _solve(
@@ -65,6 +71,7 @@ def _solve(
     n: int | None,
     ratio: float | None,
     limits: Limits,
+    capacities: dict[str, int | None],
 ) -> Plan:
     start_s = time.perf_counter()
     if method not in METHODS:
@@ -88,11 +95,39 @@ def _solve(
         raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
     if method == "exact":
         assert budget_bytes is not None
-        draft = exact(graph, costs, budget_bytes, limits)
+        if capacities:
+            draft = joint(graph, costs, budget_bytes, limits, capacities)
+        else:
+            draft = exact(graph, costs, budget_bytes, limits)
     else:
         offered = offers(graph, costs, method, n=n, ratio=ratio)
         draft = fastest(graph, costs, offered, budget_bytes, method=method)
     return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s)
+
+
+def _capacities(
+    costs: Costs, method: str, offload: Iterable[str] | Mapping[str, int | str | None]
+) -> dict[str, int | None]:
+    """Bytes that may be moved, by tier."""
+    asked = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(offload)
+    if asked and method != "exact":
+        raise ValueError(
+            f'offload={offload!r} has no meaning for method={method!r}. Use method="exact", or leave it out.'
+        )
+    found: dict[str, int | None] = {}
+    for tier, capacity in asked.items():
+        if tier not in TIERS:
+            raise ValueError(f"offload: tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
+        if tier not in costs.links:
+            raise ValueError(
+                f"offload={offload!r}: costs knows no link to the {tier} tier. Measure it: "
+                f"lowtide.measure(graph, tiers=({tier!r},))."
+            )
+        size = None if capacity is None else parse_budget(capacity)
+        if size is not None and not isinstance(size, int):
+            raise ValueError(f'offload={offload!r}: {capacity!r} is not an amount. Pass bytes, "20GiB" or None.')
+        found[tier] = size
+    return found
 
 
 def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:

@@ -6,6 +6,7 @@ HiGHS: Huangfu and Hall 2018, "Parallelizing the dual revised simplex method", h
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,8 +91,15 @@ class Program:
             if c < len(values)
         )
 
-    def minimise(self, *, gap: float, slack: float, node_limit: int, time_limit_s: float) -> Answer:
-        """Solve; the same program and node limit give the same answer as long as time does not run out."""
+    def minimise(
+        self, *, gap: float, slack: float, node_limit: int, time_limit_s: float, light: bool = False
+    ) -> Answer:
+        """Solve; the same program and node limit give the same answer as long as time does not run out.
+
+        Args:
+            light: Without presolve and the searches of neighbourhoods that are programs of their own: half the time on
+                small programs of which the root says nearly all, and no way to go for large ones.
+        """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         # One thread and one seed: the same plan every time.
@@ -101,6 +109,10 @@ class Program:
         solver.setOptionValue("mip_abs_gap", slack)
         solver.setOptionValue("mip_max_nodes", node_limit)
         solver.setOptionValue("time_limit", time_limit_s)
+        if light:
+            solver.setOptionValue("presolve", "off")
+            solver.setOptionValue("mip_heuristic_run_rins", False)
+            solver.setOptionValue("mip_heuristic_run_rens", False)
         solver.passModel(self._model())
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
@@ -175,6 +187,11 @@ class Program:
         matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
         matrix.start_, matrix.index_, matrix.value_ = rows.starts, rows.columns, rows.values
         return lp
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until ``deadline`` (of ``time.perf_counter()``), and always enough to begin."""
+    return max(deadline - time.perf_counter(), 0.1)
 
 
 class _Rows:

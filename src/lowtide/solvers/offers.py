@@ -53,6 +53,16 @@ def fastest(graph: StepGraph, costs: Costs, offers: Sequence[Offer], budget_byte
     Raises:
         BudgetInfeasibleError: none fits; ``least_bytes`` is the least of their peaks.
     """
+    found = fastest_within(graph, costs, offers, budget_bytes)
+    if found is not None:
+        return found
+    least = leanest(graph, costs, offers)
+    assert least is not None and budget_bytes is not None
+    raise infeasible(graph, costs, budget_bytes, least.actions, method=method, replays=least.replays)
+
+
+def fastest_within(graph: StepGraph, costs: Costs, offers: Sequence[Offer], budget_bytes: int | None) -> Draft | None:
+    """The fastest offer whose simulated peak fits, if one does."""
     for offer in sorted(offers, key=lambda o: (o.step_ms, o.floor_bytes)):
         if budget_bytes is None:
             return offer.draft()
@@ -60,6 +70,11 @@ def fastest(graph: StepGraph, costs: Costs, offers: Sequence[Offer], budget_byte
             draft = offer.draft()
             if _peak_bytes(graph, costs, draft) <= budget_bytes:
                 return draft
+    return None
+
+
+def leanest(graph: StepGraph, costs: Costs, offers: Sequence[Offer]) -> Draft | None:
+    """The offer with the least simulated peak; None of none."""
     least: tuple[int, Draft] | None = None
     for offer in sorted(offers, key=lambda o: o.floor_bytes):
         if least is None or offer.floor_bytes < least[0]:
@@ -67,8 +82,7 @@ def fastest(graph: StepGraph, costs: Costs, offers: Sequence[Offer], budget_byte
             peak_bytes = _peak_bytes(graph, costs, draft)
             if least is None or peak_bytes < least[0]:
                 least = peak_bytes, draft
-    assert least is not None and budget_bytes is not None
-    raise infeasible(graph, costs, budget_bytes, least[1].actions, method=method, replays=least[1].replays)
+    return None if least is None else least[1]
 
 
 def _peak_bytes(graph: StepGraph, costs: Costs, draft: Draft) -> int:

@@ -108,7 +108,7 @@ class _Space:
         self._free: list[tuple[int, int]] = []  # offset, size; by offset
 
     def take(self, size: int) -> int:
-        size = _rounded(size)
+        size = disk_bytes(size)
         with self._lock:
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
@@ -124,7 +124,7 @@ class _Space:
             return offset
 
     def give_back(self, offset: int, size: int) -> None:
-        size = _rounded(size)
+        size = disk_bytes(size)
         with self._lock:
             insort(self._free, (offset, size))
             joined: list[tuple[int, int]] = []
@@ -137,7 +137,8 @@ class _Space:
             self._free = joined
 
 
-def _rounded(size: int) -> int:
+def disk_bytes(size: int) -> int:
+    """What ``size`` bytes take in the file."""
     return -(-max(size, 1) // _BLOCK) * _BLOCK
 
 

@@ -102,8 +102,8 @@ class Transfers:
             copy.ticket = self._tiers[copy.move.tier].store(storage)
             self._outgoing.append(copy)
             self._outgoing_bytes += size
-            if copy.move.fetch_at is not None:
-                self._sent.append((copy.move.fetch_at, copy.move.storage, weakref.ref(copy)))
+            if copy.move.fetch_at is not None:  # of several at once the last made first: backward goes back
+                self._sent.append((copy.move.fetch_at, -copy.move.storage, weakref.ref(copy)))
 
     def settle(self) -> None:
         """Wait for all copies on their way out. Raises: TierError: one failed."""

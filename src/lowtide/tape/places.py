@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from lowtide.costs.links import check_tier
-from lowtide.graph.costs import DISK
+from lowtide.graph.costs import DISK, HOST
+from lowtide.meters import available_bytes
 from lowtide.plan import TIER_OF, Plan
-from lowtide.tape.disk import DiskTier
+from lowtide.scratch import free_bytes, open_scratch
+from lowtide.tape.disk import DiskTier, disk_bytes
+from lowtide.tape.host import HostTier, host_bytes
 from lowtide.tape.tiers import Tier, Tiers
+from lowtide.units import parse_budget
+
+_ROUNDED = {DISK: disk_bytes, HOST: host_bytes}
+_FREE_SHARE = 0.9  # of a disk, taken where no budget is given
+_HOST_SHARE = 0.5  # of available host memory: pinned memory is lost to everybody else
 
 
 @dataclass(frozen=True)
@@ -20,12 +31,20 @@ class Places:
     Attributes:
         scratch_dir: Where the disk tier's file is; None: the system's directory for temporary files.
         disk_budget_bytes: Most bytes in it; None: what there is room for.
+        host_budget_bytes: Most bytes of pinned host memory.
         checksums: Compare what comes back from disk with what was written.
+        opened: Tiers to use instead of opening any.
     """
 
     scratch_dir: str | Path | None = None
     disk_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
     checksums: bool = False
+    opened: Tiers | None = None
+
+    def held(self, plan: Plan) -> Places:
+        """With the tiers of ``plan`` open: for many steps, each of which would open them. Raises: see ``open``."""
+        return replace(self, opened=self.open(plan))
 
     def open(self, plan: Plan) -> Tiers:
         """The tiers that ``plan`` moves storages to.
@@ -33,20 +52,63 @@ class Places:
         Raises:
             TierError: one of them is not on this machine, or cannot be used.
         """
+        if self.opened is not None:
+            return self.opened
         need_bytes: dict[str, int] = {}
         for d in plan.decisions:
             if d.action in TIER_OF:
                 tier = TIER_OF[d.action]
-                need_bytes[tier] = need_bytes.get(tier, 0) + d.bytes
+                need_bytes[tier] = need_bytes.get(tier, 0) + _ROUNDED[tier](d.bytes)
         opened: dict[str, Tier] = {}
         for tier, need in need_bytes.items():
             check_tier(tier, plan.device)
-            opened[tier] = _OPENERS[tier](self, plan, need)
+            opened[tier] = self._disk(need) if tier == DISK else self._host(need, plan)
         return opened
 
+    # Plans count the bytes of storages; that each is rounded up must not make a plan within its budget fail.
 
-def _open_disk(places: Places, plan: Plan, need_bytes: int) -> Tier:
-    return DiskTier(places.scratch_dir, places.disk_budget_bytes, need_bytes=need_bytes, checksums=places.checksums)
+    def _disk(self, need_bytes: int) -> Tier:
+        budget = self.disk_budget_bytes
+        budget = None if budget is None else max(budget, need_bytes)
+        return DiskTier(self.scratch_dir, budget, need_bytes=need_bytes, checksums=self.checksums)
+
+    def _host(self, need_bytes: int, plan: Plan) -> Tier:
+        budget = self.host_budget_bytes
+        return HostTier(torch.device(plan.device), None if budget is None else max(budget, need_bytes))
 
 
-_OPENERS: dict[str, Callable[[Places, Plan, int], Tier]] = {DISK: _open_disk}
+def usable(
+    device: str,
+    *,
+    scratch_dir: str | Path | None,
+    disk_budget: int | str | None,
+    checksums: bool,
+    host_budget: int | str | None,
+) -> tuple[Places, dict[str, int]]:
+    """The tiers that a user's settings allow on ``device``, and the most bytes of each that a plan may count on.
+
+    Raises:
+        TierError: a tier is asked for that is not on this device, or its directory cannot be used.
+        ValueError, TypeError: a budget is no amount of memory.
+    """
+    places = Places(scratch_dir, checksums=checksums)
+    offload: dict[str, int] = {}
+    if scratch_dir is not None or disk_budget is not None:
+        check_tier(DISK, device)
+        os.close(open_scratch(scratch_dir))
+        free = free_bytes(tempfile.gettempdir() if scratch_dir is None else scratch_dir)
+        offload[DISK] = int(_FREE_SHARE * free) if disk_budget is None else _amount("disk_budget", disk_budget)
+        places = replace(places, disk_budget_bytes=offload[DISK])
+    if host_budget is not None and (host_budget != "auto" or device == "cuda"):
+        check_tier(HOST, device)
+        automatic = host_budget == "auto"
+        offload[HOST] = int(_HOST_SHARE * available_bytes("cpu")) if automatic else _amount("host_budget", host_budget)
+        places = replace(places, host_budget_bytes=offload[HOST])
+    return places, offload
+
+
+def _amount(name: str, budget: int | str) -> int:
+    found = parse_budget(budget)
+    if not isinstance(found, int):
+        raise ValueError(f'{name}={budget!r} is not an amount of memory. Pass bytes as an int, or "20GiB".')
+    return found

@@ -110,12 +110,7 @@ class Recipe:
             return argument.of(argument.value.tensor)
         if kind is Kept:
             if argument.version >= 0 and argument.tensor._version != argument.version:
-                raise ReplayError(
-                    f"{self.slot.func} in {self.slot.where or 'the model'} cannot be replayed: a tensor of shape "
-                    f"{list(argument.tensor.shape)} that it read was changed in place afterwards (version "
-                    f"{argument.tensor._version}, was {argument.version}).\n"
-                    "Change it before the forward pass or after backward, or fit the step that really runs."
-                )
+                raise _unreadable(self, argument)
             return argument.tensor
         if kind is list:
             return [self.give(a) for a in argument]
@@ -179,6 +174,20 @@ class Recipe:
             value.tensor, value.recipe, value.left = original, None, 0
         if self.on_audit is not None:
             self.on_audit(equal)
+
+
+def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:
+    tensor, slot = argument.tensor, recipe.slot
+    what = f"{slot.func} in {slot.where or 'the model'} cannot be replayed: a tensor of shape {list(tensor.shape)}"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return ReplayError(
+            f"{what} that it read is a parameter that FSDP has freed.\n"
+            "Use what a sharded module makes in that module, or through what it returns."
+        )
+    return ReplayError(
+        f"{what} that it read was changed in place afterwards (version {tensor._version}, was {argument.version}).\n"
+        "Change it before the forward pass or after backward, or fit the step that really runs."
+    )
 
 
 class _Finish:

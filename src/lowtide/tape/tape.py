@@ -104,7 +104,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, program: Program, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()
         self.program = program
-        self._tiers = tiers or {}
+        self.tiers = tiers or {}
         self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything
         self._model = weakref.ref(model)
         self.counts = Counts()
@@ -138,7 +138,7 @@ class Tape(TorchDispatchMode):
         if self.program.plan.tiers:
             if self._transfers is not None:
                 self._transfers.settle()  # a pass whose backward is still to come, or never comes
-            self._transfers = Transfers(self._tiers, self.program.plan.window_bytes)
+            self._transfers = Transfers(self.tiers, self.program.plan.window_bytes)
         self.counts.steps += 1
 
     def end(self) -> None:

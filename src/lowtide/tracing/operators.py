@@ -36,6 +36,7 @@ FILLERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
 })  # fmt: skip
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+SENDERS = frozenset({*COLLECTIVES, "fsdp"})
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -99,6 +100,11 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     if kwargs.get("generator") is not None or any(isinstance(a, torch.Generator) for a in args):
         return "draws from a private generator"
     return WRITES if written_arguments(func) else ""
+
+
+def writes_unsaid(func: Any) -> bool:
+    """A collective that may write whatever it is given, though its schema names no write."""
+    return func.namespace == "c10d" or (func.namespace in COLLECTIVES and packet_name(func).endswith("_"))
 
 
 def left_out(func: Any, args: tuple) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from lowtide.tracing.operators import (
     FILLERS,
     OVERWRITERS,
     PLAIN_TYPES,
+    SENDERS,
     UNINITIALISED,
     WRITES,
     draws_random_numbers,
@@ -42,6 +43,7 @@ from lowtide.tracing.operators import (
     tensors_in,
     why_not_replayed,
     wraps,
+    writes_unsaid,
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
@@ -147,9 +149,9 @@ class Recorder(TorchDispatchMode):
         return self._stack[-1]
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """What runs inside is not part of the step."""
-        self._recording, was = False, self._recording
+    def idle(self, *, but: bool = False) -> Iterator[None]:
+        """What runs inside is not part of the step; with ``but``, it is again."""
+        self._recording, was = but, self._recording
         try:
             yield
         finally:
@@ -286,8 +288,8 @@ class Recorder(TorchDispatchMode):
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
-        if func.namespace in ("c10d", "fsdp"):  # write what no schema says, c10d perhaps after the call has returned
-            self._hidden_writes[signature] = list(range(len(inputs))) if func.namespace == "c10d" else []
+        if func.namespace in SENDERS:  # what they write may come after the call has returned: no use looking
+            self._hidden_writes[signature] = list(range(len(inputs))) if writes_unsaid(func) else []
             self._workspaces[signature] = 0
             return func(*args, **kwargs)
         self._paused = True

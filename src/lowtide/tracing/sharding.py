@@ -131,11 +131,10 @@ def watch(model: nn.Module, active: Active) -> Callable[[], None]:
 
     def undo() -> None:
         for unit in units:
-            if isinstance(unit, _Watched):
-                unit._lowtide_watches -= 1
-                if unit._lowtide_watches == 0:
-                    unit.__class__ = unit._lowtide_kind
-                    del unit._lowtide_watches, unit._lowtide_active, unit._lowtide_stamps
+            unit._lowtide_watches -= 1
+            # A backward may be to come that needs the versions back; then the next reshard lets go.
+            if unit._lowtide_watches == 0 and not unit._post_forward_indices:
+                unit._let_go()
 
     return undo
 
@@ -191,6 +190,9 @@ class _Watched:
         watcher = self._lowtide_active.watcher
         if watcher is not None:
             watcher.frees([t for t in whole if not t.untyped_storage().nbytes()])
+        if self._lowtide_watches == 0:
+            self._let_go()
+            return
         for param in self.fsdp_params:
             if _was_gathered(param):
                 for tensor in parts(param._unsharded_param):
@@ -198,8 +200,13 @@ class _Watched:
                         self._lowtide_stamps[id(tensor)] = tensor._version, _stamp(param)
                         _set_version(tensor, tensor._version + 1)
 
+    def _let_go(self) -> None:
+        self._whole_again()
+        self.__class__ = self._lowtide_kind
+        del self._lowtide_watches, self._lowtide_active, self._lowtide_stamps
+
     def _whole_again(self) -> None:
-        for param in self.fsdp_params:
+        for param in filter(_was_gathered, self.fsdp_params):
             for tensor in parts(param._unsharded_param):
                 version, stamp = self._lowtide_stamps.pop(id(tensor), (None, None))
                 if version is not None and stamp == _stamp(param):

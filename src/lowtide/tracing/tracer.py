@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,6 +153,18 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
         StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
         UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
     """
+    return record(model, batch, step, optimizer)
+
+
+def record(
+    model: nn.Module,
+    batch: Any,
+    step: Step | None,
+    optimizer: Any,
+    *,
+    forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+) -> StepGraph:
+    """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
     model = unwrapped(model)
     check_supported(model)
     device = device_of(model)
@@ -175,7 +188,8 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
             try:
                 with torch.enable_grad(), recorder:
                     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-                        loss, output = run_step(model, batch, step)
+                        with recorder.idle():
+                            loss, output = forward(partial(_recorded, recorder, model, batch, step))
                     recorder.start_backward()
                     loss.backward()
             finally:
@@ -217,6 +231,11 @@ def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: 
         optimizer_step_bytes=step_bytes,
         provenance=provenance,
     )
+
+
+def _recorded(recorder: Recorder, model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Tensor, Any]:
+    with recorder.idle(but=True):
+        return run_step(model, batch, step)
 
 
 class _RootCall:

@@ -1,0 +1,191 @@
+"""One plan that saves, recomputes and moves: with a fast link much moves, with a slow one nothing does."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from moves import movable
+from toys import chain, decoder, decoder_costs, linear_tanh
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.costs import DISK, HOST, Costs, Link
+from lowtide.graph.step_graph import UNPACK
+from lowtide.plan import DISK_OFFLOAD
+from lowtide.simulator import simulate, simulate_actions
+from lowtide.solvers.elsewhere import elsewhere
+from lowtide.solvers.front_door import solve
+from lowtide.solvers.schedule import schedule
+from lowtide.transfers import Moves
+
+
+def case(speed, layers=2, latency_ms=0.0):
+    """A decoder, and a link that could carry all it stores to and fro ``speed`` times in a step."""
+    graph = decoder(layers=layers)
+    costs = decoder_costs(graph)
+    stored = sum(graph.storages[s].bytes for s in graph.stored)
+    rate = 2 * speed * stored / costs.plain_step_ms * 1e3
+    return graph, replace(costs, links={DISK: Link(rate, rate, latency_ms)})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_whose_moved_storages_are_elsewhere_has_the_peak_that_the_judge_says(seed):
+    chance = random.Random(seed)
+    graph = chance.choice([chain(8), linear_tanh(6, 16), decoder(layers=2)])
+    costs = Costs((1.0,) * len(graph.ops), links={DISK: Link(1e9, 1e9)})
+    actions = dict.fromkeys(chance.sample(movable(graph), chance.randint(1, len(movable(graph)))), DISK_OFFLOAD)
+    unpacks = sum(kind == UNPACK for kind, _ in graph.events)
+    fetch_at = {s: chance.randrange(unpacks) for s in actions if chance.random() < 0.6}
+    moves = Moves(chance.choice([0, 30, 20_000, 10**6]), fetch_at)
+
+    judged = simulate_actions(graph, costs, actions, moves=moves)
+    line = simulate_actions(*elsewhere(graph, costs, actions, moves), {})
+
+    assert (line.peak_bytes, line.live_bytes[-1]) == (judged.peak_bytes, judged.live_bytes[-1])
+
+
+def test_with_a_fast_link_what_is_dear_moves_and_recomputing_hardly_costs():
+    graph, costs = case(speed=10)
+    alone = solve(graph, costs, "45%")
+
+    plan = solve(graph, costs, "45%", offload=("disk",))
+
+    assert alone.predicted_overhead > 0.1 and plan.predicted_overhead < 0.02
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    moved = [d for d in plan.decisions if d.action == DISK_OFFLOAD]
+    assert moved and simulate(graph, costs, plan).step_ms == plan.predicted_step_ms
+
+
+def test_with_a_link_between_dear_products_move_and_cheap_ops_are_recomputed():
+    graph, costs = case(speed=0.5)
+
+    plan = solve(graph, costs, "60%", offload=("disk",))
+
+    mean_ms = {
+        action: sum(costs.op_ms[graph.storages[d.storage].op] for d in mine) / sum(d.bytes for d in mine)
+        for action in ("recompute", "disk_offload")
+        if (mine := [d for d in plan.decisions if d.action == action])
+    }
+    assert mean_ms["disk_offload"] > 2 * mean_ms["recompute"]
+    assert plan.predicted_overhead < solve(graph, costs, "60%").predicted_overhead / 2
+
+
+def test_with_a_slow_link_nothing_moves_and_the_plan_is_as_fast_as_without():
+    graph, costs = case(speed=0.002)
+
+    plan = solve(graph, costs, "45%", offload=("disk",))
+
+    assert plan.counts["disk_offload"] == 0 and plan.counts["recompute"] > 0
+    assert plan.predicted_step_ms == solve(graph, costs, "45%").predicted_step_ms
+
+
+def test_a_link_of_long_latency_moves_nothing_either():
+    graph, costs = case(speed=10, latency_ms=1e3)
+
+    assert solve(graph, costs, "45%", offload=("disk",)).counts["disk_offload"] == 0
+
+
+def test_a_budget_that_the_plain_step_meets_moves_nothing():
+    graph, costs = case(speed=10)
+
+    plan = solve(graph, costs, "100%", offload=("disk",))
+
+    assert plan.keeps_everything and plan.predicted_overhead == 0
+
+
+def test_moving_reaches_budgets_that_recomputing_cannot_and_says_how_far_it_goes():
+    graph, costs = case(speed=2)
+    with pytest.raises(BudgetInfeasibleError) as alone:
+        solve(graph, costs, 1)
+    with pytest.raises(BudgetInfeasibleError, match="the leanest, other tiers used, needs") as moving:
+        solve(graph, costs, 1, offload=("disk",))
+    assert moving.value.least_bytes < alone.value.least_bytes
+
+    plan = solve(graph, costs, moving.value.least_bytes, offload=("disk",))
+
+    assert plan.predicted_peak_bytes <= moving.value.least_bytes and plan.counts["disk_offload"] > 0
+
+
+def test_no_more_moves_than_the_tier_may_hold():
+    graph, costs = case(speed=10)
+    everything = solve(graph, costs, "45%", offload=("disk",))
+    moved = sum(d.bytes for d in everything.decisions if d.action == DISK_OFFLOAD)
+
+    plan = solve(graph, costs, "45%", offload={"disk": moved // 3})
+
+    assert 0 < sum(d.bytes for d in plan.decisions if d.action == DISK_OFFLOAD) <= moved // 3
+
+
+def test_of_two_tiers_the_faster_is_filled_first():
+    graph, costs = case(speed=10)
+    disk = costs.links[DISK]
+    host = Link(10 * disk.store_bytes_per_s, 10 * disk.fetch_bytes_per_s)
+    costs = replace(costs, links={DISK: disk, HOST: host})
+
+    both = solve(graph, costs, "45%", offload={"disk": None, "host": 20_000})
+    wide = solve(graph, costs, "45%", offload=("disk", "host"))
+
+    assert both.bytes_by_action["cpu_offload"] <= 20_000 and both.counts["disk_offload"] > 0
+    assert wide.counts["cpu_offload"] > 0 and wide.counts["disk_offload"] == 0
+
+
+def test_the_bound_of_a_plan_that_could_move_is_one_that_moving_cannot_beat():
+    graph, costs = case(speed=10)
+
+    plan = solve(graph, costs, "45%", offload=("disk",))
+
+    assert plan.bound_ms == costs.plain_step_ms and "moves to other tiers included" in plan.bound_model
+    assert 0 <= plan.gap == pytest.approx(plan.predicted_overhead)
+
+
+def test_fetches_start_late_enough_for_memory_and_early_enough_for_time():
+    graph, costs = case(speed=2, layers=3)
+    actions = dict.fromkeys(movable(graph)[: len(movable(graph)) // 2], DISK_OFFLOAD)
+    plain = simulate_actions(graph, costs, {})
+    eager = simulate_actions(graph, costs, actions, moves=Moves(10**6, dict.fromkeys(actions, 0)))
+
+    found = schedule(graph, costs, actions, {}, plain.peak_bytes)
+
+    on_demand = simulate_actions(graph, costs, actions, moves=Moves(found.moves.window_bytes))
+    # On demand each fetch is waited for; all of them at once hold what is saved by moving.
+    assert found.timeline.stall_ms < 0.1 * on_demand.stall_ms
+    assert found.peak_bytes < eager.peak_bytes
+    tight = schedule(graph, costs, actions, {}, found.peak_bytes - 1)
+    assert tight.peak_bytes < found.peak_bytes and tight.timeline.step_ms > found.timeline.step_ms
+
+
+@pytest.mark.parametrize("speed", [0.1, 1.0])
+@pytest.mark.parametrize("budget", ["80%", "60%", "45%"])
+def test_a_joint_plan_is_within_its_budget_and_never_slower_than_recomputing_alone(speed, budget):
+    graph, costs = case(speed)
+
+    plan = solve(graph, costs, budget, offload=("disk",))
+
+    line = simulate(graph, costs, plan)
+    assert line.peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
+    assert line.step_ms <= solve(graph, costs, budget).predicted_step_ms * 1.001
+
+
+def test_the_same_question_gets_the_same_plan():
+    graph, costs = case(speed=1)
+
+    one, two = (solve(graph, costs, "45%", offload=("disk",)) for _ in range(2))
+
+    assert one.decisions == two.decisions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": ("tape",)}, "offload: tier 'tape' is not known. Use 'host' or 'disk'."),
+        ({"offload": ("host",)}, "costs knows no link to the host tier. Measure it"),
+        ({"offload": {"disk": "40%"}}, "'40%' is not an amount. Pass bytes"),
+        ({"offload": ("disk",), "method": "full"}, "has no meaning for method='full'. Use method=\"exact\""),
+    ],
+)
+def test_an_offload_that_makes_no_sense_is_refused(options, message):
+    graph, costs = case(speed=1)
+
+    with pytest.raises(ValueError) as caught:
+        solve(graph, costs, "45%", **options)
+
+    assert message in str(caught.value)

@@ -1,0 +1,184 @@
+"""``fit`` with a disk beside memory: what it reaches, and what it says where there is none."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from steps import differing, is_clean, mlp, outcome, plain, same_state, state_of
+from torch import nn
+
+import lowtide
+from lowtide.errors import BudgetInfeasibleError, TierError
+from lowtide.scratch import ScratchInMemoryWarning
+from lowtide.tape.places import Places
+from lowtide.tracing.tracer import run_step
+
+
+def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
+        attention_dropout=0.1, pad_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(1, 256, (4, 128), generator=torch.Generator().manual_seed(2))
+    return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def test_a_decoder_trains_bitwise_under_a_budget_that_recomputing_cannot_reach(tmp_path):
+    model, batch = decoder()
+    with pytest.raises(BudgetInfeasibleError) as alone:
+        lowtide.fit(model, batch, budget=1)
+    budget = int(0.97 * alone.value.least_bytes)
+    with pytest.raises(BudgetInfeasibleError):
+        lowtide.fit(model, batch, budget=budget)
+    theirs = plain(model, batch)
+
+    with lowtide.fit(model, batch, budget=budget, scratch_dir=tmp_path, checksums=True) as fit:
+        proof = fit.verify(rounds=0)
+        torch.manual_seed(7)
+        loss, _ = run_step(model, batch, None)
+        loss.backward()
+
+    assert fit.plan.counts["disk_offload"] > 0 and "offload" in fit.report(measure=False)
+    assert differing(theirs, outcome(model, loss)) == []
+    assert proof.equal and proof.measured_peak_bytes <= proof.predicted_peak_bytes <= budget
+    assert proof.predicted_peak_bytes - proof.measured_peak_bytes <= 0.02 * proof.predicted_peak_bytes
+    assert list(tmp_path.iterdir()) == [] and is_clean(model)
+
+
+def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept():
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+
+    with lowtide.fit(model, batch, budget="40%", disk_budget="1MiB") as fit:
+        model(batch).square().mean().backward()
+        moved = sum(d.bytes for d in fit.plan.decisions if d.action == "disk_offload")
+        space = fit._planned[0].tape.tiers["disk"].space if moved else None
+
+    assert 0 < moved <= 2**20 and space.budget_bytes == 2**20
+
+
+def test_without_being_asked_nothing_moves():
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+
+    with lowtide.fit(model, batch, budget="50%") as fit:
+        assert fit.plan.tiers == frozenset() and fit.costs.links == {}
+
+
+def test_a_new_input_shape_moves_too():
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    other = torch.randn(256, 64)
+
+    with lowtide.fit(model, batch, budget=int(2.5 * 2**20), disk_budget="1GiB") as fit:
+        theirs = plain(model, other)
+        torch.manual_seed(7)
+        model.zero_grad()
+        loss, _ = run_step(model, other, None)
+        loss.backward()
+
+    assert len(fit.plans) == 2 and differing(theirs, outcome(model, loss)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"host_budget": "1GiB"}, TierError, "there is no host tier beside a model on cpu"),
+        ({"scratch_dir": "/not/there"}, TierError, "scratch_dir='/not/there' cannot hold a scratch file: No such file"),
+        ({"scratch_dir": "/proc/self"}, TierError, "cannot hold a scratch file"),
+        ({"disk_budget": "40%"}, ValueError, "disk_budget='40%' is not an amount of memory. Pass bytes as an int"),
+        ({"disk_budget": "auto"}, ValueError, "disk_budget='auto' is not an amount"),
+        ({"disk_budget": -1}, ValueError, "not positive"),
+        ({"disk_budget": "1GiB", "method": "full"}, ValueError, "has no meaning for method='full'"),
+    ],
+)
+def test_a_tier_that_cannot_be_used_is_refused_by_name_and_the_model_is_untouched(options, error, message):
+    model, batch = mlp(4, 16), torch.randn(8, 16)
+    before = state_of(model)
+
+    with pytest.raises(error) as caught:
+        lowtide.fit(model, batch, budget="50%", **options)
+
+    assert message in str(caught.value)
+    assert is_clean(model) and same_state(before, state_of(model))
+
+
+def test_a_disk_that_is_full_is_refused_with_numbers(monkeypatch, tmp_path):
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    monkeypatch.setattr("lowtide.costs.links._LARGE", 4096)
+    monkeypatch.setattr("lowtide.costs.links._known", {})
+    monkeypatch.setattr("lowtide.scratch.free_bytes", lambda path: 10_000)
+
+    with pytest.raises(TierError, match=r"has 9.77 KiB free, the plan moves .* there\.\nMake room"):
+        lowtide.fit(model, batch, budget="40%", scratch_dir=tmp_path, disk_budget="1GiB")
+    assert is_clean(model)
+
+
+def test_a_scratch_directory_in_memory_is_warned_about_and_works(monkeypatch, tmp_path):
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    monkeypatch.setattr("lowtide.scratch.file_system", lambda path: "tmpfs")
+
+    with pytest.warns(ScratchInMemoryWarning, match="which is memory"):
+        fit = lowtide.fit(model, batch, budget="40%", scratch_dir=tmp_path)
+    fit.remove()
+    assert fit.plan.counts["disk_offload"] > 0
+
+
+LIMITED = """
+import resource, sys, torch, lowtide
+torch.set_num_threads(1)
+layers = []
+for _ in range(24):
+    layers += [torch.nn.Linear(64, 64), torch.nn.Hardswish()]
+model, x = torch.nn.Sequential(*layers), torch.randn(131072, 64)  # 32 MiB a tensor, 48 of them stored: 1.5 GiB
+import lowtide.api, lowtide.tape.disk
+used = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + 600 * 2**20,) * 2)  # threads reserve 64 MiB each of it
+try:
+    if sys.argv[1] == "fit":
+        fit = lowtide.fit(model, x, budget="10%", scratch_dir=sys.argv[2])
+        assert fit.plan.plain_peak_bytes - fit.plan.resident_bytes > 1.4 * 2**30
+        assert fit.plan.bytes_by_action["disk_offload"] > 2**29
+    elif sys.argv[1] == "alone":
+        fit = lowtide.fit(model, x, budget="10%")
+    loss = model(x).square().mean()
+    loss.backward()
+    print("trained", all(p.grad is not None for p in model.parameters()))
+except lowtide.BudgetInfeasibleError:
+    print("no plan")
+except (RuntimeError, MemoryError) as error:
+    print("no memory" if "allocate memory" in str(error) or isinstance(error, MemoryError) else error)
+"""
+
+
+def limited(how, directory):
+    ran = subprocess.run(
+        [sys.executable, "-c", LIMITED, how, str(directory)], capture_output=True, text=True, timeout=600
+    )
+    return ran.stdout or ran.stderr
+
+
+@pytest.mark.slow
+def test_a_step_that_an_address_space_limit_kills_completes_with_the_disk_tier(tmp_path):
+    assert limited("plain", tmp_path) == "no memory\n"
+    assert limited("fit", tmp_path) == "trained True\n"
+
+
+def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(monkeypatch):
+    # On an accelerator pinned host memory is used unasked; a disk stands for it here.
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
+
+    def full(self, storage):
+        raise TierError("64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are.\nLower host_budget=.")
+
+    monkeypatch.setattr("lowtide.tape.disk.DiskTier.store", full)
+
+    with lowtide.fit(model, batch, budget="50%") as fit:
+        assert fit.plan.tiers == frozenset() and fit.plan.counts["recompute"] > 0
+        assert fit.warnings == [
+            "planned without other tiers: 64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are."
+        ]
+    with pytest.raises(TierError, match="could not be pinned"):
+        lowtide.fit(model, batch, budget="50%", host_budget=None)
