@@ -476,3 +476,32 @@ def test_a_model_that_writes_its_inputs_trains_bitwise():
     batch = {"x": sequences(), "extra": {"mask": torch.ones(ROWS, STEPS)}, "seen": []}
 
     check(Mutating, batch)
+
+
+@dataclass
+class Loader:
+    """A batch with a name for everything, as graph libraries have them."""
+
+    x: torch.Tensor
+    seen: dict[str, torch.Tensor]
+
+
+class FromLoader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+
+    def forward(self, batch: Loader) -> torch.Tensor:
+        batch.x.mul_(0.5)
+        batch.seen["count"] += 1
+        return self.layers(batch.x)
+
+
+def test_a_batch_may_be_a_dataclass_and_a_rehearsal_leaves_it_as_it_was():
+    batch = Loader(sequences(), {"count": torch.zeros(())})
+    x = batch.x.clone()
+
+    lowtide.trace(made(FromLoader), (batch,))
+
+    assert torch.equal(batch.x, x) and batch.seen["count"] == 0
+    check(FromLoader, (batch,))
