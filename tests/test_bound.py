@@ -90,6 +90,29 @@ def test_a_price_is_what_a_byte_buys():
     assert bound_time(graph, costs, plain - 12).step_ms == pytest.approx(bound.step_ms + 4 / 8, abs=1e-4)
 
 
+def dear_to_replay():
+    """An op with 3000 bytes of workspace, asked for again while the next gradient's 2000 are there."""
+    step = Step()
+    x = step.op(step.parameter(), makes=(8,), saves="makes", workspace=3000)
+    y = step.op(x, makes=(2000,), saves=(x,), fixed="written in place")
+    step.op(y, makes=(1,), saves="reads")
+    return step.graph()
+
+
+def test_what_a_replay_needs_for_itself_counts(monkeypatch):
+    graph = dear_to_replay()
+    costs = unit_costs(graph)
+    # Everything is kept: y, its gradient and x. Made again x would need 2000 + 8 + 3000.
+    assert {peak for _, peak in oracle(graph, costs, most_replays=2)} == {4008, 5008}
+
+    with_it = bound_time(graph, costs, 4001), bound_peak(graph)
+    monkeypatch.setattr(relaxation.Relaxation, "_replayed", lambda self: None)
+    again = dear_to_replay()  # nothing remembered
+
+    assert math.isinf(with_it[0].step_ms) and math.isfinite(bound_time(again, costs, 4001).step_ms)
+    assert bound_peak(again) == 4000 < with_it[1] <= 4008
+
+
 @pytest.fixture(scope="module")
 def small_decoder():
     graph = decoder(layers=4)
@@ -172,6 +195,14 @@ def wrong(monkeypatch, mutation):
         monkeypatch.setattr(certain_module, "_union", longer)
     elif mutation == "nothing runs before its own stage":
         monkeypatch.setattr(relaxation, "_meet", lambda found, one, other: max(one or 0, other or 0) or None)
+    elif mutation == "a replay runs when memory is fullest":
+        truth = relaxation.Relaxation._least_beside
+
+        def fullest(self, op, begin, end):
+            floor, own = truth(self, op, begin, end)
+            return floor, own + int(self.certain.floor_bytes.max()) - floor
+
+        monkeypatch.setattr(relaxation.Relaxation, "_least_beside", fullest)
     elif mutation == "what is replayed at all is replayed at once":
         monkeypatch.setattr(relaxation.Relaxation, "_slot", lambda self, op, stage: 0)
 
@@ -194,6 +225,7 @@ def fork():
         "all that is stored is kept",
         "what is freed stays a while",
         "nothing runs before its own stage",
+        "a replay runs when memory is fullest",
         "what is replayed at all is replayed at once",
     ],
 )

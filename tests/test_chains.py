@@ -91,10 +91,11 @@ def test_the_closed_form_is_the_least_over_all_places_of_the_next_snapshot():
 
 @pytest.mark.parametrize("snapshots", range(1, 7))
 def test_a_published_implementation_takes_as_many_steps(snapshots):
-    from checkpoint_schedules import Forward, MultistageCheckpointSchedule, Revolve
+    from checkpoint_schedules import Forward, HRevolve, MultistageCheckpointSchedule, Revolve
 
     for steps in range(2, 25):
-        for oracle in (Revolve(steps, snapshots), MultistageCheckpointSchedule(steps, snapshots, 0)):
+        one_level = HRevolve(steps, snapshots, 0)
+        for oracle in (Revolve(steps, snapshots), MultistageCheckpointSchedule(steps, snapshots, 0), one_level):
             forward = 0
             for action in oracle:
                 forward += action.n1 - action.n0 if isinstance(action, Forward) else 0

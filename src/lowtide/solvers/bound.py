@@ -29,9 +29,12 @@ Symbols (stages t as in ``certain.py``; an op has a grid of stages, ends of its 
               V_{x,i} <= V_{x,i-1} + N_{j,i}
               K_{x,t} >= D_j - A_{j,t} - D_{maker(x)}        for each reader j of x
               floor + sum m (s + K + V) <= budget            at every moment that may bind
+              floor + own_{j,i} N_{j,i} + sum m s <= budget  while j runs again in slot i: own is what it reads, makes
+                                                             and needs for itself; floor the least, and s what is kept
+                                                             through all of the slot's bursts
 
-Known weaknesses: workspace and transients inside a burst do not count, so near the least peak the bound stays below
-what any plan takes; offloading is not looked at.
+Known weaknesses: of a burst only one op at a time counts, beside what is kept and not what is held for later, so near
+the least peak the bound stays below what any plan takes; offloading is not looked at.
 """
 
 from __future__ import annotations

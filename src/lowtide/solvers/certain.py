@@ -33,9 +33,10 @@ class Certain:
         droppable: Storages that autograd stores, backward asks for, and a plan may recompute.
         returns: Storages that a replay can bring back (all that useful ops make and that may be recomputed).
         read_by: Useful ops that read each storage made in forward.
-        floor_bytes: Per event, most bytes that are live under every plan. ``plain_bytes``: with all stored kept.
+        floor_bytes: Per event, most bytes that are live under every plan. ``idle_bytes``: without the workspace of what
+            runs. ``plain_bytes``: with all stored kept.
         stages: Event at which each stage begins. ``settled[t]``, ``ends[t]``: after its last unpack; its end.
-        asked: Stages in which backward asks for each droppable storage.
+        asked: Stages in which backward asks for each droppable storage. ``asks``: all events at which it does.
         since, until: First and last stage in which each useful op can be replayed.
         kept_spans: When a storage that autograd stores costs its bytes only because it is kept.
     """
@@ -77,6 +78,13 @@ class Certain:
                 start = max(start, high)
             found.append((start, end))
         return [(start, end) for start, end in found if start < end]
+
+    def in_floor(self, storage: int, events: np.ndarray) -> np.ndarray:
+        """At which of ``events`` the floor counts ``storage``, as a mask."""
+        found = np.zeros(len(events), dtype=bool)
+        for start, end in self._floor_spans[storage]:
+            found |= (start <= events) & (events < end)
+        return found
 
     def _read_events(self) -> None:
         graph = self.graph
@@ -120,7 +128,8 @@ class Certain:
                 for start, stop in self._floor_spans[s]:
                     change[start] += graph.storages[s].bytes
                     change[stop] -= graph.storages[s].bytes
-        self.floor_bytes = np.cumsum(change[:-1]) + graph.resident_bytes + extra
+        self.idle_bytes = np.cumsum(change[:-1]) + graph.resident_bytes
+        self.floor_bytes = self.idle_bytes + extra
         self.kept_spans = {s: self.extra_spans(s, _union(kept[s])) for s in sorted(graph.stored & free)}
         more = np.zeros(end + 1, dtype=np.int64)
         for s, spans in self.kept_spans.items():
@@ -134,6 +143,7 @@ class Certain:
         asks = {
             at for handle, spans in self._unpacked.items() for at, _ in spans if graph.saved[handle] in self.droppable
         }
+        self.asks = np.array(sorted(asks), dtype=np.int64)
         self.stages: list[int] = []
         self.settled: list[int] = []
         ran = True

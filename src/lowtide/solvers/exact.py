@@ -54,6 +54,9 @@ _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled 
 _STEP_GAP = 0.0025  # of the step time, likewise
 _CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
 _LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
+_ROUNDED_EVENTS = 2_000_000  # likewise, to bring what a relaxation rounds to within the budget
+_HOPELESS = 0.05  # of the step time above the relaxation's bound: rounding that gets there has gone astray
+_SHARES = (0.25, 0.5, 0.75)  # what a relaxation keeps by less than this is recomputed
 _LEAN_SIZE = 600  # steps up to this size (``Sketch.size``) ask a MILP for the least peak, larger ones its relaxation
 _LEAN_NODES = 10  # there good answers come from the root, a proof from thousands of nodes
 
@@ -63,12 +66,13 @@ class Limits:
     """How long to search.
 
     Attributes:
-        time_limit_s: For each stage of a search; a safety net, since what it cuts off differs from run to run.
+        time_limit_s: For each stage of the search for the fastest; a safety net, since what it cuts off differs from
+            run to run. The search for the least peak has limits of its own, that no clock moves.
         node_limit: Branch-and-bound nodes of one MILP.
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
     """
 
-    time_limit_s: float = 30.0
+    time_limit_s: float = 60.0
     node_limit: int = 1000
     gap: float | None = None
 
@@ -233,13 +237,15 @@ class Search:
             return self._fastest_choice(self.pool, budget_bytes)
         assert self.sketch is not None
         model = PeakModel(self.sketch, budget_bytes)
-        judged: list[Judged] = []
-        bound_ms, proven = self.floor_ms, True
+        judged, bound_ms = ([], self.floor_ms) if self.fine else self._rounded(model, budget_bytes)
+        if any(self._near_enough(j, bound_ms) for j in judged):
+            return _Result(judged, True, bound_ms)
+        proven = True
         deadline = time.perf_counter() + self.limits.time_limit_s
         for round_ in range(_ROUNDS):
             answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
             if round_ == 0 and answer.status != "infeasible":
-                bound_ms += max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
+                bound_ms = self.floor_ms + max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
             proven &= answer.status == "optimal"
             if not len(answer.values):
                 break
@@ -249,6 +255,34 @@ class Search:
             # A moment that the model has not looked at yet is no loss; a corrected one may take better plans with it.
             proven &= self._cut(model, answer.values, judged[-1].timeline, budget_bytes)
         return _Result(judged, proven, bound_ms)
+
+    def _rounded(self, model: PeakModel, budget_bytes: int) -> tuple[list[Judged], float]:
+        """What the relaxation rounds to, changed until it is within the budget; and the relaxation's bound."""
+        relaxed = model.program.relax()
+        if not math.isfinite(relaxed.objective):
+            return [], self.floor_ms
+        bound_ms = self.floor_ms + max(relaxed.objective - model.objective_slack, 0.0) * model.ms_unit
+        found: list[Judged] = []
+        for share in _SHARES:
+            start = self.judge(close(self.graph, *model.choice(relaxed.values, share)))
+            path = leaner(
+                self.graph,
+                self.costs,
+                start,
+                target_bytes=budget_bytes,
+                most_ms=min([bound_ms + _HOPELESS * self.costs.plain_step_ms, *(j.timeline.step_ms for j in found)]),
+                events=_ROUNDED_EVENTS,
+            )
+            if path[-1].peak_bytes <= budget_bytes:
+                found.append(self.save_what_fits(path[-1], budget_bytes))
+            if found and self._near_enough(found[-1], bound_ms):
+                break
+        return sorted(found, key=lambda j: j.rank, reverse=True), bound_ms
+
+    def _near_enough(self, judged: Judged, bound_ms: float) -> bool:
+        gap, slack_ms = self._tolerances()
+        ms = judged.timeline.step_ms
+        return ms - bound_ms <= max(slack_ms, gap * (ms - self.floor_ms))
 
     def _fastest_choice(self, pool: Decomposition, budget_bytes: int) -> _Result:
         """Segments planned apart: what the judge finds above the budget is asked for less."""
@@ -268,9 +302,7 @@ class Search:
             if judged[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
                 break
             asked_bytes -= over_bytes
-        best_ms = judged[-1].timeline.step_ms if judged else 0.0
-        proven = best_ms - bound_ms <= max(_STEP_GAP * self.costs.plain_step_ms, _GAP * (best_ms - self.floor_ms))
-        return _Result(judged, proven, bound_ms)
+        return _Result(judged, bool(judged) and self._near_enough(judged[-1], bound_ms), bound_ms)
 
     def _just_within(self, judged: Judged, budget_bytes: int) -> list[Judged]:
         """A way within the budget that is hardly slower than ``judged``, if changing a little leads to one."""

@@ -16,7 +16,7 @@ import numpy as np
 INFINITY = math.inf
 Array = Sequence[float] | np.ndarray
 _ENOUGH = 1e-4  # of the optimum: lazy rows of a large program that move it by less are left out
-_LARGE = 5000  # rows
+_LARGE = 30_000  # rows
 _FEASIBLE = 1e-6
 
 

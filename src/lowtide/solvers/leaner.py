@@ -60,6 +60,7 @@ def leaner(
     *,
     target_bytes: int = 0,
     most_ms_per_byte: float = math.inf,
+    most_ms: float = math.inf,
     events: int,
 ) -> list[Judged]:
     """Ways with ever lower peaks, from ``start`` on.
@@ -67,6 +68,7 @@ def leaner(
     Args:
         target_bytes: No way needs to be leaner.
         most_ms_per_byte: Changes that cost more are not taken.
+        most_ms: A step that takes longer is not worth going on from.
         events: How many events may be simulated.
 
     Returns:
@@ -74,7 +76,7 @@ def leaner(
     """
     path, now = [start], start
     for _ in range(_MOST_STEPS):
-        if path[-1].peak_bytes <= target_bytes or events <= 0:
+        if path[-1].peak_bytes <= target_bytes or now.timeline.step_ms > most_ms or events <= 0:
             break
         best: tuple[tuple[bool, float, float], Judged] | None = None
         height = now.peak_bytes

@@ -349,15 +349,19 @@ class PeakModel:
         assert self.peak is not None
         return round(values[self.peak] * self.byte_unit) + self._resident
 
-    def choice(self, values: np.ndarray) -> tuple[list[int], list[int]]:
-        """Storages to recompute, and storages to keep although autograd does not store them."""
+    def choice(self, values: np.ndarray, share: float = 0.5) -> tuple[list[int], list[int]]:
+        """Storages to recompute, and storages to keep although autograd does not store them.
+
+        Args:
+            share: What is kept by less than this is recomputed.
+        """
         droppable = self.sketch.droppable
         recomputed, kept = [], []
         for decision, s in self.s.items():
             for piece in decision.pieces:
-                if values[s] < 0.5 and piece.storage in droppable:
+                if values[s] < share and piece.storage in droppable:
                     recomputed.append(piece.storage)
-                elif values[s] > 0.5 and piece.direct_end < 0:
+                elif values[s] >= share and piece.direct_end < 0:
                     kept.append(piece.storage)
         return recomputed, kept
 

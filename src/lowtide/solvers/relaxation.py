@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -51,6 +51,7 @@ class Relaxation:
         self._pinned()
         self._held()
         self._memory()
+        self._replayed()
 
     # Columns
 
@@ -265,6 +266,79 @@ class Relaxation:
                 chosen.append(int(part[most[part].argmax()]))
         limit = self.budget_bytes if self.budget_bytes is not None else int(floor.max())
         return sorted(e for e in chosen if most[e] > limit)
+
+    def _replayed(self) -> None:
+        """While an op runs again there are what it reads, what it makes and its workspace, beside all that is kept."""
+        certain = self.certain
+        if not certain.stages:
+            return
+        limit = self.budget_bytes if self.budget_bytes is not None else int(certain.floor_bytes.max())
+        rows = []
+        for op in certain.useful:
+            for i, stage in enumerate(self.grid[op]):
+                begin = self.grid[op][i - 1] + 1 if i else certain.since[op]
+                floor, own = self._least_beside(op, begin, stage)
+                if floor + own + self._kept_through(stage) > limit:
+                    rows.append((op, i, stage, floor, own))
+        kept = self._kept_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
+        for op, i, stage, floor, own in rows:
+            terms = {self.N[op][i]: own / self.byte_unit, kept[stage]: 1.0}
+            for x in self._sources(op):
+                if self._kept_until.get(x, -1) >= certain.settled[stage]:  # counted with the op already
+                    terms[self.s[x]] = -self.graph.storages[x].bytes / self.byte_unit
+            if self.peak is not None:
+                terms[self.peak] = -1.0
+                upper = self.graph.resident_bytes - floor
+            else:
+                assert self.budget_bytes is not None
+                upper = self.budget_bytes - floor
+            self.moments[self._later(terms, upper=upper / self.byte_unit)] = certain.settled[stage]
+
+    def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
+        """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
+        certain, graph = self.certain, self.graph
+        low, high = np.searchsorted(certain.asks, (certain.stages[begin], certain.settled[end] + 1))
+        before = certain.asks[low:high] - 1
+        floor = certain.idle_bytes[before]
+        beside = floor.copy()
+        for x in dict.fromkeys(graph.ops[op].reads):
+            if graph.storages[x].op is not None:
+                beside += graph.storages[x].bytes * ~certain.in_floor(x, before)
+        own = sum(graph.storages[s].bytes for s in graph.ops[op].makes)
+        own += graph.ops[op].workspace_bytes + graph.ops[op].rng_bytes
+        return int(floor.min()), own + int(beside.min()) - int(floor.min())
+
+    @cached_property
+    def _kept_until(self) -> dict[int, int]:
+        """Of storages that cost their bytes from before the first burst on, if they are kept: until which event."""
+        first = int(self.certain.asks[0]) - 1
+        spans = ((x, begin, end) for x in self.s for begin, end in self.certain.kept_spans.get(x, ()))
+        return {x: end for x, begin, end in spans if begin <= first < end}
+
+    def _kept_through(self, stage: int) -> int:
+        """Bytes that can be kept through all bursts up to those of ``stage``."""
+        ends, sums = self._kept_sums
+        return int(sums[-1] - sums[np.searchsorted(ends, self.certain.settled[stage])])
+
+    @cached_property
+    def _kept_sums(self) -> tuple[np.ndarray, np.ndarray]:
+        by_end = sorted((end, self.graph.storages[x].bytes) for x, end in self._kept_until.items())
+        return np.array([end for end, _ in by_end]), np.cumsum([0, *(size for _, size in by_end)])
+
+    def _kept_columns(self, stages: list[int]) -> dict[int, int]:
+        """For each of the falling ``stages`` a column with the bytes that are kept through it."""
+        waiting = sorted(self._kept_until, key=lambda x: (self._kept_until[x], x))
+        found: dict[int, int] = {}
+        later: Terms = {}
+        for stage in stages:
+            terms = dict(later)
+            while waiting and self._kept_until[waiting[-1]] >= self.certain.settled[stage]:
+                x = waiting.pop()
+                terms[self.s[x]] = -self.graph.storages[x].bytes / self.byte_unit
+            found[stage] = self.program.column(upper=INFINITY)
+            self.program.row({found[stage]: 1.0, **terms}, lower=0.0)
+            later = {found[stage]: -1.0}
+        return found
 
     def _memory_row(self, event: int, live: Mapping[int, int]) -> None:
         terms = {column: size / self.byte_unit for column, size in live.items()}

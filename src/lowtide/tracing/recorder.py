@@ -26,6 +26,7 @@ from lowtide.meters import run_with_workspace
 from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
+from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
     FILLERS,
     OVERWRITERS,
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self._signature_ids: dict[str, int] = {}
         self._workspaces: dict[int, int] = {}  # bytes, by signature
         self._hidden_writes: dict[int, list[int]] = {}  # signature -> inputs it changes without saying so
+        self._looks = Looks()
         self._open: set[int] = set()  # storages made and not read yet: an in-place op may still finish them
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._ids: dict[int, int] = {}  # StorageImpl address -> storage id; entries go when the storage dies
@@ -242,6 +244,8 @@ class Recorder(TorchDispatchMode):
         written = tuple(
             dict.fromkeys(n for t in written_tensors(func, args, kwargs) if (n := self.know(t, "other")) is not None)
         )
+        for t in inputs:
+            self._look_at(t)
         for t in written_tensors(func, args, kwargs):
             self._copy_before_write(t)
         signature, first = self._signature(func, args, kwargs)
@@ -271,6 +275,20 @@ class Recorder(TorchDispatchMode):
                 self._sums[len(self.ops)] = (filled,)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
         return result
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        """Raises: UnsupportedModelError: what autograd has stored was given other memory through ``.data``."""
+        number = self._looks.before(tensor)
+        if number is None:
+            return
+        self.fix(number, "was given other memory or another shape through .data")
+        self._looks.made(tensor, number)
+        if number in self.saved:
+            raise UnsupportedModelError(
+                f"in module {self._path() or '(the step)'} a tensor of shape {list(tensor.shape)} was assigned to "
+                "(x.data = ...) after autograd had stored it.\n  Its backward would read the new data, which no "
+                "version tells of.\nAssign to the name (x = ...), or to .data before anything reads x."
+            )
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
         """A parameter that the step writes (``.data``, mostly) is put back afterwards."""
@@ -347,6 +365,8 @@ class Recorder(TorchDispatchMode):
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
             makes.append(self._new(storage, "backward" if backward else "activation", number, output, fixed))
+            if not backward:
+                self._looks.made(tensor, makes[-1])
         if backward:
             self._made_under.update(dict.fromkeys(makes, self._node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
@@ -397,7 +417,8 @@ class Recorder(TorchDispatchMode):
         self.fix(storage, "written during the step")
         for earlier in self._readers.pop(storage, ()):
             if earlier < len(self.ops):
-                for made in self.ops[earlier].makes:
+                finished = self.ops[earlier].finishes
+                for made in self.ops[earlier if finished is None else finished].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
 
     def _gathers(self, storage: int) -> bool:
@@ -424,6 +445,7 @@ class Recorder(TorchDispatchMode):
         self.saved.append(number)
         self.event(PACK, handle)
         self._open.discard(number)
+        self._look_at(tensor)
         if self.gathering is not None:
             self.gathering.read((number,))
         if self.region == "model" and self._stack[-1] == 0:
