@@ -31,7 +31,7 @@ from lowtide.tape.places import Places, usable
 from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.tape import Audit, Tape
 from lowtide.tracing import scopes
-from lowtide.tracing.batches import Call, batch_tensors
+from lowtide.tracing.batches import Call, batch_tensors, without_history
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal
@@ -260,7 +260,7 @@ class Fit:
     # -- planning -----------------------------------------------------------------------------------------------
 
     def _make(self, batch: Any, step: Step | None, *, fall_back: bool = False) -> Planned:
-        model, settings = self.model, self._settings
+        model, settings, batch = self.model, self._settings, without_history(batch)
         with Stages("trace", "measure", "solve", "rehearse") as stages:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.

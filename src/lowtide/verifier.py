@@ -17,7 +17,7 @@ from lowtide.tape import attach
 from lowtide.tape.places import Places
 from lowtide.tape.tape import Counts
 from lowtide.tracing import scopes
-from lowtide.tracing.batches import first_rows, rows
+from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.operators import wraps
 from lowtide.tracing.parallel import unwrapped
 from lowtide.tracing.state import rehearsal, same_bits
@@ -94,7 +94,7 @@ def verify_in(
 ) -> Verification:
     """``verify``, with all that may be said of tiers."""
     note = ""
-    model = unwrapped(model)
+    model, batch = unwrapped(model), without_history(batch)
     with suspended(model):
         attach.check_plan_fits(model, plan)
         device = device_of(model)

@@ -73,6 +73,19 @@ def first_rows(batch: Any, count: int) -> Any:
     return _map(batch, cut)
 
 
+def without_history(batch: Any) -> Any:
+    """The batch with leaves in place of tensors that another graph made: rehearsing must not run backward into it."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().requires_grad_() if value.requires_grad and not value.is_leaf else value
+        if type(value) in (list, tuple):
+            return type(value)(map(cut, value))
+        return {k: cut(v) for k, v in value.items()} if type(value) is dict else value
+
+    return batch if all(t.is_leaf for t in batch_tensors(batch)) else _map(batch, cut)
+
+
 def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Call):
         return Call(tuple(map(change, batch.args)), {k: change(v) for k, v in batch.kwargs.items()})

@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tracing import scopes, sharding
-from lowtide.tracing.batches import batch_tensors, call_model, describe_batch
+from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.tracing.gathering import Gathering
 from lowtide.tracing.operators import storage_of, wraps
 from lowtide.tracing.optimizer_state import optimizer_bytes
@@ -165,7 +165,7 @@ def record(
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
-    model = unwrapped(model)
+    model, batch = unwrapped(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")
