@@ -77,7 +77,7 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1).float(), ids.flatten())
 
 
-def each_layer(net: Net, root: dict[str, Any] | None = None, **options: Any) -> None:
+def each_layer(net: Net | Stage, root: dict[str, Any] | None = None, **options: Any) -> None:
     for layer in net.layers:
         fully_shard(layer, **options)
     fully_shard(net, **(options if root is None else root))
@@ -271,20 +271,27 @@ class Stage(nn.Module):
         return h if self.head is None else self.head(h)
 
 
-def in_stages(rank: int, schedule: str, microbatches: int = 4, steps: int = 2) -> tuple[dict, dict]:
-    """A pipeline of two stages, each fitted by itself on one microbatch, and the same without lowtide."""
-    return tuple(_pipeline(rank, schedule, microbatches, steps, budget) for budget in (None, "60%"))  # type: ignore[return-value]
+def in_stages(rank: int, schedule: str) -> tuple[dict, dict]:
+    """A pipeline of two stages, each fitted by itself on one microbatch, and the same without lowtide.
+
+    With four ranks each stage is fully sharded over two of them.
+    """
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "data"))
+    return _pipeline(rank, schedule, mesh, None), _pipeline(rank, schedule, mesh, "70%")
 
 
-def _pipeline(rank: int, schedule: str, microbatches: int, steps: int, budget: Any) -> dict:
+def _pipeline(rank: int, schedule: str, mesh: DeviceMesh, budget: Any, microbatches: int = 4) -> dict:
     api.measure = an_ms_an_op
     torch.manual_seed(0)
-    stage = Stage(Net(depth=6), rank)
-    data = list(batches(0, steps))
+    number = mesh["stage"].get_local_rank()
+    stage = Stage(Net(depth=6), number)
+    if mesh["data"].size() > 1:
+        each_layer(stage, mesh=mesh["data"])
+    data = list(batches(mesh["data"].get_local_rank(), 2))
     ids = data[0].chunk(microbatches)[0]
-    sample = ids if rank == 0 else torch.randn(*ids.shape, 32, requires_grad=True)
+    sample = ids if number == 0 else torch.randn(*ids.shape, 32, requires_grad=True)
     fit = lowtide.fit(stage, (sample,), budget=budget) if budget is not None else None
-    piped = PipelineStage(stage, rank, 2, torch.device("cpu"))
+    piped = PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
 
     def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
@@ -294,15 +301,22 @@ def _pipeline(rank: int, schedule: str, microbatches: int, steps: int, budget: A
     torch.manual_seed(rank)
     losses: list[torch.Tensor] = []
     gradients = []
-    for batch in data:
-        if rank == 0:
-            run.step(batch)
-        else:
-            run.step(target=batch, losses=losses)
-        gradients.append(digest(p.grad for p in stage.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
+    with Collectives() as sent:
+        for batch in data:
+            if number == 0:
+                run.step(batch)
+            else:
+                run.step(target=batch, losses=losses)
+            gradients.append(digest(p.grad for p in stage.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
     told = {
-        "losses": [loss.item() for loss in losses], "gradients": gradients, "state": digest(stage.state_dict().values())
+        "losses": [loss.item() for loss in losses], "gradients": gradients, "sent": dict(sent.seen),
+        "state": digest(stage.state_dict().values()),
     }  # fmt: skip
     return told if fit is None else told | facts(fit, (sample,))
+
+
+def on_four(rank: int) -> dict[str, tuple[dict, dict]]:
+    """What two ranks cannot show."""
+    return all_ways(rank, ON_FOUR) | {"sharded stages": in_stages(rank, "1F1B")}

@@ -9,6 +9,7 @@ import pytest
 
 import lowtide
 from lowtide.cli import main
+from lowtide.graph.costs import Costs, Link
 
 SCRIPT = '''
 import torch
@@ -91,6 +92,22 @@ def test_fit_reports_and_saves_a_plan_that_fits_and_is_proven(capsys, scripts):
     assert "loss, gradients and buffers bitwise equal" in out
     assert plan.counts["recompute"] > 0 and plan.predicted_fraction <= 0.6
     assert "lowtide:" not in err
+
+
+def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(capsys, scripts, tmp_path, monkeypatch):
+    def costs(graph, *, tiers=(), scratch_dir=None):  # ops are dear and the link is not, so something moves anywhere
+        return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
+
+    monkeypatch.setattr("lowtide.api.measure", costs)
+    code = main(["fit", "train.py:setup", "--budget", "60%", "--scratch-dir", str(tmp_path), "--disk-budget", "1GiB",
+                 "--save", "moved.json", "--save-graph", "moved.graph.json", "--json"])  # fmt: skip
+    counts = json.loads(capsys.readouterr().out)["counts"]
+
+    assert code == 0 and counts["disk_offload"] > 0
+    assert main(["report", "moved.json", "--graph", "moved.graph.json", "--plot", "moved.svg"]) == 0
+    assert (scripts / "moved.svg").stat().st_size > 0
+    assert main(["fit", "train.py:setup", "--scratch-dir", "/not/there"]) == 1
+    assert "scratch_dir='/not/there' cannot hold a scratch file" in capsys.readouterr().err
 
 
 def test_fit_as_json_is_one_object_whatever_the_script_prints(capsys):

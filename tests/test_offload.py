@@ -1,5 +1,6 @@
 """``fit`` with a disk beside memory: what it reaches, and what it says where there is none."""
 
+import os
 import subprocess
 import sys
 
@@ -10,9 +11,20 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import BudgetInfeasibleError, TierError
+from lowtide.graph.costs import Costs, Link
 from lowtide.scratch import ScratchInMemoryWarning
 from lowtide.tape.places import Places
 from lowtide.tracing.tracer import run_step
+
+
+@pytest.fixture
+def dear(monkeypatch):
+    """Ops that take a millisecond and a link that takes none, so that something moves on any machine."""
+
+    def costs(graph, *, tiers=(), scratch_dir=None):
+        return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
+
+    monkeypatch.setattr("lowtide.api.measure", costs)
 
 
 def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -49,7 +61,7 @@ def test_a_decoder_trains_bitwise_under_a_budget_that_recomputing_cannot_reach(t
     assert list(tmp_path.iterdir()) == [] and is_clean(model)
 
 
-def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept():
+def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept(dear):
     model, batch = mlp(8, 64), torch.randn(512, 64)
 
     with lowtide.fit(model, batch, budget="40%", disk_budget="1MiB") as fit:
@@ -104,10 +116,8 @@ def test_a_tier_that_cannot_be_used_is_refused_by_name_and_the_model_is_untouche
     assert is_clean(model) and same_state(before, state_of(model))
 
 
-def test_a_disk_that_is_full_is_refused_with_numbers(monkeypatch, tmp_path):
+def test_a_disk_that_is_full_is_refused_with_numbers(dear, monkeypatch, tmp_path):
     model, batch = mlp(8, 64), torch.randn(512, 64)
-    monkeypatch.setattr("lowtide.costs.links._LARGE", 4096)
-    monkeypatch.setattr("lowtide.costs.links._known", {})
     monkeypatch.setattr("lowtide.scratch.free_bytes", lambda path: 10_000)
 
     with pytest.raises(TierError, match=r"has 9.77 KiB free, the plan moves .* there\.\nMake room"):
@@ -115,7 +125,7 @@ def test_a_disk_that_is_full_is_refused_with_numbers(monkeypatch, tmp_path):
     assert is_clean(model)
 
 
-def test_a_scratch_directory_in_memory_is_warned_about_and_works(monkeypatch, tmp_path):
+def test_a_scratch_directory_in_memory_is_warned_about_and_works(dear, monkeypatch, tmp_path):
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.scratch.file_system", lambda path: "tmpfs")
 
@@ -165,7 +175,7 @@ def test_a_step_that_an_address_space_limit_kills_completes_with_the_disk_tier(t
     assert limited("fit", tmp_path) == "trained True\n"
 
 
-def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(monkeypatch):
+def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(dear, monkeypatch):
     # On an accelerator pinned host memory is used unasked; a disk stands for it here.
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
@@ -182,3 +192,34 @@ def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(monkeypatch
         ]
     with pytest.raises(TierError, match="could not be pinned"):
         lowtide.fit(model, batch, budget="50%", host_budget=None)
+
+
+def test_a_link_that_cannot_be_measured_and_that_nobody_asked_for_is_done_without(monkeypatch):
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
+    monkeypatch.setattr("lowtide.costs.links._known", {})
+
+    def unpinned(*_):
+        raise TierError("32.00 MiB of host memory could not be pinned: no.\nRaise the limit.")
+
+    monkeypatch.setattr("lowtide.costs.links._disk", unpinned)
+
+    with lowtide.fit(model, batch, budget="50%") as fit:
+        assert fit.plan.tiers == frozenset() and "could not be pinned" in fit.warnings[0]
+
+
+def test_fit_compares_what_comes_back_with_what_was_moved_before_it_attaches(dear, monkeypatch):
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+    before = state_of(model)
+    preadv = os.preadv
+
+    def flipped(fd, buffers, offset):
+        count = preadv(fd, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", flipped)
+
+    with pytest.raises(TierError, match=r"the disk tier gave back other bits than it was given, for a tensor of shape"):
+        lowtide.fit(model, batch, budget="40%", disk_budget="1GiB")
+    assert is_clean(model) and same_state(before, state_of(model))

@@ -58,18 +58,24 @@ def test_a_rank_without_a_loss_stops_all_before_backward():
     assert second.startswith("StepError")
 
 
-def test_a_mesh_of_two_by_two_trains_bitwise_the_same():
-    (way,) = sharded.ON_FOUR
-    check(way, on_every_rank(sharded.all_ways, sharded.ON_FOUR, world=4))
-
-
-@pytest.mark.parametrize("schedule", sharded.SCHEDULES)
-def test_pipeline_stages_train_bitwise_the_same_each_under_a_plan_of_its_own(schedule):
-    trained = on_every_rank(sharded.in_stages, schedule)
-
+def check_stages(trained):
     for plain, ours in trained:
         assert all(ours[what] == plain[what] for what in plain)
         assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0 and not ours["warnings"]
         assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.02)  # of one microbatch
-    first, second = (ours["plan"] for _, ours in trained)
-    assert first.decisions != second.decisions
+    assert trained[0][1]["plan"].decisions != trained[-1][1]["plan"].decisions
+
+
+@pytest.mark.parametrize("schedule", sharded.SCHEDULES)
+def test_pipeline_stages_train_bitwise_the_same_each_under_a_plan_of_its_own(schedule):
+    check_stages(on_every_rank(sharded.in_stages, schedule))
+
+
+def test_meshes_of_two_by_two_train_bitwise_the_same():
+    trained = on_every_rank(sharded.on_four, world=4)
+
+    for way in sharded.ON_FOUR:
+        check(way, trained)
+    stages = [told["sharded stages"] for told in trained]
+    check_stages(stages)
+    assert stages[0][1]["plan"].decisions == stages[1][1]["plan"].decisions

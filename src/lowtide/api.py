@@ -274,8 +274,7 @@ class Fit:
             )
             traced = time.perf_counter()
             stages.next()
-            scratch_dir = settings.places.scratch_dir
-            costs = on_all(group, "measuring", lambda: measure(graph, tiers=settings.tiers, scratch_dir=scratch_dir))
+            costs = on_all(group, "measuring", lambda: self._measure(graph))
             measured = time.perf_counter()
             stages.next()
             graph, plan = self._solve(graph, costs, group, fall_back)
@@ -286,10 +285,9 @@ class Fit:
                 try:
                     differed = of_all(group, self._rehearse(planned, batch, step))
                 except TierError as error:
-                    if not settings.unasked or group is not None:
+                    if group is not None:
                         raise
-                    self._warn(f"planned without other tiers: {str(error).splitlines()[0]}")
-                    settings.options = {k: v for k, v in settings.options.items() if k != "offload"}
+                    self._do_without(error)
                     graph, plan = self._solve(graph, costs, group, fall_back)
                     continue
                 if not differed:
@@ -297,6 +295,22 @@ class Fit:
                 graph = _with_fixed(graph, differed)
                 graph, plan = self._solve(graph, costs, group, fall_back)
         return planned
+
+    def _measure(self, graph: StepGraph) -> Costs:
+        settings = self._settings
+        try:
+            return measure(graph, tiers=settings.tiers, scratch_dir=settings.places.scratch_dir)
+        except TierError as error:
+            self._do_without(error)
+            return measure(graph)
+
+    def _do_without(self, error: TierError) -> None:
+        """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
+        settings = self._settings
+        if not settings.unasked or not settings.tiers:
+            raise error
+        self._warn(f"planned without other tiers: {str(error).splitlines()[0]}")
+        settings.options = {k: v for k, v in settings.options.items() if k != "offload"}
 
     def _solve(
         self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, fall_back: bool
@@ -327,21 +341,27 @@ class Fit:
             return graph, solve(graph, costs, error.least_bytes, **settings.options)
 
     def _rehearse(self, planned: Planned, batch: Any, step: Step | None) -> set[int]:
-        """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed."""
+        """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed.
+
+        Raises:
+            TierError: what was moved came back with other bits, or not at all.
+        """
         program = planned.program
         differed: list[Slot] = []
         model = self.model
         ids = {id(slot): n for n, slot in enumerate(program.slots)}
         drops = {id(s): s.drops for s in program.slots}
         stuck = False
+        unproven = bool(planned.plan.tiers)
         for _ in range(_REHEARSALS):
             waiting = len(program.unaudited())
             need = planned.plan.predicted_peak_bytes - planned.plan.resident_bytes
             allowance = available_bytes(device_of(model)) - need
-            if not on_any(planned.group, waiting > 0 and allowance > 0 and not stuck):
+            if not on_any(planned.group, allowance > 0 and ((waiting > 0 and not stuck) or unproven)):
                 break
             tape = Tape(program, model, planned.tape.tiers)
             tape.audit = Audit(program, max(allowance, 0) // 2, differed.append)
+            tape.beside_bytes = max(allowance, 0) // 2 if unproven else 0
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
@@ -354,7 +374,7 @@ class Fit:
                 for slot in foreign:
                     slot.drops = ()
                 differed += foreign
-            stuck = len(program.unaudited()) == waiting
+            stuck, unproven = len(program.unaudited()) == waiting, False
         for slot in differed:
             self._differed(slot)
         by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}
@@ -467,7 +487,7 @@ def fit(
         checksums=checksums,
         host_budget=host_budget if method == "exact" or host_budget != "auto" else None,
     )
-    settings.unasked = host_budget == "auto"
+    settings.unasked = host_budget == "auto" and scratch_dir is None and disk_budget is None
     if offload:
         settings.options = {**options, "offload": offload}
     fitted._remember(fitted._make(batch, step))

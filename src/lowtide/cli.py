@@ -89,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument(
         "--method", default="exact", help="exact, revolve, rotor, knapsack, every_n, sqrt_n, selective, full or none"
     )
+    fit.add_argument(
+        "--scratch-dir", metavar="DIR", type=Path, help="tensors of a model on CPU may move to a file here"
+    )
+    fit.add_argument("--disk-budget", metavar="BYTES", help='most of it, "20GiB"; default nine tenths of what is free')
     fit.add_argument("--verify", action="store_true", help="run plain and planned step, compare every bit, time both")
     fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
     fit.add_argument("--save-graph", metavar="GRAPH.json", type=Path, help="write the traced step")
@@ -138,7 +142,10 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
     _check_folders(args.save, args.save_graph, args.save_costs, args.html, args.plot)
     model, batch, step = _call(args.target)
     try:
-        fit: Fit = lowtide.fit(model, batch, step=step, budget=budget, method=args.method)
+        fit: Fit = lowtide.fit(
+            model, batch, step=step, budget=budget, method=args.method,
+            scratch_dir=args.scratch_dir, disk_budget=None if args.disk_budget is None else _budget(args.disk_budget),
+        )  # fmt: skip
     except LowtideError:
         raise
     except (ValueError, TypeError) as error:

@@ -17,6 +17,7 @@ import torch
 from lowtide.errors import TierError
 from lowtide.graph.costs import DISK, HOST, TIERS, Link
 from lowtide.scratch import open_scratch, read_all, write_all
+from lowtide.units import format_bytes
 
 _LARGE, _SMALL = 1 << 25, 1 << 12
 _REPEATS = 3
@@ -76,7 +77,13 @@ def _disk(scratch_dir: str | Path | None) -> Link:
 
 def _host(device: torch.device) -> Link:
     ours = torch.empty(_LARGE, dtype=torch.uint8, device=device)
-    theirs = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=True)
+    try:
+        theirs = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise TierError(
+            f"{format_bytes(_LARGE)} of host memory could not be pinned: {str(error).splitlines()[0]}\n"
+            "Raise the system's limit of locked memory, or pass host_budget=None."
+        ) from error
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

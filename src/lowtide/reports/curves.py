@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import Costs, Link
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.simulator import simulate
@@ -34,7 +34,9 @@ def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, p
     Raises:
         PlanMismatchError: ``plan`` was made for another graph.
     """
-    op_ms = Costs(op_ms=(0.0,) * len(graph.ops)) if costs is None else costs
+    op_ms = costs or Costs(op_ms=(0.0,) * len(graph.ops))
+    # Which bytes live when does not depend on how fast a link is.
+    op_ms = replace(op_ms, links={**dict.fromkeys(plan.tiers, Link(1.0, 1.0)), **op_ms.links})
     planned, plain = simulate(graph, op_ms, plan), simulate(graph, op_ms, {})
     at: list[float] = []
     now = backward_at = 0.0

@@ -16,11 +16,13 @@ from collections.abc import Container
 
 import torch
 
+from lowtide.errors import TierError
 from lowtide.tape.ambient import Ambient
 from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
 from lowtide.tape.tiers import Ticket, Tiers
 from lowtide.tape.values import Shape, Value, sharing_version
+from lowtide.tracing.state import same_bits
 
 _NONE = -2  # no backward yet; outside of any its number is -1
 
@@ -32,9 +34,10 @@ class Copy(Recipe):
         number: Position in the forward pass, among the recipes.
         ticket: What the tier gave for it; None until it sets out.
         had_in: The backward that fetched it last.
+        original: The tensor itself, kept beside to be compared with what comes back; None but in rehearsals.
     """
 
-    __slots__ = ("_like", "_value", "_version", "_witness", "had_in", "move", "ticket")
+    __slots__ = ("_like", "_value", "_version", "_witness", "had_in", "move", "original", "ticket")
 
     def __init__(self, number: int, move: Move, ambient: Ambient) -> None:
         self.number, self.move, self.ambient = number, move, ambient
@@ -42,6 +45,7 @@ class Copy(Recipe):
         self.passing_runs = 0  # it is fetched for good
         self.ticket: Ticket | None = None
         self.had_in = _NONE
+        self.original: torch.Tensor | None = None
 
     def stand_for(self, value: Value, tensor: torch.Tensor, version: int) -> None:
         """``value`` is what comes back, as ``tensor`` looks at its storage; written after ``version`` it may not be."""
@@ -61,7 +65,7 @@ class Copy(Recipe):
 
         Raises:
             RuntimeError: plain autograd's own, the original was changed in place since.
-            TierError: the tier lost it.
+            TierError: the tier lost it, or gives back something else.
         """
         if self._witness._version != self._version:
             raise _modified_in_place(self._like, self._witness, self._version)
@@ -70,6 +74,12 @@ class Copy(Recipe):
             return
         value.tensor = self._like.of(self.ticket.fetch())
         self.had_in = torch._C._current_graph_task_id()
+        original, self.original = self.original, None
+        if original is not None and not same_bits(value.tensor, original):
+            raise TierError(
+                f"the {self.move.tier} tier gave back other bits than it was given, for a tensor of shape "
+                f"{list(original.shape)}.\nNothing has been attached. Use another device, or plan without that tier."
+            )
         if wanted is None:
             value.left = value.users + min(value.left, 0) if keep else -1
             if not keep:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -31,6 +30,7 @@ from lowtide.tape.tiers import Tiers
 from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
 from lowtide.tracing import scopes
 from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.sharding import LookAway
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
 _FRESH = 2  # references to the memory of a tensor nobody else has: its own and that of the storage's Python object
@@ -109,6 +109,7 @@ class Tape(TorchDispatchMode):
         self._model = weakref.ref(model)
         self.counts = Counts()
         self.audit: Audit | None = None
+        self.beside_bytes = 0  # of moved tensors that may stay beside their copies, to be compared with them
         self.free = threading.Lock()  # held while a call of the model is taped: one forward pass at a time
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
@@ -192,20 +193,10 @@ class Tape(TorchDispatchMode):
     def resume(self) -> None:
         self._off -= 1
 
-    @contextmanager
-    def sharding_work(self) -> Iterator[None]:
-        """FSDP's hooks run inside: in forward and in backward, never part of the step."""
-        self._off += 1
-        try:
-            yield
-        finally:
-            self._off -= 1
-
-    def gathers(self, whole: list[torch.Tensor]) -> None:
-        """Memory is the tracer's business."""
-
-    def frees(self, whole: list[torch.Tensor]) -> None:
-        """Likewise."""
+    @property
+    def gathering(self) -> LookAway:
+        """FSDP's own work, in forward and in backward, is no part of the step."""
+        return LookAway(self)
 
     def _next_step(self) -> None:
         self.end()
@@ -329,6 +320,9 @@ class Tape(TorchDispatchMode):
         value = Value(copy, move.output, tensor, self._run)
         value.version = version
         copy.stand_for(value, tensor, version)
+        if move.bytes <= self.beside_bytes:
+            self.beside_bytes -= move.bytes
+            copy.original = sharing_version(tensor)
         self._transfers.send(copy, storage)
         setattr(storage, MARK, value)
         self._marked.append(weakref.ref(storage))

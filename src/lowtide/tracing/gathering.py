@@ -66,6 +66,8 @@ class Gathering:
     def gathers(self, whole: list[torch.Tensor]) -> None:
         """FSDP is about to take memory for ``whole``."""
         recorder = self._recorder
+        if not recorder.listens:
+            return
         backward = torch._C._current_graph_task_id() != -1
         op = len(recorder.ops)
         made = []

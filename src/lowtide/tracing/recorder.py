@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
-from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, Storage
+from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, Frame, Op, Storage
 from lowtide.meters import run_with_workspace
 from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
+from lowtide.tracing.ghosts import Ghost, Held
 from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
     FILLERS,
@@ -48,38 +49,6 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
-
-
-class _Ghost:
-    """What autograd holds in place of a saved tensor while tracing."""
-
-    __slots__ = ("copy", "device", "dtype", "elements", "recorder", "saved", "size", "stride")
-
-    def __init__(self, recorder: Recorder, saved: int, tensor: torch.Tensor, *, exact: bool) -> None:
-        self.recorder, self.saved = recorder, saved
-        self.copy = tensor.detach().clone() if exact else None
-        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-        self.elements = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True) if n)
-
-    def blank(self) -> torch.Tensor:
-        return torch.zeros(self.elements, dtype=self.dtype, device=self.device).as_strided(self.size, self.stride)
-
-    @never_compiled
-    def __del__(self) -> None:
-        self.recorder.event(RELEASE, self.saved)
-
-
-class _Held:
-    """A saved tensor that the plain step holds and the tracer may as well: it was there before the step."""
-
-    __slots__ = ("recorder", "saved", "tensor")
-
-    def __init__(self, recorder: Recorder, saved: int, tensor: torch.Tensor) -> None:
-        self.recorder, self.saved, self.tensor = recorder, saved, tensor
-
-    @never_compiled
-    def __del__(self) -> None:
-        self.recorder.event(RELEASE, self.saved)
 
 
 class Recorder(TorchDispatchMode):
@@ -150,6 +119,10 @@ class Recorder(TorchDispatchMode):
     def frame(self) -> int:
         return self._stack[-1]
 
+    @property
+    def listens(self) -> bool:
+        return self._recording
+
     @contextmanager
     def idle(self, *, but: bool = False) -> Iterator[None]:
         """What runs inside is not part of the step; with ``but``, it is again."""
@@ -158,20 +131,6 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._recording = was
-
-    @contextmanager
-    def sharding_work(self) -> Iterator[None]:
-        """FSDP's hooks run inside."""
-        with nullcontext() if self.gathering is None else self.gathering.work():
-            yield
-
-    def gathers(self, whole: list[torch.Tensor]) -> None:
-        if self.gathering is not None and self._recording:
-            self.gathering.gathers(whole)
-
-    def frees(self, whole: list[torch.Tensor]) -> None:
-        if self.gathering is not None and self._recording:
-            self.gathering.frees(whole)
 
     def pause(self, until: ExitStack) -> None:
         """See no operators until ``until`` is closed, or recording stops."""
@@ -453,10 +412,10 @@ class Recorder(TorchDispatchMode):
         self._paused = True
         try:
             if self.storages[number]["op"] is None:
-                return _Held(self, handle, tensor.detach())
+                return Held(self, handle, tensor.detach())
             small = tensor.untyped_storage().nbytes() <= 1024
             with torch.no_grad():
-                return _Ghost(
+                return Ghost(
                     self, handle, tensor, exact=small or not (tensor.is_floating_point() or tensor.is_complex())
                 )
         finally:
@@ -469,7 +428,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(packed, subclasses.Packed):
             return packed.unpack(self.unpack)
         self.event(UNPACK, packed.saved)
-        if isinstance(packed, _Held):
+        if isinstance(packed, Held):
             self.event(DROP, packed.saved)
             return packed.tensor
         self._paused = True
@@ -479,7 +438,7 @@ class Recorder(TorchDispatchMode):
         self._alias(handed_out, packed)
         return handed_out
 
-    def _alias(self, tensor: torch.Tensor, ghost: _Ghost) -> None:
+    def _alias(self, tensor: torch.Tensor, ghost: Ghost) -> None:
         """Backward ops that touch ``tensor`` touch the storage it stands for."""
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -26,11 +26,37 @@ _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 class Gatherer(Protocol):
-    """What has to know about FSDP's work: the tracer's recorder, or the tape."""
+    """What has to know about FSDP's work."""
 
-    def sharding_work(self) -> AbstractContextManager[None]: ...
+    def work(self) -> AbstractContextManager[None]: ...
     def gathers(self, whole: list[torch.Tensor]) -> None: ...
     def frees(self, whole: list[torch.Tensor]) -> None: ...
+
+
+class Pausing(Protocol):
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class LookAway:
+    """For a watcher to whom FSDP's work is no part of the step, and memory nobody's business: it pauses."""
+
+    def __init__(self, watcher: Pausing) -> None:
+        self._watcher = watcher
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        self._watcher.pause()
+        try:
+            yield
+        finally:
+            self._watcher.resume()
+
+    def gathers(self, whole: list[torch.Tensor]) -> None:
+        pass
+
+    def frees(self, whole: list[torch.Tensor]) -> None:
+        pass
 
 
 class Active(Protocol):
@@ -154,9 +180,9 @@ class _Watched:
 
     def wait_for_unshard(self) -> None:
         with self._work():
-            watcher = self._lowtide_active.watcher
-            if watcher is not None and self._all_gather_result:  # type: ignore[attr-defined]
-                watcher.gathers([t for t in whole_tensors(self) if not t.untyped_storage().nbytes()])
+            gatherer = self._gatherer()
+            if gatherer is not None and self._all_gather_result:  # type: ignore[attr-defined]
+                gatherer.gathers([t for t in whole_tensors(self) if not t.untyped_storage().nbytes()])
             super().wait_for_unshard()  # type: ignore[misc]
 
     def reshard(self) -> None:
@@ -181,15 +207,19 @@ class _Watched:
         super()._to_sharded_post_forward()  # type: ignore[misc]
         self._freed(whole)
 
-    def _work(self) -> AbstractContextManager[None]:
+    def _gatherer(self) -> Gatherer | None:
         watcher = self._lowtide_active.watcher
-        return nullcontext() if watcher is None else watcher.sharding_work()
+        return None if watcher is None else watcher.gathering
+
+    def _work(self) -> AbstractContextManager[None]:
+        gatherer = self._gatherer()
+        return nullcontext() if gatherer is None else gatherer.work()
 
     def _freed(self, whole: list[torch.Tensor]) -> None:
         """Until it is whole again from the same shard, whatever reads the parameter is told that it has changed."""
-        watcher = self._lowtide_active.watcher
-        if watcher is not None:
-            watcher.frees([t for t in whole if not t.untyped_storage().nbytes()])
+        gatherer = self._gatherer()
+        if gatherer is not None:
+            gatherer.frees([t for t in whole if not t.untyped_storage().nbytes()])
         if self._lowtide_watches == 0:
             self._let_go()
             return
