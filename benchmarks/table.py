@@ -166,7 +166,8 @@ def planner_table(lines: list[dict]) -> str:
         rows.append("| " + " | ".join(planner_cells(case, [x for x in lines if x["case"] == case])) + " |")
     first = lines[0]
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
-    note = f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, commit {commits}."
+    devices = " and ".join(dict.fromkeys(line["device"] for line in lines))
+    note = f"{devices}, torch {first['torch']}, transformers {first['transformers']}, commit {commits}."
     return "\n".join([*rows, "", note])
 
 

@@ -83,7 +83,21 @@ MODELS = {
     "recurrent": (Recurrent, (8, 12, 16), mean_square),
     "called twice": (CalledTwice, (4, 64), mean_square),
     "lstm": (lambda: Last(nn.LSTM(16, 32, 2)), (10, 4, 16), mean_square),
+    "gather": (lambda: Picks(lambda x: x.gather(1, torch.arange(4).expand(512, 4))), (512, 8), mean_square),
+    "topk": (lambda: Picks(lambda x: x.topk(4).values), (512, 8), mean_square),
+    "index_select": (lambda: Picks(lambda x: x.index_select(1, torch.arange(4))), (512, 8), mean_square),
 }
+
+
+class Picks(nn.Module):
+    """Few of many: the gradient that is mostly zeros sets the peak."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.inner, self.pick = nn.Linear(8, 256), pick
+
+    def forward(self, x):
+        return self.pick(self.inner(x))
 
 
 class Last(nn.Module):

@@ -3,7 +3,8 @@
 Where a node's gradient arrives in parts, autograd adds the second part into the first when nothing else refers to
 it. ``can_accumulate_inplace`` (torch/csrc/autograd/input_buffer.cpp) says no whenever a dispatch mode is on, so the
 recorder sees ``add`` and a new storage where the plain step has neither. On a state-space model that was 9 % of
-the peak. The sum whose part dies at once is therefore folded into that part.
+the peak. The sum whose part dies at once is therefore folded into that part. Likewise what backward formulas scatter
+into zeros (of ``gather`` and ``topk``, say): ``areAnyTensorSubclassLike`` makes them write anew under a mode.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-
-from lowtide.tracing.operators import tensors_in
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,20 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:
-    """Every tensor of a batch, in order."""
-    if isinstance(batch, Call):
-        return [*tensors_in(batch.args), *tensors_in(batch.kwargs)]
-    return list(tensors_in(list(batch.values()) if _is_mapping(batch) else batch))
+    """Every tensor of a batch, or of what a model returned, however deep, in order."""
+    return list(_tensors(batch))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif _is_mapping(value):  # before dataclasses: the outputs of transformers are both
+        yield from _tensors(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name, None) for field in fields(value)])
 
 
 def describe_batch(batch: Any) -> str:
@@ -90,7 +98,7 @@ def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def _is_mapping(batch: Any) -> bool:
     """Dicts, and what acts like one (transformers' BatchEncoding)."""
-    return hasattr(batch, "keys") and hasattr(batch, "values")
+    return callable(getattr(batch, "keys", None)) and callable(getattr(batch, "values", None))
 
 
 def _shape(value: Any) -> str:

@@ -31,6 +31,10 @@ OVERWRITERS = frozenset({
     "aten.bernoulli_", "aten.copy_", "aten.exponential_", "aten.fill_", "aten.normal_", "aten.random_",
     "aten.uniform_", "aten.zero_",
 })  # fmt: skip
+# What backward formulas fill a zeroed gradient with: in place, but not where they see a dispatch mode.
+FILLERS = frozenset({
+    torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
+})  # fmt: skip
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 SENDERS = frozenset({*COLLECTIVES, "fsdp"})
 

@@ -29,6 +29,7 @@ from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.ghosts import Ghost, Held
 from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
+    FILLERS,
     OVERWRITERS,
     PLAIN_TYPES,
     SENDERS,
@@ -227,6 +228,10 @@ class Recorder(TorchDispatchMode):
             # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
             if any(self._made_under.get(n) not in (None, self._node()) for n in parts):
                 self._sums[len(self.ops)] = tuple(n for n in parts if n is not None)
+        elif self._backward and func in FILLERS:
+            filled = self.know(args[0], "other")
+            if filled is not None and self._made_under.get(filled) == self._node():
+                self._sums[len(self.ops)] = (filled,)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
         return result
 

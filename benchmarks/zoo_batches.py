@@ -1,0 +1,219 @@
+"""Batches with labels for the zoo, by task: each maker offers some, of which a model's first with a loss is taken."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from zoo_configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
+
+TOKENS, ROWS = 16, 2
+Batch = dict[str, Any]
+
+
+def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
+    """The first of ``batches`` for which ``model`` returns a loss.
+
+    Raises:
+        Exception: the model's own for the first batch, if it takes none.
+    """
+    refused: Exception | None = None
+    for batch in batches:
+        try:
+            with torch.no_grad():
+                loss = getattr(model(**batch), "loss", None)
+        except Exception as error:  # another shape, or another name
+            refused = refused or error
+            continue
+        if loss is not None:
+            return batch
+        refused = refused or ValueError("it returns no loss for this batch")
+    assert refused is not None
+    raise refused
+
+
+def text(config: Any, model: nn.Module) -> Iterator[Batch]:
+    ids = _ids(config)
+    yield {"input_ids": ids, "labels": ids.clone()}
+    most = getattr(config, "max_position_embeddings", None)
+    if most:  # where the answer has as many places as there are positions
+        longer = _ids(config, most)
+        yield {"input_ids": longer, "labels": longer.clone()}
+    accepted = inspect.signature(model.forward).parameters
+    if "pixel_values" in accepted:
+        yield {"input_ids": ids, "labels": ids.clone(), "pixel_values": _pixels(config)}
+    books = getattr(getattr(config, "decoder", config), "num_codebooks", None)
+    if books:  # several streams of codes
+        codes = torch.randint(3, _vocabulary(config), (ROWS, TOKENS, books))
+        flat = codes.permute(0, 2, 1).reshape(ROWS * books, TOKENS)
+        yield {"input_ids": flat, "labels": codes}
+        yield {"input_ids": ids, "decoder_input_ids": flat, "labels": codes}
+    if "input_features" in accepted:
+        for features in _features(config, model):
+            yield {"input_ids": ids, "labels": ids.clone(), **features}
+
+
+def image(config: Any, model: nn.Module) -> Iterator[Batch]:
+    labels = torch.randint(0, config.num_labels, (ROWS,))
+    for pixels in (_pixels(config), torch.randn(ROWS, 3, 2 * IMAGE, 2 * IMAGE)):
+        yield {"pixel_values": pixels, "labels": labels}
+    if "input_ids" in inspect.signature(model.forward).parameters:
+        yield {"input_ids": _ids(config), "labels": labels}
+    yield {**_patches_in_rows(config), "labels": labels}
+
+
+def segmentation(config: Any, model: nn.Module) -> Iterator[Batch]:
+    for pixels in (_pixels(config), torch.randn(ROWS, 3, 2 * IMAGE, 2 * IMAGE)):
+        labels = torch.randint(0, config.num_labels, (ROWS, *pixels.shape[-2:]))
+        yield {"pixel_values": pixels, "labels": labels}
+
+
+def video(config: Any, model: nn.Module) -> Iterator[Batch]:
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", HEADS)
+    pixels = torch.stack([_pixels(config) for _ in range(frames)], dim=1)
+    named = "pixel_values_videos" in inspect.signature(model.forward).parameters
+    yield {
+        "pixel_values_videos" if named else "pixel_values": pixels,
+        "labels": torch.randint(0, config.num_labels, (ROWS,)),
+    }
+
+
+def waveform(config: Any, model: nn.Module) -> Iterator[Batch]:
+    labels = torch.randint(3, 20, (ROWS, 2))
+    yield from ({**heard, "labels": labels} for heard in _heard(config, model))
+
+
+def speech(config: Any, model: nn.Module) -> Iterator[Batch]:
+    labels = _ids(config, 6)
+    for heard in _heard(config, model):
+        yield {**heard, "labels": labels}
+        yield {**heard, "labels": labels, "input_ids": labels}
+        yield {**heard, "labels": labels, "decoder_input_ids": labels}
+
+
+def audio(config: Any, model: nn.Module) -> Iterator[Batch]:
+    labels = torch.randint(0, config.num_labels, (ROWS,))
+    yield from ({**heard, "labels": labels} for heard in _heard(config, model))
+
+
+def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
+    """Image and text where the place of image tokens is found, text alone where not."""
+    ids = _ids(config)
+    accepted = inspect.signature(model.forward).parameters
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    vision = getattr(config, "vision_config", config)
+    patch = getattr(vision, "patch_size", None)
+    merge = getattr(vision, "spatial_merge_size", None) or 1
+    if token is not None and "image_grid_thw" in accepted and isinstance(patch, int):
+        side = 2 * merge
+        depth = 3 * patch * patch * (getattr(vision, "temporal_patch_size", None) or 1)
+        grid = torch.tensor([[1, side, side]] * ROWS)
+        start = getattr(config, "vision_start_token_id", None)
+        before = [] if start is None else [torch.full((ROWS, 1), start)]
+        placed = torch.cat([*before, torch.full((ROWS, 4), token), ids], dim=1)
+        count = ROWS * side * side
+        forms = [torch.randn(count, depth), torch.randn(1, count, 3, patch, patch), torch.randn(count, 3, patch, patch)]
+        for pixels in forms:
+            flat = {"pixel_values": pixels, "image_grid_thw": grid}
+            kinds = (placed == token).int()
+            yield {"input_ids": placed, "labels": placed.clone(), **flat, "mm_token_type_ids": kinds}
+            yield {"input_ids": placed, "labels": placed.clone(), **flat}
+    if token is not None:
+        pixels = _pixels(config)
+        size = pixels.shape[-1]
+        whole = (size // patch) ** 2 if isinstance(patch, int) else 4
+        forms = [{"pixel_values": pixels}, {"pixel_values": pixels.unsqueeze(1)}]
+        forms += [{"pixel_values": pixels, "image_sizes": torch.full((ROWS, 2), size)}]
+        if "qformer_input_ids" in accepted:
+            forms += [
+                {"pixel_values": pixels, "qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
+            ]
+        for count in dict.fromkeys((whole, whole + 1, whole // 4, whole // 16, 4, 1, 2, 8, 256)):
+            placed = torch.cat([torch.full((ROWS, max(count, 1)), token), ids], dim=1)
+            for form in forms:
+                yield {"input_ids": placed, "labels": placed.clone(), **form}
+    if "flattened_patches" in accepted:
+        width = getattr(vision, "patch_embed_hidden_size", 3 * 8 * 8)
+        yield {"flattened_patches": torch.rand(ROWS, 9, 2 + width), "labels": ids}
+    if "pixel_values" in accepted:
+        pixels = _pixels(config)
+        both = {"input_ids": ids, "labels": ids.clone(), "pixel_values": pixels}
+        yield both
+        yield {**both, "qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
+        yield {**both, "image_embeds_position_mask": (torch.arange(TOKENS) < HEADS).expand(ROWS, TOKENS)}
+        yield {**both, "pixel_values": pixels.unsqueeze(1), "image_attention_mask": torch.ones(ROWS, TOKENS, 1)}
+        yield {"pixel_values": pixels, "labels": ids}
+        yield {**both, "bbox": torch.rand(ROWS, TOKENS, 4)}
+    yield {"input_ids": ids, "labels": ids.clone()}
+
+
+def _vocabulary(config: Any) -> int:
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(min(getattr(inner, "vocab_size", None) or VOCABULARY, TOKENS_FROM))
+
+
+def _ids(config: Any, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(3, _vocabulary(config), (ROWS, tokens))
+
+
+def _pixels(config: Any) -> torch.Tensor:
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    size = getattr(vision, "image_size", None) or IMAGE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(vision, "num_channels", 3)
+    return torch.randn(ROWS, channels if isinstance(channels, int) else 3, height, width)
+
+
+def _patches_in_rows(config: Any) -> Batch:
+    vision = getattr(config, "vision_config", config)
+    patch = getattr(vision, "patch_size", 8)
+    return {
+        "pixel_values": torch.randn(ROWS, 16, 3 * patch * patch) if isinstance(patch, int) else torch.empty(0),
+        "pixel_attention_mask": torch.ones(ROWS, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]] * ROWS),
+    }
+
+
+def _heard(config: Any, model: nn.Module) -> Iterator[Batch]:
+    accepted = inspect.signature(model.forward).parameters
+    if "input_features" in accepted:
+        for features in _features(config, model):
+            yield features
+            mask = torch.ones(ROWS, features["input_features"].shape[1], dtype=torch.long)
+            yield {**features, "attention_mask": mask}
+    values = "audio_values" if "audio_values" in accepted else "input_values"
+    for samples in (2000, 8000):
+        heard = torch.randn(ROWS, samples)
+        yield {values: heard}
+        yield {values: heard, "attention_mask": torch.ones(ROWS, samples, dtype=torch.long)}
+    bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
+    if bins and frames:  # a spectrogram under the name of a waveform
+        yield {values: torch.randn(ROWS, frames, bins)}
+
+
+def _features(config: Any, model: nn.Module) -> Iterator[Batch]:
+    inner = [getattr(config, name, None) for name in ("audio_config", "encoder_config", "encoder")]
+    for part in (config, *(part for part in inner if part is not None)):
+        known = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "d_model")
+        for bins in dict.fromkeys(getattr(part, name) for name in known if getattr(part, name, None)):
+            if "Whisper" not in type(model).__name__:
+                yield {"input_features": torch.randn(ROWS, 64, bins)}
+            frames = 2 * (getattr(part, "max_source_positions", None) or 32)
+            yield {"input_features": torch.randn(ROWS, bins, frames)}
+
+
+MAKERS: dict[str, Callable[[Any, nn.Module], Iterator[Batch]]] = {
+    "causal language": text,
+    "sequence to sequence": text,
+    "masked language": text,
+    "image classification": image,
+    "semantic segmentation": segmentation,
+    "video classification": video,
+    "speech recognition (CTC)": waveform,
+    "speech to text": speech,
+    "audio classification": audio,
+    "image and text": image_text,
+}
