@@ -175,8 +175,8 @@ def test_a_step_that_an_address_space_limit_kills_completes_with_the_disk_tier(t
     assert limited("fit", tmp_path) == "trained True\n"
 
 
-def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(dear, monkeypatch):
-    # On an accelerator pinned host memory is used unasked; a disk stands for it here.
+def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeypatch):
+    # On an accelerator "auto" is pinned host memory where there is some; a disk stands for it here.
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
 
@@ -185,7 +185,7 @@ def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(dear, monke
 
     monkeypatch.setattr("lowtide.tape.disk.DiskTier.store", full)
 
-    with lowtide.fit(model, batch, budget="50%") as fit:
+    with lowtide.fit(model, batch, budget="50%", host_budget="auto") as fit:
         assert fit.plan.tiers == frozenset() and fit.plan.counts["recompute"] > 0
         assert fit.warnings == [
             "planned without other tiers: 64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are."
@@ -194,7 +194,7 @@ def test_a_tier_that_nobody_asked_for_and_that_fails_is_done_without(dear, monke
         lowtide.fit(model, batch, budget="50%", host_budget=None)
 
 
-def test_a_link_that_cannot_be_measured_and_that_nobody_asked_for_is_done_without(monkeypatch):
+def test_a_link_that_cannot_be_measured_and_was_left_to_us_is_done_without(monkeypatch):
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
     monkeypatch.setattr("lowtide.costs.links._known", {})
@@ -204,7 +204,7 @@ def test_a_link_that_cannot_be_measured_and_that_nobody_asked_for_is_done_withou
 
     monkeypatch.setattr("lowtide.costs.links._disk", unpinned)
 
-    with lowtide.fit(model, batch, budget="50%") as fit:
+    with lowtide.fit(model, batch, budget="50%", host_budget="auto") as fit:
         assert fit.plan.tiers == frozenset() and "could not be pinned" in fit.warnings[0]
 
 

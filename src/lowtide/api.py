@@ -439,7 +439,7 @@ def fit(
     scratch_dir: str | Path | None = None,
     disk_budget: int | str | None = None,
     checksums: bool = False,
-    host_budget: int | str | None = "auto",
+    host_budget: int | str | None = None,
     **options: Any,
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -462,7 +462,8 @@ def fit(
         disk_budget: Most bytes in it; by default nine tenths of what is free there.
         checksums: Compare what comes back from disk with what was written.
         host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; ``"auto"`` half
-            of what is available, None nothing.
+            of what is available, and none where that cannot be used. By default nothing moves: this tier has not been
+            run on an accelerator yet.
 
     Returns:
         A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
