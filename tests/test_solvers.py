@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Step, chain, decoder, decoder_costs, linear_tanh, unit_costs
 
-from lowtide.errors import BudgetInfeasibleError
+from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import simulate, simulate_actions
 from lowtide.solvers import groups, peak_model
 from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.classics import BUDGETED, classic
+from lowtide.solvers.draft import Draft, finish
 from lowtide.solvers.exact import Limits, Search
 from lowtide.solvers.front_door import METHODS, solve
 from lowtide.solvers.structure import close, layers, recomputable
@@ -437,3 +438,11 @@ def test_a_budget_in_percent_counts_from_what_is_resident(small_decoder):
 
     assert plan.resident_bytes == graph.resident_bytes == 1000
     assert plan.budget_bytes == 1000 + int(0.8 * (plan.plain_peak_bytes - 1000))
+
+
+def test_a_draft_above_its_budget_becomes_no_plan():
+    graph = chain(4)
+    plain = simulate(graph, unit_costs(graph), {}).peak_bytes
+
+    with pytest.raises(LowtideError, match=f"'exact' came with a plan of {plain} bytes for a budget of {plain - 1}"):
+        finish(graph, unit_costs(graph), Draft({}), method="exact", budget_bytes=plain - 1, start_s=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from lowtide.errors import BudgetInfeasibleError
+from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
@@ -43,8 +43,17 @@ class Draft:
 def finish(
     graph: StepGraph, costs: Costs, draft: Draft, *, method: str, budget_bytes: int | None, start_s: float
 ) -> Plan:
-    """Simulate ``draft`` and write it down; ``start_s`` is ``time.perf_counter()`` when solving began."""
+    """Simulate ``draft`` and write it down; ``start_s`` is ``time.perf_counter()`` when solving began.
+
+    Raises:
+        LowtideError: a solver came with a draft above its budget.
+    """
     timeline = simulate_actions(graph, costs, draft.actions, draft.replays, draft.moves)
+    if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
+        raise LowtideError(
+            f"method={method!r} came with a plan of {timeline.peak_bytes} bytes for a budget of {budget_bytes} bytes.\n"
+            "This is a bug in lowtide. Another budget may do."
+        )
     plain = simulate_actions(graph, costs, {})
     forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
     finished = {op.finishes for op in graph.forward_ops}

@@ -343,7 +343,9 @@ class Search:
         answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
         if not len(answer.values):
             return judged
-        return min(judged, self.judge(close(self.graph, *model.choice(answer.values))), key=lambda j: j.rank)
+        other = self.judge(close(self.graph, *model.choice(answer.values)))
+        # A faster one may need more than the budget: ``judged`` need not be the fastest there is.
+        return other if other.rank < judged.rank and other.peak_bytes <= judged.peak_bytes else judged
 
     def save_what_fits(self, judged: Judged, budget_bytes: int) -> Judged:
         """Save every storage whose replay the budget does not need, the dearest first."""
