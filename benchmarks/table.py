@@ -43,6 +43,7 @@ def main() -> int:
     differing = 0
     for page in (
         Page(ROOT / "README.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
+        Page(ROOT / "README.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
     ):
         after = page.written()
@@ -77,6 +78,35 @@ def tables(lines: list[dict]) -> str:
     """One table per case, its methods in the order run, both malloc modes side by side."""
     cases = list(dict.fromkeys(line["case"] for line in lines))
     return "\n\n".join([*(case_table([x for x in lines if x["case"] == case]) for case in cases), footnote(lines)])
+
+
+def overhead_table(lines: list[dict]) -> str:
+    """A row per method, the cases side by side: microseconds per op that forward and backward take more."""
+    compared = [line for line in lines if not line["case"].startswith("chain of")]
+    cases = list(dict.fromkeys(line["case"] for line in compared))
+    found = {(line["method"], line["case"]): line for line in compared}
+    rows = [
+        "| us an op | " + " | ".join(f"{case}, forward | {case}, backward" for case in cases) + " |",
+        "|---|" + "---:|---:|" * len(cases),
+    ]
+    for method in dict.fromkeys(line["method"] for line in compared):
+        cells = []
+        for case in cases:
+            line = found[method, case]
+            back = line.get("backward_us", line.get("backward_us_per_op"))
+            cells += [f"{line['forward_us']:+.1f}", f"{back:+.1f}"]
+        rows.append(f"| {method} | {' | '.join(cells)} |")
+    long = [line for line in lines if line["case"].startswith("chain of")]
+    lengths = ", ".join(
+        f"{line['ops']:,} ops +{line['forward_us']:.1f} and +{line['backward_us']:.1f}" for line in long
+    )
+    rows += [
+        "",
+        f"Backward: per op that runs again, beyond that op itself. Chains with everything replayed: {lengths}; "
+        f"{max(line['bytes_per_recipe'] for line in long):.0f} bytes held per recipe at most. {long[0]['device']}, "
+        f"1 thread, torch {long[0]['torch']}, commit {long[0]['commit']}.",
+    ]
+    return "\n".join(rows)
 
 
 def case_table(lines: list[dict]) -> str:
