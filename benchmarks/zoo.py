@@ -360,11 +360,12 @@ def page(lines: list[dict]) -> list[str]:
     tried = [line for found in built.values() for line in found.values() if line["status"] != "not built"]
     equal = [line for line in tried if line["status"] == "equal"]
     types = {kind for _, kind in built}
-    waiting = sum(specimen not in variants for specimen in zoo_models.specimens())
+    left = sum(specimen not in variants for specimen in zoo_models.specimens())
+    waiting = f"; {left} classes have not been run yet" if left else ""
     last = max(lines, key=lambda line: line["date"])
     text = [
         f"{len(types)} model types in {len(built)} classes, {len(tried)} variants tried, **{len(equal)} bitwise equal "
-        f"under every plan**; {waiting} classes have not been run yet (torch {last['torch']}, "
+        f"under every plan**{waiting} (torch {last['torch']}, "
         f"transformers {last['transformers']}, {last['date']}). {_carried_out(equal)}",
         "",
     ]
