@@ -211,11 +211,8 @@ class Fit:
         if planned is None or self._drifted(planned):
             try:
                 planned = self._plan_again(signature, Call(args, kwargs), planned)
-            except (
-                StepError,
-                TierError,
-                UnsupportedModelError,
-            ) as error:  # the plain call then works, or raises its own error
+            # The plain call then works, or raises its own error.
+            except (StepError, TierError, UnsupportedModelError) as error:
                 self._unplanned.add(signature)
                 self._warn(f"no plan for {signature}: everything is saved ({str(error).splitlines()[0]})")
                 return None

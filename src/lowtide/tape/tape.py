@@ -1,7 +1,7 @@
 """The tape: carries a plan out in one forward pass, and answers autograd when backward asks.
 
 A dispatch mode sees each op below autograd and autocast; where the plan drops an output, a recipe is left. A pair
-of saved-tensor hooks gives autograd a handle for each dropped tensor and the tensor itself, with its version, for
+of saved-tensor hooks gives autograd a value for each dropped tensor and the tensor itself, with its version, for
 each kept one. Ops are matched by name and order within their module call; what does not match is saved and counted.
 """
 

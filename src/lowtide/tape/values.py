@@ -33,7 +33,7 @@ class Value:
         recipe: Makes it; None once it has been made for good.
         own: The tensor that the op returned, while it lives: whoever reads that very one needs no view noted.
         tensor: The output as replayed; None while it is dropped.
-        users: Handles and recipes that were given it.
+        users: How many saved tensors and recipes were given it.
         left: Under ``retain_graph``: users still to come in this backward; below 0, those that had it in passing.
         lent: Of a passing result: autograd has it.
         original: The dropped tensor itself, kept beside while it is audited.
@@ -125,7 +125,7 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Never hold what has a grad_fn: graph -> handle -> recipe -> tensor -> graph would never be freed. (Asking for
+        # Never hold what has a grad_fn: graph -> value -> recipe -> tensor -> graph would never be freed. (Asking for
         # ``grad_fn`` would make a Python object of every node: slow, and freeing a long chain of those overflows.)
         if type(tensor) is Parameter or not tensor.requires_grad or tensor.is_leaf:
             self.tensor = tensor
