@@ -44,7 +44,8 @@ def test_cpu_memory_from_before_that_is_freed_inside_goes_unseen_so_the_peak_err
         held.clear()  # 16 below the start: the allocator has no size for it and reports nothing
         held.append(floats(20))  # truly 4 above the start
 
-    assert meters.peak_bytes(fn) == 20 * MIB
+    # Not 4. A little less than 20 where a thread of an earlier test lets something go meanwhile.
+    assert 16 * MIB < meters.peak_bytes(fn) <= 20 * MIB
 
 
 def test_the_peak_of_a_training_step_agrees_with_the_torch_profiler():
