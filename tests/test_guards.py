@@ -804,6 +804,17 @@ def _unversioned(self: values.Kept, tensor: torch.Tensor) -> None:
     self.version = self.tensor._version
 
 
+def finished_with_what_is_written_later(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.layers[0](x)
+    finished = self.layers[1](x).sin().add_(h)
+    h.mul_(2)
+    return (finished * finished + h).sin()
+
+
+def test_what_was_finished_with_memory_that_is_written_later_is_saved():
+    assert wrong(Net(finished_with_what_is_written_later), torch.randn(4, 8)) == []
+
+
 def read_before_it_is_finished(self: Net, x: torch.Tensor, peek: bool = False) -> torch.Tensor:
     h = self.layers[0](x)
     early = self.layers[1](h) if peek else 0  # stores h as it is now
