@@ -74,7 +74,7 @@ def test_columns_add_up():
         columns = [k.columns[(pick + i) % len(k.columns)] for i, k in enumerate(pool.kinds)]
         saved, claimed = 0, 0
         for segment, column in enumerate(columns):
-            claimed = max(claimed, pool.peak(segment, column) - saved)
+            claimed = max(claimed, max(pool.peaks(segment, column)) - saved)
             saved += pool.kinds[segment].plain.kept_bytes - column.kept_bytes
         actions = pool.actions(columns)
         seen += any(a == RECOMPUTE for a in actions.values())

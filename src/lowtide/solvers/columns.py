@@ -10,6 +10,9 @@ peaks at peak_l - sum_{j<l} saved_j, because backward comes to it when only the 
                 sum_c peak_{l,c} z_{l,c} - H_l <= budget                 at its own forward and backward
                 H_{l+1} = H_l + sum_c saved_c z_{l,c}                    what the segments up to l have saved
 
+Where Python holds something until the forward pass ends (autocast's copies of weights), a column saves less by the end
+of the forward pass than at the turn, and there are two rows of each kind: one for forward, one for backward.
+
 The duals of the relaxation price kept bytes and peak bytes for each segment; the segment's own MILP (``peak_model.py``)
 finds the column that is best at those prices, until none is better; local search makes leaner ones of it, which may
 replay an op more than once (``leaner.py``). Equal segments share their columns, so time grows with the number of
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -62,13 +65,14 @@ class Column:
     Attributes:
         actions: By storage of the kind's excerpt. ``replays``: of those that may run again more than once.
         ms: Replays and their recording.
-        kept_bytes: At the turn.
+        kept_bytes: At the turn. ``late_bytes``: late in the forward pass.
         peaks: Absolute bytes in the forward and in the backward window, ballast of the kind's excerpt included.
     """
 
     actions: dict[int, str]
     ms: float
     kept_bytes: int
+    late_bytes: int
     peaks: tuple[int, int]
     replays: dict[int, int] = field(default_factory=dict)
 
@@ -82,28 +86,28 @@ class Kind:
         self.mode_ms = excerpt.costs.mode_us / 1e3 * len(excerpt.graph.forward_ops)
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
-        self._priced: dict[tuple[float, float], float] = {}
-        self._densified: set[float] = set()
-        self._rounded: set[tuple[float, float]] = set()
+        self._priced: dict[Prices, float] = {}
+        self._densified: set[tuple[float, bool]] = set()
+        self._rounded: set[Prices] = set()
         self._leaned: dict[tuple, float] = {}  # at what worth of a byte
         self.plain = self.column(close(excerpt.graph, ()))
         self.add(self.plain)
         self.add(self.column(classic(excerpt.graph, "selective")))
-        # Of what is kept at the turn, the part that no decision moves.
-        decided = PeakModel(self.sketch, None, prices=Prices(1.0, 0.0, excerpt.turn)).kept_bytes
-        self.always_kept_bytes = self.plain.kept_bytes - decided
+        # Of what is kept, the part that no decision moves.
+        model = PeakModel(self.sketch, None, prices=Prices(1.0, 0.0, excerpt.turn))
+        self.always_kept_bytes = self.plain.kept_bytes - model.kept_bytes(excerpt.turn)
+        self.always_late_bytes = self.plain.late_bytes - model.kept_bytes(excerpt.late)
 
     def column(self, actions: dict[int, str]) -> Column:
         """Judge ``actions`` on the excerpt."""
         return self._column(Judged(actions, simulate_actions(self.excerpt.graph, self.excerpt.costs, actions)))
 
     def _column(self, judged: Judged) -> Column:
-        turn, line = self.excerpt.turn, judged.timeline
+        late, turn, line = self.excerpt.late, self.excerpt.turn, judged.timeline
         ms = line.recompute_ms - (self.mode_ms if line.recompute_ms else 0.0)
-        peaks = line.event_peak_bytes
-        return Column(
-            judged.actions, ms, line.live_bytes[turn - 1], (max(peaks[:turn]), max(peaks[turn:])), judged.replays
-        )
+        live, peaks = line.live_bytes, line.event_peak_bytes
+        highest = max(peaks[:turn]), max(peaks[turn:])
+        return Column(judged.actions, ms, live[turn - 1], live[late - 1], highest, judged.replays)
 
     def add(self, column: Column) -> bool:
         """Take ``column`` into the pool; return whether it is new."""
@@ -115,7 +119,7 @@ class Kind:
 
     @staticmethod
     def _key(column: Column) -> tuple:
-        return round(column.ms, 9), column.kept_bytes, column.peaks
+        return round(column.ms, 9), column.kept_bytes, column.late_bytes, column.peaks
 
     def lean(self, column: Column, ms_per_byte: float) -> bool:
         """Add columns with lower peaks than ``column``, as far as a byte is worth it; return whether there were any."""
@@ -127,36 +131,44 @@ class Kind:
         path = leaner(graph, costs, start, most_ms_per_byte=_LEANER_PRICE * ms_per_byte, events=_LEANER_EVENTS)
         return any([self.add(self._column(judged)) for judged in path[1:]])
 
-    def price(self, kept_ms: float, peak_ms: float, deadline: float) -> float:
+    def price(self, worth: Worth, deadline: float) -> float:
         """Add the best column at these prices; return a lower bound of what any costs at them, in milliseconds."""
-        key = (float(f"{kept_ms:.6g}"), float(f"{peak_ms:.6g}"))
-        if key not in self._priced:
-            self._priced[key] = self._solve(Prices(*key, self.excerpt.turn), deadline)
-        return self._priced[key]
+        prices = self._prices(worth, digits=6)
+        if prices not in self._priced:
+            self._priced[prices] = self._solve(prices, deadline)
+        return self._priced[prices]
 
-    def densify(self, peak_ms: float, points: int, deadline: float) -> bool:
+    def _prices(self, worth: Worth, *, digits: int) -> Prices:
+        """Rounded, so that what hardly differs is solved once."""
+        kept_ms, peak_ms, late_ms = (float(f"{ms:.{digits}g}") for ms in (worth.kept_ms, worth.peak_ms, worth.late_ms))
+        forward_ms = None if worth.forward_ms is None else float(f"{worth.forward_ms:.{digits}g}")
+        return Prices(kept_ms, peak_ms, self.excerpt.turn, late_ms, self.excerpt.late, forward_ms)
+
+    def densify(self, peak_ms: float, late: bool, points: int, deadline: float) -> bool:
         """Add columns between the known ones: prices alone never name a point inside the hull; return whether it did.
 
-        The fastest ways to keep no more than so much, at a price of the peak.
+        The fastest ways to keep no more than so much, at a price of the peak; ``late``: late in the forward pass.
         """
-        key = float(f"{peak_ms:.3g}")
+        key = float(f"{peak_ms:.3g}"), late
         if key in self._densified:
             return False
         self._densified.add(key)
         before = len(self.columns)
-        least = min(c.kept_bytes for c in self.columns)
+        at = self.excerpt.late if late else self.excerpt.turn
+        always = self.always_late_bytes if late else self.always_kept_bytes
+        kept = [c.late_bytes if late else c.kept_bytes for c in (self.plain, *self.columns)]
         for part in range(1, points + 1):
-            most = least + (self.plain.kept_bytes - least) * part // (points + 1) - self.always_kept_bytes
-            self._solve(Prices(0.0, key, self.excerpt.turn, most_kept_bytes=most), deadline)
+            most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - always
+            self._solve(Prices(0.0, key[0], at, most_kept_bytes=most), deadline)
         return len(self.columns) > before
 
-    def round(self, kept_ms: float, peak_ms: float) -> None:
+    def round(self, worth: Worth) -> None:
         """Add the column that the relaxation rounds to at these prices: quick, and not the best."""
-        key = (float(f"{kept_ms:.2g}"), float(f"{peak_ms:.2g}"))
-        if key in self._rounded:
+        prices = self._prices(worth, digits=2)
+        if prices in self._rounded:
             return
-        self._rounded.add(key)
-        model = PeakModel(self.sketch, None, prices=Prices(*key, self.excerpt.turn))
+        self._rounded.add(prices)
+        model = PeakModel(self.sketch, None, prices=prices)
         values = model.program.relax().values
         if len(values):
             self.add(self.column(close(self.excerpt.graph, *model.choice(values))))
@@ -182,7 +194,8 @@ class Kind:
             during = [r.op for r in line.replays if r.event == event and r.peak_bytes == line.peak_bytes]
             model.forbid(answer.values, event, during[-1] if during else None, line.peak_bytes)
         # The model counts peaks from the resident bytes on, and kept bytes as far as there is a choice.
-        return bound + prices.peak_ms * self.excerpt.graph.resident_bytes + prices.kept_ms * self.always_kept_bytes
+        bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.excerpt.graph.resident_bytes
+        return bound + prices.kept_ms * self.always_kept_bytes + prices.late_ms * self.always_late_bytes
 
 
 @dataclass(frozen=True)
@@ -220,10 +233,20 @@ class Decomposition:
         self.total_ms = sum(g.ms for k in self.kinds for g in k.sketch.groups) or 1.0
         self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)
 
-    def peak(self, segment: int, column: Column) -> int:
-        """Of ``segment`` under ``column`` while the others save everything."""
+    def peaks(self, segment: int, column: Column) -> tuple[int, int]:
+        """Of ``segment`` under ``column``, forward and backward, while the others save everything."""
         mine, reference = self.excerpts[segment].ballast_bytes, self.kinds[segment].excerpt.ballast_bytes
-        return max(p + a - b for p, a, b in zip(column.peaks, mine, reference, strict=True))
+        forward, backward = (p + a - b for p, a, b in zip(column.peaks, mine, reference, strict=True))
+        return forward, backward
+
+    @property
+    def split(self) -> bool:
+        """Whether some column saves less late in the forward pass than at the turn."""
+        return any(
+            k.plain.late_bytes - c.late_bytes != k.plain.kept_bytes - c.kept_bytes
+            for k in self.different
+            for c in k.columns
+        )
 
     def solve(self, budget_bytes: int, gap: float, slack_ms: float, node_limit: int, deadline: float) -> Choice | None:
         """The best choice of columns; None if segments cannot be run in so little, or time is up before one is found.
@@ -266,24 +289,26 @@ class Decomposition:
         """
         before = sum(len(kind.columns) for kind in self.different)
         for segment, kind in enumerate(self.kinds):
-            kept_ms, peak_ms, _ = master.prices(segment, relaxed.duals)
-            kind.round(kept_ms, peak_ms)
+            kind.round(master.prices(segment, relaxed.duals))
         self._lean(master, relaxed)
         return sum(len(kind.columns) for kind in self.different) > before
 
-    def _densify(self, prices: dict[Kind, set[float]], deadline: float) -> bool:
+    def _densify(self, prices: dict[Kind, set[tuple[float, bool]]], deadline: float) -> bool:
         points = max(_POINTS // len(self.different), _FEWEST_POINTS)
         found = False
         for kind, met in prices.items():
             few = max(points * _POINTS_SIZE // max(kind.sketch.size, _POINTS_SIZE), _FEWEST_POINTS)
-            for price in sorted({min(met), max(met)}):
-                found |= kind.densify(price, few, deadline)
+            for price, late in sorted({min(met), max(met)}):
+                found |= kind.densify(price, late, few, deadline)
         return found
 
-    def _generate(self, budget_bytes: int, deadline: float) -> tuple[float, dict[Kind, set[float]]]:
-        """Add columns until none would help the relaxation; return its bound and the peak prices each kind met."""
+    def _generate(self, budget_bytes: int, deadline: float) -> tuple[float, dict[Kind, set[tuple[float, bool]]]]:
+        """Add columns until none would help the relaxation; return its bound and the peak prices each kind met.
+
+        With each price whether what is kept matters most late in the forward pass.
+        """
         best_ms, hard_rounds = 0.0, _HARD_ROUNDS
-        peak_prices: dict[Kind, set[float]] = {}
+        peak_prices: dict[Kind, set[tuple[float, bool]]] = {}
         for _ in range(_ROUNDS):
             master = _Master(self, budget_bytes)
             relaxed = master.program.relax()
@@ -297,13 +322,18 @@ class Decomposition:
             peak_prices = {}
             found, open_ms = False, 0.0
             for segment, kind in enumerate(self.kinds):
-                kept_ms, peak_ms, worth_ms = master.prices(segment, relaxed.duals)
-                peak_prices.setdefault(kind, set()).add(peak_ms)
+                worth = master.prices(segment, relaxed.duals)
+                peak_prices.setdefault(kind, set()).add((worth.peak_ms, worth.late_ms > worth.kept_ms))
                 before = len(kind.columns)
-                shift = self.peak(segment, kind.plain) - max(kind.plain.peaks)
-                cost_ms = kind.price(kept_ms, peak_ms, deadline) + peak_ms * shift
+                forward, backward = self.peaks(segment, kind.plain)
+                cost_ms = kind.price(worth, deadline)
+                if worth.forward_ms is not None:
+                    cost_ms += worth.forward_ms * (forward - kind.plain.peaks[0])
+                    cost_ms += worth.peak_ms * (backward - kind.plain.peaks[1])
+                else:
+                    cost_ms += worth.peak_ms * (max(forward, backward) - max(kind.plain.peaks))
                 found |= len(kind.columns) > before
-                open_ms += min(cost_ms - worth_ms, 0.0)
+                open_ms += min(cost_ms - worth.column_ms, 0.0)
             value_ms = relaxed.objective * master.ms_unit
             best_ms = best_ms if short else max(best_ms, value_ms + open_ms)
             enough = -open_ms <= _ENOUGH * value_ms
@@ -317,7 +347,7 @@ class Decomposition:
         """Make leaner what the relaxation uses where a byte of peak is worth something."""
         worth: dict[tuple[Kind, int], float] = {}  # by kind and place in its columns
         for segment, kind in enumerate(self.kinds):
-            _, peak_ms, _ = master.prices(segment, relaxed.duals)
+            peak_ms = master.prices(segment, relaxed.duals).peak_ms
             for place, z in enumerate(master.z[segment] if peak_ms > 0 else ()):
                 if relaxed.values[z] > _USED:
                     worth[kind, place] = max(worth.get((kind, place), 0.0), peak_ms)
@@ -352,42 +382,76 @@ def _whole(storages: tuple[int, ...], replays: Mapping[int, int]) -> dict[int, i
     return {storages[s]: count for s, count in replays.items() if s < len(storages)}
 
 
+@dataclass(frozen=True)
+class Worth:
+    """What the relaxation pays, milliseconds per byte.
+
+    Attributes:
+        kept_ms: Of what a segment keeps at the turn. ``late_ms``: late in the forward pass.
+        peak_ms: Of its peak. ``forward_ms``: of the peak in its forward window; None where both have one row.
+        column_ms: What a column may cost at these prices without being worth it; not per byte.
+    """
+
+    kept_ms: float
+    late_ms: float
+    peak_ms: float
+    forward_ms: float | None
+    column_ms: float
+
+
 class _Master:
     """The choice of columns as a program."""
 
     def __init__(self, pool: Decomposition, budget_bytes: int) -> None:
         self.pool, self.program = pool, Program()
-        program, unit = self.program, pool.byte_unit
+        self._limit = budget_bytes / pool.byte_unit
         self.ms_unit = pool.total_ms / 1e3
         # Running short is possible and dear, so that the relaxation always has prices.
-        self.shortage = program.column(1e4, upper=float("inf"))
-        self.z: list[list[int]] = []
-        self.ways: list[int] = []
-        self.peaks: list[int] = []
-        self.sums: list[int] = []
-        before = None
-        for segment, kind in enumerate(pool.kinds):
-            z = [program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns]
-            saved = [(kind.plain.kept_bytes - c.kept_bytes) / unit for c in kind.columns]
-            after = program.column(upper=float("inf"))
-            self.z.append(z)
-            self.ways.append(program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0))
-            terms = {c: pool.peak(segment, column) / unit for c, column in zip(z, kind.columns, strict=True)}
-            less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
-            self.peaks.append(program.row({**terms, **less}, upper=budget_bytes / unit))
-            known: dict[int, float] = {} if before is None else {before: -1.0}
-            gains = {c: -s for c, s in zip(z, saved, strict=True)}
-            self.sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
-            before = after
+        self.shortage = self.program.column(1e4, upper=float("inf"))
+        self.z = [
+            [self.program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns] for kind in pool.kinds
+        ]
+        self.ways = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
+        self._forward: tuple[list[int], list[int]] | None = None
+        if pool.split:
+            self._forward = self._rows(lambda c: c.late_bytes, lambda peaks: peaks[0])
+            self._backward = self._rows(lambda c: c.kept_bytes, lambda peaks: peaks[1])
+        else:
+            self._backward = self._rows(lambda c: c.kept_bytes, max)
 
-    def prices(self, segment: int, duals: np.ndarray) -> tuple[float, float, float]:
-        """Milliseconds per kept byte, per peak byte, and what a column may cost at them without being worth it."""
-        scale = self.ms_unit / self.pool.byte_unit
-        peak_ms = -float(duals[self.peaks[segment]]) * scale
-        kept_ms = -float(duals[self.sums[segment]]) * scale
-        kept_bytes = self.pool.kinds[segment].plain.kept_bytes
-        worth_ms = float(duals[self.ways[segment]]) * self.ms_unit + kept_ms * kept_bytes
-        return max(kept_ms, 0.0), max(peak_ms, 0.0), worth_ms
+    def _rows(
+        self, kept_of: Callable[[Column], int], peak_of: Callable[[tuple[int, int]], int]
+    ) -> tuple[list[int], list[int]]:
+        """By segment: the row of its peak, and the row that adds up what is saved."""
+        pool, program, unit = self.pool, self.program, self.pool.byte_unit
+        peaks, sums = [], []
+        before = None
+        for segment, (kind, z) in enumerate(zip(pool.kinds, self.z, strict=True)):
+            after = program.column(upper=float("inf"))
+            terms = {c: peak_of(pool.peaks(segment, col)) / unit for c, col in zip(z, kind.columns, strict=True)}
+            less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
+            peaks.append(program.row({**terms, **less}, upper=self._limit))
+            known: dict[int, float] = {} if before is None else {before: -1.0}
+            plain = kept_of(kind.plain)
+            gains = {c: (kept_of(col) - plain) / unit for c, col in zip(z, kind.columns, strict=True)}
+            sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
+            before = after
+        return peaks, sums
+
+    def prices(self, segment: int, duals: np.ndarray) -> Worth:
+        scale, plain = self.ms_unit / self.pool.byte_unit, self.pool.kinds[segment].plain
+
+        def worth(row: int) -> float:
+            return max(-float(duals[row]) * scale, 0.0)
+
+        peaks, sums = self._backward
+        kept_ms, peak_ms, late_ms, forward_ms = worth(sums[segment]), worth(peaks[segment]), 0.0, None
+        if self._forward is not None:
+            peaks, sums = self._forward
+            late_ms, forward_ms = worth(sums[segment]), worth(peaks[segment])
+        column_ms = float(duals[self.ways[segment]]) * self.ms_unit
+        column_ms += kept_ms * plain.kept_bytes + late_ms * plain.late_bytes
+        return Worth(kept_ms, late_ms, peak_ms, forward_ms, column_ms)
 
     def short(self, values: np.ndarray) -> bool:
         return bool(values[self.shortage] * self.pool.byte_unit > 0.5)

@@ -38,6 +38,8 @@ class Content(NamedTuple):
         storages: Bytes (0 for the rest of the ballast), kind, and why it is fixed.
         ops: As in ``Op``: name, backward, reads, makes, workspace bytes, generator bytes, finishes.
         op_ms, saved, events: As in a step graph and its costs.
+        late: Event of the end of the forward pass at which there still is what Python holds longer than for a segment,
+            autocast's copies of weights for one.
         turn: Event at which the other segments' forward and backward would run.
         backward: Event at which the segment's own backward begins.
     """
@@ -47,6 +49,7 @@ class Content(NamedTuple):
     op_ms: tuple[float, ...]
     saved: tuple[int, ...]
     events: tuple[tuple[int, int], ...]
+    late: int
     turn: int
     backward: int
 
@@ -66,6 +69,10 @@ class Excerpt:
     ballast_bytes: tuple[int, int]
     whole: StepGraph
     whole_costs: Costs
+
+    @property
+    def late(self) -> int:
+        return self.content.late
 
     @property
     def turn(self) -> int:
@@ -150,6 +157,14 @@ class Excerpts:
         return self.windows[-1].forward[1]
 
     @cached_property
+    def late(self) -> int:
+        """In the last segment's forward window: where Python lets go of what is older than the segment before."""
+        begin, end = self.windows[-1].forward
+        older = {s for ops in self.ops_of[:-2] for op in ops for s in self.graph.ops[op].makes}
+        events = self.graph.events[begin:end]
+        return begin + next((i for i, (kind, s) in enumerate(events) if kind == FREE and s in older), len(events))
+
+    @cached_property
     def _starts(self) -> list[int]:
         """Where each window begins: together they have all events."""
         return sorted({w.forward[0] for w in self.windows} | {w.backward[0] for w in self.windows})
@@ -214,7 +229,10 @@ class _Cut:
         forward_bytes = self._ballast(self.window.forward, set(own), imports)
         self._play(self.window.forward, ops)
         self._end_ballast(self.window.forward, skip=set(own) | set(imports))
-        self._play((self.window.forward[1], source.turn), ())
+        late = max(source.late, self.window.forward[1])
+        self._play((self.window.forward[1], late), ())
+        self._late = len(self.events)
+        self._play((late, source.turn), ())
         turn = len(self.events)
         self._play((source.turn, self.window.backward[0]), ())
         backward = len(self.events)
@@ -336,7 +354,8 @@ class _Cut:
     def _sort_frees(self) -> None:
         """What dies together dies in one order: Python empties some containers (autocast's cache) in any."""
         at = 0
-        for kind, run in groupby(list(self.events), key=lambda event: event[0]):
+        # Not across ``late``, which tells them apart.
+        for (kind, _), run in groupby(enumerate(list(self.events)), key=lambda it: (it[1][0], it[0] < self._late)):
             length = len(list(run))
             if kind == FREE:
                 self.events[at : at + length] = sorted(self.events[at : at + length])
@@ -345,7 +364,7 @@ class _Cut:
     def _finish(self, turn: int, backward: int, ballast: tuple[int, int]) -> Excerpt:
         self._sort_frees()
         content = Content(
-            tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events), turn,
-            backward,
+            tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events),
+            self._late, turn, backward,
         )  # fmt: skip
         return Excerpt(content, tuple(self.whole_ids), ballast, self.graph, self.source.costs)

@@ -47,13 +47,18 @@ class Prices:
 
     Attributes:
         kept_ms: Of what is kept at event ``turn``.
-        peak_ms: Of the peak.
+        peak_ms: Of the peak; where ``forward_ms`` is given, of the peak from the turn on.
+        late_ms: Of what is kept at event ``late``, before.
+        forward_ms: Of the peak before the turn; None: the step has one peak.
         most_kept_bytes: Keep no more than this at the turn, of what a decision can move.
     """
 
     kept_ms: float
     peak_ms: float
     turn: int
+    late_ms: float = 0.0
+    late: int = 0
+    forward_ms: float | None = None
     most_kept_bytes: int | None = None
 
 
@@ -85,7 +90,7 @@ class PeakModel:
             times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
             self.program.row(times, upper=most_ms / self.ms_unit + 1e-6)
         if prices is not None and prices.most_kept_bytes is not None:
-            kept = {s: self._kept_at_turn(d) / self.byte_unit for d, s in self.s.items()}
+            kept = {s: _kept_at(d, prices.turn) / self.byte_unit for d, s in self.s.items()}
             self.program.row(kept, upper=prices.most_kept_bytes / self.byte_unit)
         self._lazy_rows()
         self._slot_rows()
@@ -122,23 +127,23 @@ class PeakModel:
             for decision in group.decisions:
                 several = len(group.decisions) > 1
                 self.A_of[decision] = [program.column() for _ in steps] if several else steps
-        self.peak = None
+        self.peak = self.forward_peak = None
         if self.budget_bytes is None:
-            price = 1.0 if self.prices is None else self.prices.peak_ms * self.byte_unit / self.ms_unit
-            self.peak = program.column(price, upper=float("inf"))
+            scale = self.byte_unit / self.ms_unit
+            price = 1.0 if self.prices is None else self.prices.peak_ms * scale
+            self.peak = self.forward_peak = program.column(price, upper=float("inf"))
+            if self.prices is not None and self.prices.forward_ms is not None:
+                self.forward_peak = program.column(self.prices.forward_ms * scale, upper=float("inf"))
 
     def _kept_price(self, decision: Decision) -> float:
-        return 0.0 if self.prices is None else self.prices.kept_ms * self._kept_at_turn(decision) / self.ms_unit
+        if self.prices is None:
+            return 0.0
+        kept, late = _kept_at(decision, self.prices.turn), _kept_at(decision, self.prices.late)
+        return (self.prices.kept_ms * kept + self.prices.late_ms * late) / self.ms_unit
 
-    def _kept_at_turn(self, decision: Decision) -> int:
-        assert self.prices is not None
-        turn = self.prices.turn
-        return sum(p.bytes for p in decision.pieces if p.dead < turn and (p.direct_end < 0 or p.direct_end >= turn))
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that the plain step keeps at the turn and a plan need not."""
-        return sum(self._kept_at_turn(d) for d in self.s if d.stored)
+    def kept_bytes(self, event: int) -> int:
+        """Bytes that the plain step keeps at ``event``, between forward and backward, and a plan need not."""
+        return sum(_kept_at(d, event) for d in self.s if d.stored)
 
     def _has_choice(self, decision: Decision) -> bool:
         return decision.group is not None or not decision.stored
@@ -217,14 +222,17 @@ class PeakModel:
                     self._add_rng(terms[number], group, sketch.slots[number].trigger)
         highest: dict[tuple, int] = {}
         for slot, found in zip(sketch.slots, terms, strict=True):
-            key = tuple(found.items())
+            key = self._peak_at(slot.start), *found.items()
             highest[key] = max(highest.get(key, 0), slot.base_bytes)
         rows: dict[tuple, int] = {}
         for slot, found in zip(sketch.slots, terms, strict=True):
-            key = tuple(found.items())
+            key = self._peak_at(slot.start), *found.items()
             if key not in rows:  # slots that differ in their base alone share the highest one's row
-                rows[key] = self._memory_row(found, highest[key])
+                rows[key] = self._memory_row(found, highest[key], key[0])
             self._rows["slot", slot.start] = rows[key]
+
+    def _peak_at(self, event: int) -> int | None:
+        return self.forward_peak if self.prices is not None and event < self.prices.turn else self.peak
 
     def _lifetimes(self) -> dict[Piece, tuple[int, int]]:
         """From the first to one past the last event at which each piece may count beyond the base."""
@@ -284,10 +292,10 @@ class PeakModel:
         if not done.keys() & will.keys():
             _add(terms, {**will, **done}, group.rng_bytes)
 
-    def _memory_row(self, terms: Terms, constant: int) -> int:
+    def _memory_row(self, terms: Terms, constant: int, peak: int | None) -> int:
         scaled = {c: v / self.byte_unit for c, v in terms.items()}
-        if self.peak is not None:
-            scaled[self.peak] = -1.0
+        if peak is not None:
+            scaled[peak] = -1.0
             return self.program.row(scaled, upper=(self._resident - constant) / self.byte_unit)
         assert self.budget_bytes is not None
         return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
@@ -309,7 +317,9 @@ class PeakModel:
         for other in sketch.groups:
             if other.rng_bytes and other.triggers and sketch.run_event[other.head] < event:
                 self._add_rng(terms, other, at(other))
-        self._rows["burst", trigger, group.head] = self._memory_row(terms, int(sketch.base_live[event]))
+        self._rows["burst", trigger, group.head] = self._memory_row(
+            terms, int(sketch.base_live[event]), self.peak
+        )
 
     # Cuts
 
@@ -347,7 +357,9 @@ class PeakModel:
     def claimed_peak_bytes(self, values: np.ndarray) -> int:
         """The peak as the model sees it; only where the peak is what was minimised."""
         assert self.peak is not None
-        return round(values[self.peak] * self.byte_unit) + self._resident
+        assert self.forward_peak is not None
+        highest = max(values[self.peak], values[self.forward_peak])
+        return round(highest * self.byte_unit) + self._resident
 
     def choice(self, values: np.ndarray, share: float = 0.5) -> tuple[list[int], list[int]]:
         """Storages to recompute, and storages to keep although autograd does not store them.
@@ -364,6 +376,11 @@ class PeakModel:
                 elif values[s] >= share and piece.direct_end < 0:
                     kept.append(piece.storage)
         return recomputed, kept
+
+
+def _kept_at(decision: Decision, event: int) -> int:
+    """Bytes of ``decision`` that live at ``event``, between forward and backward, only if it is kept."""
+    return sum(p.bytes for p in decision.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
 
 
 def _everyone_at(trigger: int, group: Group | None) -> int:
