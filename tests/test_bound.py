@@ -292,6 +292,7 @@ def test_an_impossible_budget_tells_what_is_proven_from_what_was_found(small_dec
     found = below.value.least_bytes
 
     assert proven < found == between.value.least_bytes
+    assert below.value.proven_bytes == between.value.proven_bytes == proven
     assert f"every plan needs at least 118.98 KiB ({proven} bytes), the leanest found " in str(below.value)
     assert str(between.value).startswith("no plan found fits budget=118.98 KiB: the leanest needs ")
     assert f" ({found} bytes), none less than 118.98 KiB ({proven} bytes)." in str(between.value)
@@ -332,7 +333,7 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
     monkeypatch.setattr(highs, "_LARGE", 0)
     monkeypatch.setattr(highs, "_ENOUGH", 0.5)
 
-    fewer = bound_time(graph, costs, budget)
+    fewer = bound_time(decoder(layers=4), costs, budget)  # another graph: a bound is remembered with its graph
 
     assert costs.plain_step_ms < fewer.step_ms < whole.step_ms
 

@@ -1,10 +1,12 @@
 """Segments planned apart: an excerpt is the step's own piece, columns add up, and the pool agrees with one model."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_case_graphs import load_case
 from test_solvers import small_graphs
 from toys import decoder, decoder_costs, linear_tanh, unit_costs
 
@@ -12,7 +14,9 @@ from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import RECOMPUTE
 from lowtide.simulator import simulate_actions
 from lowtide.solvers import exact
+from lowtide.solvers.bound import bound_time
 from lowtide.solvers.columns import Decomposition
+from lowtide.solvers.exact import Limits, Search
 from lowtide.solvers.excerpt import Excerpts
 from lowtide.solvers.front_door import solve
 from lowtide.solvers.segments import segments, windows, worth_replaying
@@ -145,3 +149,31 @@ def test_actions_of_a_pool_are_closed():
     again = close(graph, [s for s, a in choice.actions.items() if a == RECOMPUTE and s in graph.stored],
                   [s for s, a in choice.actions.items() if a != RECOMPUTE and s not in graph.stored])  # fmt: skip
     assert again == choice.actions
+
+
+def autocast_search(fraction):
+    graph, costs = load_case("autocast")
+    search = Search(graph, costs, Limits())
+    return search, graph.resident_bytes + int(fraction * (search.plain.peak_bytes - graph.resident_bytes))
+
+
+def test_columns_count_what_python_holds_until_forward_ends():
+    """Autocast's copies of weights: dropped ones still live in forward, and at the turn they do not."""
+    search, budget = autocast_search(0.5)
+
+    choice = search.pool.solve(budget, 0.01, 0.0, 1000, math.inf)
+
+    assert search.pool.split
+    assert search.judge(choice.actions, choice.replays).peak_bytes <= budget
+
+
+def test_two_layers_a_segment_find_what_one_cannot():
+    """A layer's input made again out of what the layer before it keeps."""
+    search, budget = autocast_search(0.5)
+
+    one, both = search._fastest_choice(search.pool, budget), search.fastest(budget)
+
+    saved_ms = one.best_within(budget) - both.best_within(budget)
+    assert saved_ms > 0.005 * search.costs.plain_step_ms
+    bound_ms = bound_time(search.graph, search.costs, budget).step_ms
+    assert both.best_within(budget) <= 1.005 * bound_ms

@@ -33,6 +33,14 @@ def test_the_least_budget_succeeds_whatever_was_asked_before_and_however_little_
     assert least_of(graph, costs, plan.resident_bytes + 1, time_limit_s=0.01) == least
 
 
+@pytest.mark.parametrize("name", ("resnet", "unet", "vit"))
+def test_the_plan_for_the_least_needs_the_least(name):
+    graph, costs = load_case(name)
+    least = least_of(graph, costs)
+
+    assert solve(graph, costs, least).predicted_peak_bytes == least
+
+
 @pytest.mark.parametrize("name", ("toy", "resnet", "unet", "vit"))
 def test_an_impossible_budget_is_told_in_seconds(name):
     graph, costs = load_case(name)

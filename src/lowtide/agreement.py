@@ -93,15 +93,15 @@ def agree(
         try:
             answer = [(replace(graph), solve(graph, budget_bytes))]  # without what is cached beside its fields
         except BudgetInfeasibleError as error:
-            answer = [(str(error), error.budget_bytes, error.least_bytes)]
+            answer = [(str(error), error.budget_bytes, error.least_bytes, error.proven_bytes)]
         except Exception as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=dist.get_global_rank(group, decider), group=group)
     match answer[0]:
         case Exception() as failure:
             raise failure
-        case (str() as text, budget, least):
-            raise BudgetInfeasibleError(text, budget_bytes=budget, least_bytes=least)
+        case (str() as text, budget, least, proven):
+            raise BudgetInfeasibleError(text, budget_bytes=budget, least_bytes=least, proven_bytes=proven)
         case (StepGraph() as decided, Plan() as plan):
             return decided, plan
     raise AssertionError(answer)

@@ -59,7 +59,11 @@ def _run(args: argparse.Namespace) -> tuple[int, str, dict]:
     except BadUsageError as error:
         return _failed(BAD_USAGE, "bad_usage", error)
     except BudgetInfeasibleError as error:
-        facts = {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes}
+        facts = {
+            "budget_bytes": error.budget_bytes,
+            "least_bytes": error.least_bytes,
+            "proven_bytes": error.proven_bytes,
+        }
         return _failed(FINDING, "infeasible", error, **facts)
     except LowtideError as error:
         # What lowtide refuses by name is a finding about the model; files that are wrong or do not match are bad usage.

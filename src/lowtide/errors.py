@@ -13,12 +13,15 @@ class BudgetInfeasibleError(LowtideError):
     Attributes:
         budget_bytes: The peak that was asked for, absolute bytes.
         least_bytes: The least peak the method reaches, absolute bytes; asking for it succeeds.
+        proven_bytes: No plan of any method needs less, absolute bytes; 0 where nothing is proven. A budget from here up
+            to ``least_bytes`` was not met, and may not be impossible.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, proven_bytes: int = 0) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
+        self.proven_bytes = proven_bytes
 
 
 class PlanMismatchError(LowtideError):

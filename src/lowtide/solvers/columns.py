@@ -408,9 +408,7 @@ class _Master:
         self.ms_unit = pool.total_ms / 1e3
         # Running short is possible and dear, so that the relaxation always has prices.
         self.shortage = self.program.column(1e4, upper=float("inf"))
-        self.z = [
-            [self.program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns] for kind in pool.kinds
-        ]
+        self.z = [[self.program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns] for kind in pool.kinds]
         self.ways = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
         self._forward: tuple[list[int], list[int]] | None = None
         if pool.split:

@@ -140,10 +140,11 @@ def infeasible(
     need = format_bytes(timeline.peak_bytes)
     asked, found = format_bytes(budget_bytes), f"{need} ({timeline.peak_bytes} bytes)"
     lines = [f"no plan fits budget={asked}: method={method!r} needs at least {found}."]
+    # Nothing bounds the peak of plans that move storages away.
+    proven = bound_peak(graph) if method == "exact" and moves is None else 0
     if method == "exact" and moves is not None:
         lines = [f"no plan found fits budget={asked}: the leanest, other tiers used, needs {found}."]
     elif method == "exact":
-        proven = bound_peak(graph)
         floor = f"{format_bytes(proven)} ({proven} bytes)"
         if proven == timeline.peak_bytes:
             lines = [f"no plan fits budget={asked}: every plan needs at least {found}."]
@@ -157,4 +158,6 @@ def infeasible(
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
     other = "reduce the batch" if method == "exact" else 'use method="exact"'
     lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.")
-    return BudgetInfeasibleError("\n".join(lines), budget_bytes=budget_bytes, least_bytes=timeline.peak_bytes)
+    return BudgetInfeasibleError(
+        "\n".join(lines), budget_bytes=budget_bytes, least_bytes=timeline.peak_bytes, proven_bytes=proven
+    )

@@ -32,7 +32,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline
-from lowtide.solvers.bound import bound_peak
+from lowtide.solvers.bound import bound_peak, bound_time
 from lowtide.solvers.classics import classic_actions, offers
 from lowtide.solvers.columns import Decomposition
 from lowtide.solvers.draft import Draft, infeasible
@@ -50,6 +50,9 @@ _WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, who
 _UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
 _WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
 _FEWEST_SEGMENTS = 3  # that planning them apart is worth it
+_LONGER = (2,)  # layers a segment, where one leaves the plan far from the bound
+_FEWEST_LONGER = 3  # segments of so many layers
+_NEAR = 0.004  # of the step, above the bound: near enough to it
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 _STEP_GAP = 0.0025  # of the step time, likewise
 _CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
@@ -98,6 +101,9 @@ class _Result:
     def best_ms(self) -> float:
         return self.judged[-1].timeline.step_ms if self.judged else 0.0
 
+    def best_within(self, budget_bytes: int) -> float:
+        return min((j.timeline.step_ms for j in self.judged if j.peak_bytes <= budget_bytes), default=math.inf)
+
 
 class Search:
     """The search on one step; asking it for several budgets shares what it has learnt."""
@@ -110,6 +116,7 @@ class Search:
         self.sketch = Sketch(graph, costs) if len(ops) <= _WHOLE_OPS else None
         self.fine = self.sketch is not None and self.sketch.fine
         self.pool = None if self._one_model_does() else self._pool(ops)
+        self._longer: dict[int, Decomposition | None] = {}
         if self.pool is None and (self.sketch is None or self.sketch.size > _UNLIKE_SIZE):
             self.sketch = Sketch(graph, costs, reach=0)
         self.plain = self.judge(close(graph, ()))
@@ -137,8 +144,7 @@ class Search:
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.draft(self.plain, "optimal", self.costs.plain_step_ms)
-        impossible = budget_bytes < bound_peak(self.graph)
-        result = _Result([], False, self.floor_ms) if impossible else self.fastest(budget_bytes)
+        result = _Result([], False, self.floor_ms) if self._impossible(budget_bytes) else self.fastest(budget_bytes)
         fitting = [j for j in result.judged if j.peak_bytes <= budget_bytes]
         if not fitting:
             if not at_any_price:
@@ -147,8 +153,15 @@ class Search:
         best = min(fitting, key=lambda j: j.rank)
         best = min((best, *self._classics_that_may_beat(best, budget_bytes)), key=lambda j: j.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
-        best = self.save_what_fits(self.lower_peak(best), budget_bytes)
+        best = self._cleaned(best, budget_bytes)
         return self.draft(best, status, min(result.bound_ms, best.timeline.step_ms))
+
+    def _impossible(self, budget_bytes: int) -> bool:
+        # One that fits is sooner found than the proof.
+        mild = (actions for actions in self._classic_actions if self._kept_bytes(actions) <= budget_bytes)
+        if any(self.judge(actions).peak_bytes <= budget_bytes for actions in mild):
+            return False
+        return budget_bytes < bound_peak(self.graph)
 
     def _near_the_least(self, budget_bytes: int) -> Draft:
         """Where the search finds nothing: the best of what is known, schedules that replay an op often among it.
@@ -164,9 +177,16 @@ class Search:
             known.append(self.judge(chain.actions, chain.replays))
         if not known:
             least = self.least
-            raise infeasible(self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays)
-        cleaned = [self.save_what_fits(self.lower_peak(j), budget_bytes) for j in known]
+            if least.peak_bytes > budget_bytes:
+                raise infeasible(
+                    self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays
+                )
+            known = [least]
+        cleaned = [self._cleaned(j, budget_bytes) for j in known]
         return self.draft(min(cleaned, key=lambda j: j.rank), "feasible", self.floor_ms)
+
+    def _cleaned(self, judged: Judged, budget_bytes: int) -> Judged:
+        return self.save_what_fits(self.lower_peak(judged), budget_bytes)
 
     @cached_property
     def _often(self) -> list[Offer]:
@@ -216,7 +236,11 @@ class Search:
         chain = leanest(self.graph, self.costs, self._often)
         if chain is not None:
             known.append(self.judge(chain.actions, chain.replays))
-        return min(known, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
+        found = min(known, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
+        # Saving what need not be replayed may lower the peak again: a plan for the least is to need the least.
+        while (cleaned := self._cleaned(found, found.peak_bytes)).peak_bytes < found.peak_bytes:
+            found = cleaned
+        return found
 
     @cached_property
     def _paths(self) -> list[list[Judged]]:
@@ -234,7 +258,7 @@ class Search:
     def fastest(self, budget_bytes: int) -> _Result:
         """Solve, judge, cut, until the judge agrees."""
         if self.pool is not None:
-            return self._fastest_choice(self.pool, budget_bytes)
+            return self._fastest_of_pools(self.pool, budget_bytes)
         assert self.sketch is not None
         model = PeakModel(self.sketch, budget_bytes)
         judged, bound_ms = ([], self.floor_ms) if self.fine else self._rounded(model, budget_bytes)
@@ -283,6 +307,28 @@ class Search:
         gap, slack_ms = self._tolerances()
         ms = judged.timeline.step_ms
         return ms - bound_ms <= max(slack_ms, gap * (ms - self.floor_ms))
+
+    def _fastest_of_pools(self, pool: Decomposition, budget_bytes: int) -> _Result:
+        """A layer a segment; several, where that leaves the plan far from what no plan can beat."""
+        result = self._fastest_choice(pool, budget_bytes)
+        enough_ms = bound_time(self.graph, self.costs, budget_bytes).step_ms + _NEAR * self.costs.plain_step_ms
+        for length in _LONGER:
+            if result.best_within(budget_bytes) <= enough_ms or (longer := self._pool_of(length)) is None:
+                break
+            other = self._fastest_choice(longer, budget_bytes)
+            if other.best_within(budget_bytes) < result.best_within(budget_bytes):
+                result = other
+        return result
+
+    def _pool_of(self, length: int) -> Decomposition | None:
+        """With so many layers a segment; None where that leaves few segments, or large ones."""
+        if length not in self._longer:
+            segment_of = segments(self.graph, worth_replaying(self.graph), length=length)
+            found = windows(self.graph, segment_of)
+            enough = found is not None and len(found) >= _FEWEST_LONGER
+            pool = Decomposition(self.graph, self.costs, segment_of, found) if enough and found else None
+            self._longer[length] = pool
+        return self._longer[length]
 
     def _fastest_choice(self, pool: Decomposition, budget_bytes: int) -> _Result:
         """Segments planned apart: what the judge finds above the budget is asked for less."""

@@ -27,6 +27,9 @@ from lowtide.solvers.structure import droppable, readers, recomputable
 
 _NEVER = 1 << 60
 _MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
+_WORTH_KEEPING = (
+    0.75  # likewise; below it a plan may rather keep what a dear op makes (bf16, say, of what is fp32 then)
+)
 _TINY_SHARE = 0.05  # outputs below this share of their group's bytes follow the group's largest one
 _FINE_OPS = 12  # graphs with at most this many replayable ops are modelled op by op
 
@@ -179,8 +182,10 @@ class Sketch:
             if self.fine or len(heads) != 1 or any(s in stored or graph.storages[s].fixed for s in op.makes):
                 continue
             head = heads.pop()
-            large = _MERGE_SHARE * self._made_bytes(head)
-            if self._made_bytes(number) >= large and self.segment_of[head] == self.segment_of[number]:
+            made, consumed = self._made_bytes(number), self._made_bytes(head)
+            if made <= _WORTH_KEEPING * consumed and self.costs.op_ms[number] >= self.costs.op_ms[head]:
+                continue
+            if made >= _MERGE_SHARE * consumed and self.segment_of[head] == self.segment_of[number]:
                 head_of[number] = head
         members: dict[int, list[int]] = {}
         for number in self.ops:

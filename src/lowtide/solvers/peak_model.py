@@ -37,6 +37,7 @@ from lowtide.solvers.highs import Program
 
 Terms = dict[int, float]
 StateOf = Callable[["Group | None"], int]  # the trigger at which a group stands
+Moment = tuple[int | None, tuple[tuple[int, float], ...]]  # of a row: the column of its peak, and its terms
 _ALL_BURSTS_SIZE = 300  # models up to this size know every burst from the start, larger ones as the judge finds them
 _TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
 
@@ -220,13 +221,13 @@ class PeakModel:
                 end = sketch.trigger_events[group.triggers[-1]]
                 for number in range(*np.searchsorted(starts, (sketch.run_event[group.head], end))):
                     self._add_rng(terms[number], group, sketch.slots[number].trigger)
-        highest: dict[tuple, int] = {}
+        highest: dict[Moment, int] = {}
         for slot, found in zip(sketch.slots, terms, strict=True):
-            key = self._peak_at(slot.start), *found.items()
+            key = self._peak_at(slot.start), tuple(found.items())
             highest[key] = max(highest.get(key, 0), slot.base_bytes)
-        rows: dict[tuple, int] = {}
+        rows: dict[Moment, int] = {}
         for slot, found in zip(sketch.slots, terms, strict=True):
-            key = self._peak_at(slot.start), *found.items()
+            key = self._peak_at(slot.start), tuple(found.items())
             if key not in rows:  # slots that differ in their base alone share the highest one's row
                 rows[key] = self._memory_row(found, highest[key], key[0])
             self._rows["slot", slot.start] = rows[key]
@@ -317,9 +318,7 @@ class PeakModel:
         for other in sketch.groups:
             if other.rng_bytes and other.triggers and sketch.run_event[other.head] < event:
                 self._add_rng(terms, other, at(other))
-        self._rows["burst", trigger, group.head] = self._memory_row(
-            terms, int(sketch.base_live[event]), self.peak
-        )
+        self._rows["burst", trigger, group.head] = self._memory_row(terms, int(sketch.base_live[event]), self.peak)
 
     # Cuts
 

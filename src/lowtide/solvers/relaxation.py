@@ -277,8 +277,11 @@ class Relaxation:
         for op in certain.useful:
             for i, stage in enumerate(self.grid[op]):
                 begin = self.grid[op][i - 1] + 1 if i else certain.since[op]
+                kept_bytes = self._kept_through(stage)
+                if self._most_beside(op, begin, stage) + kept_bytes <= limit:
+                    continue
                 floor, own = self._least_beside(op, begin, stage)
-                if floor + own + self._kept_through(stage) > limit:
+                if floor + own + kept_bytes > limit:
                     rows.append((op, i, stage, floor, own))
         kept = self._kept_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
         for op, i, stage, floor, own in rows:
@@ -294,19 +297,46 @@ class Relaxation:
                 upper = self.budget_bytes - floor
             self.moments[self._later(terms, upper=upper / self.byte_unit)] = certain.settled[stage]
 
+    def _most_beside(self, op: int, begin: int, end: int) -> int:
+        """At least the sum of what ``_least_beside`` returns, and quickly told."""
+        graph = self.graph
+        own = sum(graph.storages[s].bytes for s in graph.ops[op].makes)
+        own += sum(
+            graph.storages[s].bytes for s in dict.fromkeys(graph.ops[op].reads) if graph.storages[s].op is not None
+        )
+        own += graph.ops[op].workspace_bytes + graph.ops[op].rng_bytes
+        low, high = self._asks_in(begin, end)
+        return own + int(self.certain.idle_bytes[self.certain.asks[low:high] - 1].min())
+
+    def _asks_in(self, begin: int, end: int) -> tuple[int, int]:
+        """Of the stages from ``begin`` to ``end``, places in ``certain.asks``."""
+        certain = self.certain
+        low, high = np.searchsorted(certain.asks, (certain.stages[begin], certain.settled[end] + 1))
+        return int(low), int(high)
+
     def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
         """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
         certain, graph = self.certain, self.graph
-        low, high = np.searchsorted(certain.asks, (certain.stages[begin], certain.settled[end] + 1))
+        low, high = self._asks_in(begin, end)
         before = certain.asks[low:high] - 1
         floor = certain.idle_bytes[before]
         beside = floor.copy()
         for x in dict.fromkeys(graph.ops[op].reads):
             if graph.storages[x].op is not None:
-                beside += graph.storages[x].bytes * ~certain.in_floor(x, before)
+                beside += graph.storages[x].bytes * ~self._in_floor(x)[low:high]
         own = sum(graph.storages[s].bytes for s in graph.ops[op].makes)
         own += graph.ops[op].workspace_bytes + graph.ops[op].rng_bytes
         return int(floor.min()), own + int(beside.min()) - int(floor.min())
+
+    def _in_floor(self, storage: int) -> np.ndarray:
+        """Just before which of ``certain.asks`` the floor counts ``storage``, as a mask."""
+        if storage not in self._floor_masks:
+            self._floor_masks[storage] = self.certain.in_floor(storage, self.certain.asks - 1)
+        return self._floor_masks[storage]
+
+    @cached_property
+    def _floor_masks(self) -> dict[int, np.ndarray]:
+        return {}
 
     @cached_property
     def _kept_until(self) -> dict[int, int]:
