@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from lowtide.plan import Plan
 from lowtide.reports.progress import Stages
 from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
-from lowtide.solvers.front_door import absolute_bytes, solve
+from lowtide.solvers.front_door import absolute_bytes, lossy_form, solve
 from lowtide.tape import attach
 from lowtide.tape.places import Places, usable
 from lowtide.tape.program import Node, Program, Slot
@@ -78,7 +78,7 @@ class _Settings:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return tuple(self.options.get("offload", ()))
+        return (*self.options.get("offload", ()), *filter(None, [self.places.lossy]))
 
 
 class Fit:
@@ -174,6 +174,9 @@ class Fit:
             shapes=len(self._by_call),
             trace_s=planned.trace_s,
             measure_s=planned.measure_s,
+            inexact=planned.program.inexact(),
+            gradient_error=proof.gradient_error if proof else None,
+            worst_gradient=proof.worst_gradient if proof else "",
         )
         return fit_report(self.plan, planned.graph, measured, warnings=tuple(self.warnings))
 
@@ -299,12 +302,12 @@ class Fit:
             return measure(graph, tiers=settings.tiers, scratch_dir=settings.places.scratch_dir)
         except TierError as error:
             self._do_without(error)
-            return measure(graph)
+            return measure(graph, tiers=settings.tiers)
 
     def _do_without(self, error: TierError) -> None:
         """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
         settings = self._settings
-        if not settings.unasked or not settings.tiers:
+        if not settings.unasked or "offload" not in settings.options:
             raise error
         self._warn(f"planned without other tiers: {str(error).splitlines()[0]}")
         settings.options = {k: v for k, v in settings.options.items() if k != "offload"}
@@ -359,6 +362,7 @@ class Fit:
             tape = Tape(program, model, planned.tape.tiers)
             tape.audit = Audit(program, max(allowance, 0) // 2, differed.append)
             tape.beside_bytes = max(allowance, 0) // 2 if unproven else 0
+            tape.errors = program.errors
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
@@ -437,6 +441,7 @@ def fit(
     disk_budget: int | str | None = None,
     checksums: bool = False,
     host_budget: int | str | None = None,
+    lossy: str | Mapping[str, str] | None = None,
     **options: Any,
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -461,6 +466,9 @@ def fit(
         host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; ``"auto"`` half
             of what is available, and none where that cannot be used. By default nothing moves: this tier has not been
             run on an accelerator yet.
+        lossy: Off by default, since gradients are then no longer the plain step's to the last bit. ``"int8"`` or
+            ``"fp8"``: floating activations may be kept as a byte an element; ``{"int8": "layers.*.mlp*"}``: of modules
+            whose path is like that. ``report()`` and ``verify()`` say how far off that is.
 
     Returns:
         A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
@@ -488,6 +496,9 @@ def fit(
     settings.unasked = host_budget == "auto" and scratch_dir is None and disk_budget is None
     if offload:
         settings.options = {**options, "offload": offload}
+    if lossy is not None:
+        settings.places = replace(settings.places, lossy=lossy_form(lossy)[0])
+        settings.options = {**settings.options, "lossy": lossy}
     fitted._remember(fitted._make(batch, step))
     if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
         fitted._batch = batch

@@ -40,7 +40,7 @@ class HostTier:
         self.out, self.back = cuda.Stream(device), cuda.Stream(device)
         weakref.finalize(self, self.pool.close)
 
-    def store(self, storage: torch.UntypedStorage) -> HostTicket:
+    def store(self, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> HostTicket:
         """Start to copy ``storage``. Raises: TierError: the budget is used up, or memory cannot be pinned."""
         return HostTicket(self, storage)
 

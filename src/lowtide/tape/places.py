@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 
 from lowtide.costs.links import check_tier
-from lowtide.graph.costs import DISK, HOST
+from lowtide.errors import TierError
+from lowtide.graph.costs import DISK, HOST, LOSSY
 from lowtide.meters import available_bytes
 from lowtide.plan import TIER_OF, Plan
 from lowtide.scratch import free_bytes, open_scratch
 from lowtide.tape.disk import DiskTier, disk_bytes
 from lowtide.tape.host import HostTier, host_bytes
+from lowtide.tape.lossy import LossyTier
 from lowtide.tape.tiers import Tier, Tiers
 from lowtide.units import parse_budget
 
@@ -33,6 +35,7 @@ class Places:
         disk_budget_bytes: Most bytes in it; None: what there is room for.
         host_budget_bytes: Most bytes of pinned host memory.
         checksums: Compare what comes back from disk with what was written.
+        lossy: What may be kept inexactly may be kept as that; "": nothing may.
         opened: Tiers to use instead of opening any.
     """
 
@@ -40,6 +43,7 @@ class Places:
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
+    lossy: str = ""
     opened: Tiers | None = None
 
     def held(self, plan: Plan) -> Places:
@@ -56,10 +60,18 @@ class Places:
             return self.opened
         need_bytes: dict[str, int] = {}
         for d in plan.decisions:
-            if d.action in TIER_OF:
-                tier = TIER_OF[d.action]
+            tier = TIER_OF.get(d.action, "")
+            if tier in _ROUNDED:
                 need_bytes[tier] = need_bytes.get(tier, 0) + _ROUNDED[tier](d.bytes)
         opened: dict[str, Tier] = {}
+        if plan.lossy:
+            if plan.lossy != self.lossy:
+                count = sum(TIER_OF.get(d.action) in LOSSY for d in plan.decisions)
+                raise TierError(
+                    f"the plan keeps {count} storages as {plan.lossy}, so gradients would not be the plain step's, and "
+                    f"that was not allowed.\nPass lossy={plan.lossy!r} to allow it, or solve without."
+                )
+            opened[plan.lossy] = LossyTier(plan.lossy)
         for tier, need in need_bytes.items():
             check_tier(tier, plan.device)
             opened[tier] = self._disk(need) if tier == DISK else self._host(need, plan)
