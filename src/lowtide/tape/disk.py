@@ -123,6 +123,12 @@ class _Space:
             offset, self._end = self._end, self._end + size
             return offset
 
+    def allow(self, count: int) -> None:
+        """Let the file hold ``count`` bytes, if it may not yet."""
+        with self._lock:
+            if self.budget_bytes is not None:
+                self.budget_bytes = max(self.budget_bytes, count)
+
     def give_back(self, offset: int, size: int) -> None:
         size = disk_bytes(size)
         with self._lock:

@@ -31,7 +31,7 @@ from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.tiers import Tiers
 from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import storage_of, tensors_in, wraps, written_arguments, written_tensors
+from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in, wraps, written_arguments, written_tensors
 from lowtide.tracing.sharding import LookAway
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
@@ -266,7 +266,7 @@ class Tape(TorchDispatchMode):
             tensor = result if isinstance(result, torch.Tensor) else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             beside = storage.__dict__
-            unlike = storage.nbytes() != size and not slot.dynamic
+            unlike = storage.nbytes() != size and allocated_bytes(storage) != size and not slot.dynamic
             if unlike or MARK in beside or (use_count(storage._cdata) > _FRESH and _is_among(storage, args)):
                 self.counts.mismatched += 1
                 continue
@@ -322,11 +322,12 @@ class Tape(TorchDispatchMode):
 
     def _send(self, slot: Slot, move: Move, tensor: torch.Tensor, version: int) -> None:
         storage = tensor.untyped_storage()
-        unlike = storage.nbytes() != move.bytes and not slot.dynamic
+        size = allocated_bytes(storage)
+        unlike = size != move.bytes and not slot.dynamic
         if unlike or MARK in storage.__dict__ or self._transfers is None:
             self.counts.mismatched += 1
             return
-        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._ambient)
+        copy = Copy(self._number, move._replace(bytes=size), self._ambient)
         self._number += 1
         value = Value(copy, move.output, tensor, self._run)
         value.version = version

@@ -36,6 +36,7 @@ from lowtide.tracing.operators import (
     SENDERS,
     UNINITIALISED,
     WRITES,
+    allocated_bytes,
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
@@ -159,10 +160,9 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, storage: torch.UntypedStorage, kind: str, op: int | None, output: int, fixed: str) -> int:
         number, key = len(self.storages), storage._cdata
-        size = storage.nbytes()
-        if storage.device.type == "cuda":
-            size = -(-size // 512) * 512
-        self.storages.append({"bytes": size, "kind": kind, "op": op, "output": output, "fixed": fixed})
+        self.storages.append(
+            {"bytes": allocated_bytes(storage), "kind": kind, "op": op, "output": output, "fixed": fixed}
+        )
         self._ids[key] = number
 
         @never_compiled
