@@ -1,4 +1,4 @@
-"""How fast the links to other tiers are, here: measured once a process, tier and directory.
+"""How fast the links to other tiers are, here: measured once a machine, tier and file system (``link_cache.py``).
 
 A disk is measured as it performs when memory has none to spare for its cache: writes until they are on the device,
 reads after the cache has let go of the file. Where there is memory to spare it will do better than planned.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lowtide.costs import link_cache
 from lowtide.errors import TierError
 from lowtide.graph.costs import DISK, HOST, TIERS, Link
 from lowtide.packing import pack, unpack
@@ -28,8 +30,8 @@ _REPEATS = 3
 _known: dict[tuple[str, str, str], Link] = {}
 
 
-def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None) -> Link:
-    """The link between ``device`` and ``tier``.
+def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None, *, anew: bool = False) -> Link:
+    """The link between ``device`` and ``tier``, as measured not long ago or, with ``anew``, now.
 
     Raises:
         ValueError: there is no tier of that name.
@@ -38,10 +40,26 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None)
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)
-    key = (tier, str(torch.device(device)), "" if tier == HOST else str(Path(scratch_dir or "").resolve()))
-    if key not in _known:
-        _known[key] = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
-    return _known[key]
+    where = Path(tempfile.gettempdir() if scratch_dir is None else scratch_dir)
+    key = (tier, str(torch.device(device)), "" if tier == HOST else str(where.resolve()))
+    if key in _known and not anew:
+        return _known[key]
+    written = _written_as(tier, device, where)
+    link = None if anew or written is None else link_cache.recall(written)
+    if link is None:
+        link = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
+        if written is not None:
+            link_cache.remember(written, link)
+    _known[key] = link
+    return link
+
+
+def _written_as(tier: str, device: str, where: Path) -> str | None:
+    """The link's key in the cache; None where the directory is not there, which measuring it will say."""
+    try:
+        return link_cache.key_of(tier, device, where)
+    except OSError:
+        return None
 
 
 def packing_link(form: str, dtype: str, device: str, time_ms: Callable[[Callable[[], Any]], float]) -> Link:

@@ -62,6 +62,7 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     tiers: Iterable[str] = (),
     scratch_dir: str | Path | None = None,
+    anew: bool = False,
 ) -> Costs:
     """Time every distinct op signature of ``graph`` here, and return milliseconds by op.
 
@@ -71,9 +72,10 @@ def measure(
     Args:
         repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
         progress: Called with signatures done and signatures in all.
-        tiers: Measure the links to these as well: ``host``, ``disk``; once a process and directory. ``int8``, ``fp8``:
-            how long it takes to pack floats so.
+        tiers: Measure the links to these as well: ``host``, ``disk``; once a machine and file system, and kept for a
+            week in the user's cache directory. ``int8``, ``fp8``: how long it takes to pack floats so.
         scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
+        anew: Measure links whatever was measured before.
 
     Returns:
         Costs with ``source="measured"``; equal signatures have equal times.
@@ -90,7 +92,7 @@ def measure(
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
     _require(graph.device)
     tiers = tuple(tiers)
-    links = {tier: measured_link(tier, graph.device, scratch_dir) for tier in tiers if tier not in LOSSY}
+    links = {tier: measured_link(tier, graph.device, scratch_dir, anew=anew) for tier in tiers if tier not in LOSSY}
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
