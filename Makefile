@@ -29,8 +29,8 @@ bench-planner: .venv/.ready  ## the planner on many architectures
 overhead: .venv/.ready  ## what the tape costs an op
 	$(BIN)/python benchmarks/overhead.py
 
-zoo: .venv/.ready  ## every architecture of transformers that shrinks; an hour
-	$(BIN)/python benchmarks/zoo.py --published
+zoo: .venv/.ready  ## every architecture of transformers that shrinks; two hours
+	$(BIN)/python benchmarks/zoo.py
 
 clean:  ## remove caches and the environment
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
