@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -17,6 +18,8 @@ SHOWN = {  # plans, on the page
     "half": "exact at 50 %",
     "least": "exact at the least",
 }
+HALF = 0.5
+MOST_SHOWN = 6
 REASONS = {  # why an architecture was not tried, by what its error says
     "two plain steps": "Two plain steps from one state differ (it seeds generators itself)",
     "no loss": "It returns no loss",
@@ -49,10 +52,10 @@ def page(lines: list[dict]) -> list[str]:
         f"transformers {last['transformers']}, {last['date']}). {_carried_out(equal)}",
         "",
     ]
+    text += _peaks(equal)
     for task in dict.fromkeys(task for task, _ in built):
-        whole = sorted((k, found) for (t, k), found in built.items() if t == task and _all_equal(found))
-        names = ", ".join(f"`{k}`" + ("*" if _blind(task, found) else "") for k, found in whole)
-        text += [f"**{task.capitalize()}** ({len(whole)}): {names}", ""]
+        whole = {k: found for (t, k), found in sorted(built.items()) if t == task and _all_equal(found)}
+        text += [f"### {task[0].upper()}{task[1:]} ({len(whole)})", "", *_table(task, whole), ""]
     if any(_blind(task, found) for (task, _), found in built.items()):
         text += ["\\* on text alone: where the model expects its image is not known here.", ""]
     others = [
@@ -72,14 +75,71 @@ def page(lines: list[dict]) -> list[str]:
 
 
 def _carried_out(equal: list[dict]) -> str:
-    """How often each plan was, and how low the exact ones went."""
+    """How often each plan was, and why not the one at half."""
     counts = Counter(name for line in equal for name in line.get("plans", ()))
     if not counts:
         return ""
-    fractions = sorted(line["plans"]["least"] for line in equal if "least" in line.get("plans", ()))
-    told = ", ".join(f"{SHOWN.get(name, name)} {count}" for name, count in counts.items())
-    middle = f"; half of those leave at most {fractions[len(fractions) // 2]:.0%}" if fractions else ""
-    return f"Plans carried out: {told}{middle}."
+    told = ", ".join(f"{shown} {counts[name]}" for name, shown in SHOWN.items() if counts[name])
+    text = f"Plans carried out: {told}."
+    without = [line for line in equal if "floor" in line]
+    if without:
+        proven = sum(line["floor"] > HALF for line in without)
+        text += (
+            f" In {len(without)} variants the tightest budget known is above 50 %, so that there is no plan at 50 %: "
+            f"of {proven} that is proven. What is in the way there: {_in_the_way(without)}."
+        )
+    return text
+
+
+def _in_the_way(lines: list[dict]) -> str:
+    """The operators that run at the least peak, most frequent first."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        op, _, when = line["in_the_way"].rpartition("(")[2].rstrip(")").partition(", ")
+        found[f"`{op.removeprefix('aten.').partition('.')[0]}` {when}"] += 1
+    most = found.most_common(MOST_SHOWN)
+    rest = len(lines) - sum(count for _, count in most)
+    return ", ".join(f"{name} {count}" for name, count in most) + (f", others {rest}" if rest else "")
+
+
+def _peaks(equal: list[dict]) -> list[str]:
+    """Predicted beside measured, over all plans."""
+    seen = [
+        (measured / predicted - 1, name, line)
+        for line in equal
+        for name, (predicted, measured) in line.get("peaks", {}).items()
+    ]
+    if not seen:
+        return []
+    within = {share: sum(abs(off) <= share for off, _, _ in seen) for share in (0.0, 0.001, 0.01)}
+    off, name, line = max(seen, key=lambda found: abs(found[0]))
+    return [
+        f"Peaks, predicted and measured, of {len(seen)} plans carried out: to the byte the same in {within[0.0]}, "
+        f"within 0.1 % in {within[0.001]}, within 1 % in {within[0.01]}; furthest off is `{line['type']}` "
+        f"({line['variant']}, {SHOWN.get(name, name)}), measured {off:+.2%}.",
+        "",
+    ]
+
+
+def _table(task: str, classes: dict[str, dict[str, dict]]) -> list[str]:
+    """A row for each class, a figure for each variant."""
+    names = list(dict.fromkeys(name for found in classes.values() for name in found))
+    rows = [f"| model type | class | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
+    for kind, found in classes.items():
+        name = next((line["class"] for line in found.values() if "class" in line), "")
+        figures = [_figure(found[variant]) if variant in found else "" for variant in names]
+        rows.append(f"| `{kind}`{'*' if _blind(task, found) else ''} | {name} | {' | '.join(figures)} |")
+    return rows
+
+
+def _figure(line: dict) -> str:
+    """What is left at the tightest budget."""
+    if line["status"] == "not built":
+        return "-"
+    if "least" not in line.get("plans", {}):
+        return "replayed"
+    proven = line.get("floor", 0.0) > HALF
+    return f"{math.ceil(100 * line['plans']['least'])} %" + (" †" if proven else "")  # what is above half shows it
 
 
 def _blind(task: str, found: dict[str, dict]) -> bool:

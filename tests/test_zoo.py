@@ -71,11 +71,34 @@ def test_every_architecture_is_tried_once():
 def test_a_difference_and_a_failure_are_told_on_the_page():
     shared = {"task": "causal language", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-11-20"}
     seen = {**shared, "task": "image and text"}
+    good = {**shared, "type": "good", "class": "GoodLM", "status": "equal"}
+    at_half = {"all replayed": 1.0, "least": 0.2401, "half": 0.5}
     lines = [
-        {**shared, "type": "good", "variant": "float32", "status": "equal", "plans": {"half": 0.5, "least": 0.25}},
-        {**shared, "type": "good", "variant": "LoRA", "status": "not built", "reason": "no such layer"},
+        {**good, "variant": "float32", "plans": at_half, "peaks": {"least": [1000, 1000], "half": [2000, 2000]}},
+        {
+            **good,
+            "variant": "dropout",
+            "plans": {"least": 0.501},
+            "floor": 0.4,
+            "in_the_way": "a.b (aten.mm.default, forward)",
+        },
+        {
+            **good,
+            "variant": "bfloat16 autocast",
+            "plans": {"least": 0.75},
+            "floor": 0.7,
+            "in_the_way": "(aten.mm.out, forward)",
+        },
+        {**good, "variant": "LoRA", "status": "not built", "reason": "no such layer"},
         {**seen, "type": "sighted", "variant": "float32", "status": "equal", "inputs": ["pixel_values"]},
-        {**seen, "type": "blind", "variant": "float32", "status": "equal", "inputs": ["input_ids"]},
+        {
+            **seen,
+            "type": "blind",
+            "variant": "float32",
+            "status": "equal",
+            "inputs": ["input_ids"],
+            "peaks": {"half": [1000, 998]},
+        },
         {**shared, "type": "bad", "variant": "float32", "status": "differs", "differing": {"least": ["loss"]}},
         {**shared, "type": "ugly", "variant": "LoRA", "status": "failed", "reason": "a | b"},
         {**shared, "type": "ugly", "variant": "float32", "status": "equal"},
@@ -85,10 +108,16 @@ def test_a_difference_and_a_failure_are_told_on_the_page():
 
     text = "\n".join(zoo_page.page(lines))
 
-    assert "5 model types in 5 classes, 6 variants tried, **4 bitwise equal under every plan**;" in text
-    assert "exact at 50 % 1, exact at the least 1; half of those leave at most 25%" in text
-    assert "**Image and text** (2): `blind`*, `sighted`" in text
-    assert "**Causal language** (1): `good`" in text
+    assert "5 model types in 5 classes, 8 variants tried, **6 bitwise equal under every plan**;" in text
+    assert "Plans carried out: all replayed 1, exact at 50 % 1, exact at the least 3." in text
+    assert "In 2 variants the tightest budget known is above 50 %" in text and "of 1 that is proven" in text
+    assert "in the way there: `mm` forward 2." in text
+    assert "of 3 plans carried out: to the byte the same in 2, within 0.1 % in 2, within 1 % in 3;" in text
+    assert "furthest off is `blind` (float32, exact at 50 %), measured -0.20%." in text
+    assert "### Image and text (2)" in text and "| `blind`* |" in text and "| `sighted` |" in text
+    assert "### Causal language (1)" in text
+    assert "| model type | class | float32 | dropout | bfloat16 autocast | LoRA |" in text
+    assert "| `good` | GoodLM | 25 % | 51 % | 75 % † | - |" in text
     assert "| `bad` | causal language | float32 | differs (least: loss) |" in text
     assert "| `ugly` | causal language | LoRA | failed: a / b |" in text
     assert "Not tried (2)" in text and "batch is known: `odd` (" in text
