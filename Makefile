@@ -30,7 +30,7 @@ overhead: .venv/.ready  ## what the tape costs an op
 	$(BIN)/python benchmarks/overhead.py
 
 zoo: .venv/.ready  ## every architecture of transformers that shrinks; two hours
-	$(BIN)/python benchmarks/zoo.py
+	$(BIN)/python benchmarks/zoo.py --published
 
 clean:  ## remove caches and the environment
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

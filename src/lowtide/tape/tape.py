@@ -29,7 +29,7 @@ from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.tiers import Tiers
 from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.operators import draws, storage_of, wraps, written_arguments, written_tensors
 from lowtide.tracing.sharding import LookAway
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
@@ -245,15 +245,11 @@ class Tape(TorchDispatchMode):
         if needs and (len(recipe.inputs) < needs or (needs > 1 and len(set(recipe.inputs)) < needs)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as gone
             return slot.kernel(*args, **kwargs)
-        if slot.random:
+        if slot.random and draws(slot.func, args, kwargs):
             made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
             recipe.rng = GeneratorState(device)
-            result = slot.kernel(*args, **kwargs)
-            if not recipe.rng.moved():
-                recipe.rng = None
-        else:
-            result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
+        result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
         outputs = []
         for output, size in slot.drops:
             tensor = result if isinstance(result, torch.Tensor) else nth_tensor(result, output)
