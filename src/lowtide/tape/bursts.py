@@ -96,7 +96,7 @@ class Burst:
     def run(self) -> Tensor:
         """Make the Value; return its tensor."""
         value, recipes, keep = self.value, self.recipes, keeps_graph()
-        ambient = recipes[min(recipes)].ambient  # recipes refer to their own forward pass only
+        ambient = value.run
         if keep and ambient.steps_in_backward():
             raise ReplayError(
                 "backward(retain_graph=True) on a model whose parameters have post-accumulate hooks: an optimizer "
@@ -117,7 +117,7 @@ class Burst:
                 else:
                     recipe.replay(keep=keep)
                 if keep:
-                    made.extend(recipe.outputs)
+                    made.extend(map(weakref.ref, recipe.values()))
                 del recipe
                 if inputs:
                     self._read(inputs)

@@ -39,8 +39,8 @@ class Copy(Recipe):
 
     __slots__ = ("_like", "_value", "_version", "_witness", "had_in", "move", "original", "ticket")
 
-    def __init__(self, number: int, move: Move, ambient: Ambient) -> None:
-        self.number, self.move, self.ambient = number, move, ambient
+    def __init__(self, number: int, move: Move, run: Ambient) -> None:
+        self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.passing_runs = 0  # it is fetched for good
         self.ticket: Ticket | None = None
@@ -83,7 +83,7 @@ class Copy(Recipe):
         if wanted is None:
             value.left = value.users + min(value.left, 0) if keep else -1
             if not keep:
-                value.recipe = None
+                value.is_made_for_good()
 
 
 class Transfers:

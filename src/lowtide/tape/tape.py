@@ -27,7 +27,7 @@ from lowtide.tape.moving import Copy, Transfers
 from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.tiers import Tiers
-from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
+from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of, views_a_leaf
 from lowtide.tracing import scopes
 from lowtide.tracing.operators import draws, storage_of, wraps, written_arguments, written_tensors
 from lowtide.tracing.sharding import LookAway
@@ -114,8 +114,7 @@ class Tape(TorchDispatchMode):
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
         self._marked: list[weakref.ref] = []
-        self._run: object = None  # identity of the present forward pass
-        self._ambient = Ambient(self._model)
+        self._run = Ambient(self._model)  # the present forward pass
         self._outer: Any = None
         self._number = 0
         self._off = 0
@@ -132,8 +131,7 @@ class Tape(TorchDispatchMode):
     def begin(self, node: Node) -> None:
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
-        self._run = object()
-        self._ambient = Ambient(self._model, wrapped=self._wrapped)
+        self._run = Ambient(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
         if self.program.plan.tiers:
@@ -239,7 +237,7 @@ class Tape(TorchDispatchMode):
 
     def _record(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
         run = self._run
-        recipe = Recipe(self._number, slot, args, kwargs, run, self._ambient)
+        recipe = Recipe(self._number, slot, args, kwargs, run)
         self._number += 1
         needs = slot.needs
         if needs and (len(recipe.inputs) < needs or (needs > 1 and len(set(recipe.inputs)) < needs)):
@@ -250,6 +248,7 @@ class Tape(TorchDispatchMode):
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
             recipe.rng = GeneratorState(device)
         result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
+        alone = len(slot.drops) == 1
         outputs = []
         for output, size in slot.drops:
             tensor = result if isinstance(result, torch.Tensor) else nth_tensor(result, output)
@@ -259,14 +258,20 @@ class Tape(TorchDispatchMode):
             if unlike or MARK in beside or (use_count(storage._cdata) > _FRESH and _is_among(storage, args)):
                 self.counts.mismatched += 1
                 continue
-            value = beside[MARK] = Value(recipe, output, tensor, run)
-            outputs.append(weakref.ref(value))
+            if alone:
+                value: Value = recipe
+                recipe.begin(output, tensor)
+            else:
+                value = Value(recipe, output, tensor, run)
+                outputs.append(weakref.ref(value))
+            beside[MARK] = value
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
             if self.audit is not None and self.audit.wants(slot, size):
                 value.original = sharing_version(tensor)
                 recipe.on_audit = partial(self.audit.result, slot)
-        recipe.outputs = outputs
+        if not alone:
+            recipe.outputs = outputs
         return result
 
     def _extend(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
@@ -311,7 +316,7 @@ class Tape(TorchDispatchMode):
         if unlike or MARK in storage.__dict__ or self._transfers is None:
             self.counts.mismatched += 1
             return
-        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._ambient)
+        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._run)
         self._number += 1
         value = Value(copy, move.output, tensor, self._run)
         value.version = version
@@ -334,7 +339,7 @@ class Tape(TorchDispatchMode):
             return stands
         if self._outer is not None:
             return _Outer(self._outer[1], self._outer[0](tensor))
-        if type(tensor) is torch.nn.Parameter:
+        if type(tensor) is torch.nn.Parameter or views_a_leaf(tensor):
             return Kept(tensor)
         # An output that is saved gets its history only after this: it looks like a leaf now.
         return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
@@ -353,7 +358,10 @@ class Tape(TorchDispatchMode):
         if self._transfers is not None and graph_task() != -1:
             self._transfers.asked()
         kind = type(packed)
-        if kind is Value or kind is View:
+        if kind is Recipe:
+            # Mostly a burst has made it for good already.
+            return packed.tensor if packed.args is None and packed.tensor is not None else unpacked(packed)
+        if kind is View or kind is Value:
             return unpacked(packed)
         if kind is Kept:
             if packed.changed():
