@@ -99,10 +99,14 @@ def run_to_file(wanted: list[tuple[str, str]], args: argparse.Namespace) -> None
 
 
 def keep(partial: Path) -> None:
-    """Put what is done in order."""
-    lines = [json.loads(line) for line in partial.read_text().splitlines()]
-    lines.sort(key=lambda line: (line["task"], line["type"], VARIANTS.index(line["variant"])))
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """Put what is done in order, in place of older results for the same; others stay."""
+    found = {}
+    for path in (RESULTS, partial):
+        told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        again = {(line["task"], line["type"]) for line in told}
+        found = {key: line for key, line in found.items() if key[:2] not in again}
+        found |= {(line["task"], line["type"], VARIANTS.index(line["variant"])): line for line in told}
+    RESULTS.write_text("".join(json.dumps(found[key]) + "\n" for key in sorted(found)))
 
 
 def run_all(wanted: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict]:

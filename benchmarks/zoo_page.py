@@ -23,6 +23,7 @@ MOST_SHOWN = 6
 REASONS = {  # why an architecture was not tried, by what its error says
     "two plain steps": "Two plain steps from one state differ (it seeds generators itself)",
     "no loss": "It returns no loss",
+    "producing a cache": "This version of transformers refuses every configuration of it",
     "ImportError": "Needs a package that is not installed",
     "ModuleNotFoundError": "Needs a package that is not installed",
 }
@@ -137,7 +138,7 @@ def _figure(line: dict) -> str:
     if line["status"] == "not built":
         return "-"
     if "least" not in line.get("plans", {}):
-        return "replayed"
+        return "*replayed*"
     proven = line.get("floor", 0.0) > HALF
     return f"{math.ceil(100 * line['plans']['least'])} %" + (" †" if proven else "")  # what is above half shows it
 
