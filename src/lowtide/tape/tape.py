@@ -31,7 +31,15 @@ from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.tiers import Tiers
 from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of, views_a_leaf
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in, wraps, written_arguments, written_tensors
+from lowtide.tracing.operators import (
+    allocated_bytes,
+    draws,
+    storage_of,
+    tensors_in,
+    wraps,
+    written_arguments,
+    written_tensors,
+)
 from lowtide.tracing.sharding import LookAway
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
@@ -250,15 +258,11 @@ class Tape(TorchDispatchMode):
         if self._lossy and any(map(_inexact, recipe.inputs)):
             self.counts.mismatched += 1  # what it makes again would be another tensor
             return slot.kernel(*args, **kwargs)
-        if slot.random:
+        if slot.random and draws(slot.func, args, kwargs):
             made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
             recipe.rng = GeneratorState(device)
-            result = slot.kernel(*args, **kwargs)
-            if not recipe.rng.moved():
-                recipe.rng = None
-        else:
-            result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
+        result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
         alone = len(slot.drops) == 1
         outputs = []
         for output, size in slot.drops:

@@ -72,11 +72,26 @@ def draws_random_numbers(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+def draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Of an op that may draw: whether it does on these arguments. Fused attention does not without dropout."""
+    position = _dropout_argument(func)
+    if position is None:
+        return True
+    rate = args[position] if position < len(args) else kwargs.get(DROPOUT, 0.0)
+    return bool(rate != 0.0)
+
+
+@cache
+def _dropout_argument(func: Any) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == DROPOUT), None)
+
+
 @cache
 def shape_depends_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
+DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
 WRITES = "writes in place"
 

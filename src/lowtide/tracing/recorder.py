@@ -37,6 +37,7 @@ from lowtide.tracing.operators import (
     UNINITIALISED,
     WRITES,
     allocated_bytes,
+    draws,
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
@@ -210,13 +211,11 @@ class Recorder(TorchDispatchMode):
             self._copy_before_write(t)
         signature, first = self._signature(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        random = draws_random_numbers(func)
-        state = self._rng_state() if random else None
         if first:
             result = self._first_run(signature, func, args, kwargs, inputs)
         else:
             result = func(*args, **kwargs)
-        rng_bytes = state.numel() if state is not None and not torch.equal(state, self._rng_state()) else 0
+        rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
         if hidden := self._hidden_writes.get(signature):
             ids = (self.know(inputs[i], "other") for i in hidden)
             hidden_ids = {n for n in ids if n is not None} - set(written)
@@ -280,8 +279,9 @@ class Recorder(TorchDispatchMode):
         self._workspaces[signature] = workspace or 0
         return result
 
-    def _rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+    def _rng_bytes(self) -> int:
+        state = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+        return state.numel()
 
     def _signature(self, func: Any, args: tuple, kwargs: dict) -> tuple[int, bool]:
         body = describe(func, args, kwargs)
