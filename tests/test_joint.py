@@ -96,7 +96,7 @@ def test_moving_reaches_budgets_that_recomputing_cannot_and_says_how_far_it_goes
     graph, costs = case(speed=2)
     with pytest.raises(BudgetInfeasibleError) as alone:
         solve(graph, costs, 1)
-    with pytest.raises(BudgetInfeasibleError, match="the leanest, other tiers used, needs") as moving:
+    with pytest.raises(BudgetInfeasibleError, match="other tiers used: every plan needs at least") as moving:
         solve(graph, costs, 1, offload=("disk",))
     assert moving.value.least_bytes < alone.value.least_bytes
 
@@ -128,13 +128,14 @@ def test_of_two_tiers_the_faster_is_filled_first():
     assert wide.counts["cpu_offload"] > 0 and wide.counts["disk_offload"] == 0
 
 
-def test_the_bound_of_a_plan_that_could_move_is_one_that_moving_cannot_beat():
-    graph, costs = case(speed=10)
+@pytest.mark.parametrize(("speed", "most_gap"), [(10, 0.02), (1, 0.06), (0.1, 0.25)])
+def test_the_bound_of_a_plan_that_could_move_is_one_that_moving_cannot_beat(speed, most_gap):
+    graph, costs = case(speed)
 
     plan = solve(graph, costs, "45%", offload=("disk",))
 
-    assert plan.bound_ms == costs.plain_step_ms and "moves to other tiers included" in plan.bound_model
-    assert 0 <= plan.gap == pytest.approx(plan.predicted_overhead)
+    assert plan.bound_ms > costs.plain_step_ms and "saves, recomputes or moves" in plan.bound_model
+    assert 0 <= plan.gap <= most_gap and plan.gap < plan.predicted_overhead
 
 
 def test_fetches_start_late_enough_for_memory_and_early_enough_for_time():

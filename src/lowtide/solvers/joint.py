@@ -9,8 +9,8 @@ carried it off before the next, and back before it is needed.
 What may be kept inexactly is tried likewise: packing takes the step's own time, so it is worth that where making a
 tensor again is dearer still.
 
-Known weaknesses: two steps instead of one model, so no bound but the plain step's time; a storage is moved whole; which
-of several that the link could carry is moved goes by program order alone.
+Known weaknesses: two steps instead of one model; a storage is moved whole; which of several that the link could carry
+is moved goes by program order alone. How much that loses ``bound.py`` says, which shares nothing with it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lowtide.graph.costs import LOSSY, Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
+from lowtide.solvers.away import Allowed
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.elsewhere import elsewhere
 from lowtide.solvers.exact import Limits, Search
@@ -71,7 +72,7 @@ def joint(
     Raises:
         BudgetInfeasibleError: none was found that needs so little.
     """
-    return replace(_Joint(graph, costs, limits, capacities, inexact or {}).within(budget_bytes), may_move=True)
+    return Joint(graph, costs, limits, Allowed(capacities, inexact or {})).within(budget_bytes)
 
 
 @once_per_graph
@@ -82,25 +83,25 @@ def movable(graph: StepGraph) -> frozenset[int]:
     return frozenset(s for s in free if not graph.storages[s].fixed)
 
 
-class _Joint:
-    def __init__(
-        self,
-        graph: StepGraph,
-        costs: Costs,
-        limits: Limits,
-        capacities: Mapping[str, int | None],
-        inexact: Mapping[int, str],
-    ) -> None:
-        self.graph, self.costs, self.limits = graph, costs, limits
+class Joint:
+    """Joint plans of one step, for any number of budgets."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, allowed: Allowed) -> None:
+        self.graph, self.costs, self.limits, self.allowed = graph, costs, limits, allowed
         # The faster link is loaded first.
+        capacities = allowed.capacities
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
         self.search = Search(graph, costs, limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
         self.large = sorted(s for s in movable(graph) if graph.storages[s].bytes >= _SMALLEST * stored_bytes)
-        self.inexact = {s: inexact[s] for s in self.large if s in inexact}
+        self.inexact = {s: allowed.inexact[s] for s in self.large if s in allowed.inexact}
 
     def within(self, budget_bytes: int) -> Draft:
+        """See ``joint``."""
+        return replace(self._within(budget_bytes), allowed=self.allowed)
+
+    def _within(self, budget_bytes: int) -> Draft:
         if self.search.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
         tried: list[_Judged] = []
