@@ -36,6 +36,7 @@ FILLERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
     torch.ops.aten.index_put.default,
 })  # fmt: skip
+_BLOCK_BYTES = {"cuda": 512}
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 SENDERS = frozenset({*COLLECTIVES, "fsdp"})
 
@@ -154,6 +155,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # functorch wrappers have none
         return None
+
+
+def allocated_bytes(storage: torch.UntypedStorage) -> int:
+    """As the device's allocator counts them: CUDA's gives whole blocks."""
+    block = _BLOCK_BYTES.get(storage.device.type, 1)
+    return -(-storage.nbytes() // block) * block
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.ghosts import Ghost, Held
+from lowtide.tracing.inexact import check_dtype, note_dtypes
 from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
     FILLERS,
@@ -35,6 +36,7 @@ from lowtide.tracing.operators import (
     SENDERS,
     UNINITIALISED,
     WRITES,
+    allocated_bytes,
     draws,
     draws_random_numbers,
     fills_its_storage,
@@ -159,10 +161,9 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, storage: torch.UntypedStorage, kind: str, op: int | None, output: int, fixed: str) -> int:
         number, key = len(self.storages), storage._cdata
-        size = storage.nbytes()
-        if storage.device.type == "cuda":
-            size = -(-size // 512) * 512
-        self.storages.append({"bytes": size, "kind": kind, "op": op, "output": output, "fixed": fixed})
+        self.storages.append(
+            {"bytes": allocated_bytes(storage), "kind": kind, "op": op, "output": output, "fixed": fixed}
+        )
         self._ids[key] = number
 
         @never_compiled
@@ -232,6 +233,8 @@ class Recorder(TorchDispatchMode):
             if filled is not None and self._made_under.get(filled) == self._node():
                 self._sums[len(self.ops)] = (filled,)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
+        if not self._backward:
+            note_dtypes(self.storages, lambda t: self.know(t, "other"), len(self.ops) - 1, inputs, result, written)
         return result
 
     def _look_at(self, tensor: torch.Tensor) -> None:
@@ -402,6 +405,7 @@ class Recorder(TorchDispatchMode):
             return tensor.detach()
         handle = len(self.saved)
         self.saved.append(number)
+        check_dtype(self.storages[number], tensor)
         self.event(PACK, handle)
         self._open.discard(number)
         self._look_at(tensor)
