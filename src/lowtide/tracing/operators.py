@@ -34,6 +34,7 @@ OVERWRITERS = frozenset({
 # What backward formulas fill a zeroed gradient with: in place, but not where they see a dispatch mode.
 FILLERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put.default,
 })  # fmt: skip
 _BLOCK_BYTES = {"cuda": 512}
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
