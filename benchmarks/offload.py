@@ -5,7 +5,7 @@
 
 Budgets are shares of the plain step's activations, and one that recomputing alone cannot reach: halfway between the
 least peak found without the disk and with it. All methods run interleaved in one process, in another order each round.
-Time is elapsed time, since waiting for a disk takes no processor time; its ratio is to the plain step of the same round.
+Time is elapsed time, since waiting for a disk takes no processor time; ratios are to the plain step of the same round.
 """
 
 from __future__ import annotations

@@ -192,20 +192,18 @@ def offload_table(lines: list[dict]) -> str:
         ]
         for budget in dict.fromkeys(line["budget"] for line in mine if line["budget"]):
             ways = {way: found[budget, way] for way in OFFLOAD_WAYS}
-            share = max(line["fraction"] for line in ways.values() if "fraction" in line)
+            shares = [f"{100 * line['fraction']:.1f} %" for line in ways.values() if "fraction" in line]
             disk, packed = ways["disk"], ways["int8"]
             error = "-" if not packed.get("gradient_error") else f"{100 * packed['gradient_error']:.2f} %"
             cells = [offload_cell(line) for line in ways.values()]
-            amounts = [
-                f"{line.get(key, 0) / MIB:.1f} MiB" for line, key in ((disk, "moved_bytes"), (packed, "packed_bytes"))
-            ]
-            name = budget.replace("%", " %") if "%" in budget else f"{100 * share:.1f} %"
+            amounts = [f"{disk.get('moved_bytes', 0) / MIB:.1f} MiB", f"{packed.get('packed_bytes', 0) / MIB:.1f} MiB"]
+            name = budget.replace("%", " %") if "%" in budget else f"{budget}: {', '.join(shares) or '-'}"
             rows.append(f"| {name} | {' | '.join([*cells, *amounts, error])} |")
         rows.append("")
     first = lines[0]
     store, fetch, _ = first["links"]["disk"]
     rows.append(
-        f"Medians of {first['rounds']} interleaved rounds, in each the ratio to the plain step; ± half the quartile range. "
+        f"Medians of {first['rounds']} interleaved rounds, of the ratio to the plain step; ± half the quartile range. "
         f"Disk ({first['file_system']}) measured at {store / 1e9:.2f} GB/s out and {fetch / 1e9:.2f} GB/s back. "
         f"Gradients bitwise equal in all but the last column. {first['device']}, {first['threads']} thread, torch "
         f"{first['torch']}, commit {first['commit']}."
