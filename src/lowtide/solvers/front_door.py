@@ -12,6 +12,7 @@ from lowtide.graph.lossy import packable
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import TIER_OF, Plan
 from lowtide.simulator import simulate_actions
+from lowtide.solvers.away import Allowed
 from lowtide.solvers.classics import BUDGETED, CLASSICS, offers
 from lowtide.solvers.draft import finish
 from lowtide.solvers.exact import Limits, exact
@@ -20,6 +21,7 @@ from lowtide.solvers.offers import fastest
 from lowtide.units import parse_budget
 
 METHODS = ("exact", *CLASSICS)
+Offload = Iterable[str] | Mapping[str, int | str | None]
 
 
 def solve(
@@ -33,7 +35,7 @@ def solve(
     time_limit_s: float = Limits.time_limit_s,
     node_limit: int = Limits.node_limit,
     gap: float | None = Limits.gap,
-    offload: Iterable[str] | Mapping[str, int | str | None] = (),
+    offload: Offload = (),
     lossy: str | Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every stored storage whether to save, recompute or move it, so that the step fits and is fastest.
@@ -65,10 +67,8 @@ def solve(
         TypeError: ``budget`` is neither an int nor a string.
     """
     with no_garbage_collection():  # many small objects and hardly a cycle: looking for them was a tenth of the time
-        capacities = _capacities(costs, method, offload)
-        inexact = _inexact(graph, costs, method, lossy)
-        limits = Limits(time_limit_s, node_limit, gap)
-        return _solve(graph, costs, budget, method, n, ratio, limits, capacities, inexact)
+        allowed = allowed_by(graph, costs, offload, lossy, method=method)
+        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), allowed)
 
 
 def _solve(
@@ -79,8 +79,7 @@ def _solve(
     n: int | None,
     ratio: float | None,
     limits: Limits,
-    capacities: dict[str, int | None],
-    inexact: dict[int, str],
+    allowed: Allowed,
 ) -> Plan:
     start_s = time.perf_counter()
     if method not in METHODS:
@@ -104,14 +103,30 @@ def _solve(
         raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
     if method == "exact":
         assert budget_bytes is not None
-        if capacities or inexact:
-            draft = joint(graph, costs, budget_bytes, limits, capacities, inexact)
+        if allowed:
+            draft = joint(graph, costs, budget_bytes, limits, allowed.capacities, allowed.inexact)
         else:
             draft = exact(graph, costs, budget_bytes, limits)
     else:
         offered = offers(graph, costs, method, n=n, ratio=ratio)
         draft = fastest(graph, costs, offered, budget_bytes, method=method)
     return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s)
+
+
+def allowed_by(
+    graph: StepGraph,
+    costs: Costs,
+    offload: Offload,
+    lossy: str | Mapping[str, str] | None,
+    *,
+    method: str = "exact",
+) -> Allowed:
+    """What ``offload`` and ``lossy`` allow a plan to do.
+
+    Raises:
+        ValueError: one of them makes no sense, or ``costs`` does not know how long it takes.
+    """
+    return Allowed(_capacities(costs, method, offload), _inexact(graph, costs, method, lossy))
 
 
 def _capacities(

@@ -9,8 +9,8 @@ carried it off before the next, and back before it is needed.
 What may be kept inexactly is tried likewise: packing takes the step's own time, so it is worth that where making a
 tensor again is dearer still.
 
-Known weaknesses: two steps instead of one model, so no bound but the plain step's time; a storage is moved whole; which
-of several that the link could carry is moved goes by program order alone.
+Known weaknesses: two steps instead of one model; a storage is moved whole; which of several that the link could carry
+is moved goes by program order alone. How much that loses ``bound.py`` says, which shares nothing with it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from lowtide.graph.costs import LOSSY, Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
+from lowtide.solvers.away import Allowed
+from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.elsewhere import elsewhere
 from lowtide.solvers.exact import Limits, Search
@@ -37,6 +39,7 @@ _HEAVY_LOADS = (1.0, 2.0, 4.0, math.inf)  # where recomputing alone does not do
 _PACKED_SHARES = (0.25, 0.5, 1.0)  # of what is kept and may be kept inexactly
 _SMALLEST = 1e-3  # of the bytes stored: what is less is not worth a transfer
 _ROUNDS = 3
+_NODES = 300  # of one of many searches
 _IN_THE_WAY = 0.05  # of a transfer's time: what it takes of the computation's own memory bandwidth, roughly
 _LONG_WAITS = 0.1  # of the step, spent standing still
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
@@ -71,7 +74,7 @@ def joint(
     Raises:
         BudgetInfeasibleError: none was found that needs so little.
     """
-    return replace(_Joint(graph, costs, limits, capacities, inexact or {}).within(budget_bytes), may_move=True)
+    return Joint(graph, costs, limits, Allowed(capacities, inexact or {})).within(budget_bytes)
 
 
 @once_per_graph
@@ -82,25 +85,32 @@ def movable(graph: StepGraph) -> frozenset[int]:
     return frozenset(s for s in free if not graph.storages[s].fixed)
 
 
-class _Joint:
-    def __init__(
-        self,
-        graph: StepGraph,
-        costs: Costs,
-        limits: Limits,
-        capacities: Mapping[str, int | None],
-        inexact: Mapping[int, str],
-    ) -> None:
-        self.graph, self.costs, self.limits = graph, costs, limits
+def _by_count(limits: Limits) -> Limits:
+    """Limits that count: under the clock that is only a net, what is found would depend on who else computes."""
+    time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
+    return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, _NODES))
+
+
+class Joint:
+    """Joint plans of one step, for any number of budgets."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, allowed: Allowed) -> None:
+        self.graph, self.costs, self.allowed = graph, costs, allowed
+        self.limits = _by_count(limits)
         # The faster link is loaded first.
+        capacities = allowed.capacities
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
-        self.search = Search(graph, costs, limits)
+        self.search = Search(graph, costs, self.limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
         self.large = sorted(s for s in movable(graph) if graph.storages[s].bytes >= _SMALLEST * stored_bytes)
-        self.inexact = {s: inexact[s] for s in self.large if s in inexact}
+        self.inexact = {s: allowed.inexact[s] for s in self.large if s in allowed.inexact}
 
     def within(self, budget_bytes: int) -> Draft:
+        """See ``joint``."""
+        return replace(self._within(budget_bytes), allowed=self.allowed)
+
+    def _within(self, budget_bytes: int) -> Draft:
         if self.search.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
         tried: list[_Judged] = []
@@ -109,6 +119,8 @@ class _Joint:
             like = self._judge(self.search.within(budget_bytes, at_any_price=False))
             tried.append(like)
         except BudgetInfeasibleError:
+            if self._least.timeline.peak_bytes > budget_bytes:  # with all that may be moved away, and the rest leanest
+                return self._at_the_least(budget_bytes)
             leanest = min((self.search.plain, *self.search.classics), key=lambda j: j.peak_bytes)
             like, loads = self._judge(Draft(leanest.actions)), _HEAVY_LOADS
         seen: set[frozenset[tuple[int, str]]] = {frozenset()}
@@ -128,13 +140,23 @@ class _Joint:
             if self.capacities:
                 self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
             return self._exactly(min(tried, key=lambda j: j.rank), budget_bytes).draft
+        return self._at_the_least(budget_bytes)
+
+    def _at_the_least(self, budget_bytes: int) -> Draft:
+        """The leanest plan there is, whatever it takes.
+
+        Raises:
+            BudgetInfeasibleError: it needs more.
+        """
         if self._least.timeline.peak_bytes <= budget_bytes:
             return self._least.draft
-        try:
-            return self.search.within(budget_bytes)
-        except BudgetInfeasibleError:
-            pass
-        found = (self._least, self._recomputed_least)
+        found = [self._least]
+        # Recomputing alone is worth its search only where nothing says that it ends higher.
+        if bound_peak(self.graph) < self._least.timeline.peak_bytes:
+            try:
+                return self.search.within(budget_bytes)
+            except BudgetInfeasibleError:
+                found.append(self._recomputed_least)
         least = min(found, key=lambda j: j.timeline.peak_bytes).draft
         raise infeasible(
             self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays,
