@@ -29,7 +29,7 @@ bench-planner: .venv/.ready  ## the planner on many architectures
 overhead: .venv/.ready  ## what the tape costs an op
 	$(BIN)/python benchmarks/overhead.py
 
-zoo: .venv/.ready  ## every architecture of transformers that shrinks; an hour
+zoo: .venv/.ready  ## every architecture of transformers that shrinks; two hours
 	$(BIN)/python benchmarks/zoo.py --published
 
 clean:  ## remove caches and the environment

@@ -86,6 +86,7 @@ MODELS = {
     "gather": (lambda: Picks(lambda x: x.gather(1, torch.arange(4).expand(512, 4))), (512, 8), mean_square),
     "topk": (lambda: Picks(lambda x: x.topk(4).values), (512, 8), mean_square),
     "index_select": (lambda: Picks(lambda x: x.index_select(1, torch.arange(4))), (512, 8), mean_square),
+    "indices": (lambda: Picks(lambda x: x[:, torch.arange(4)]), (512, 8), mean_square),
 }
 
 

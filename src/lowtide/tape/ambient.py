@@ -22,11 +22,6 @@ class GeneratorState:
         self.device = device
         self.state = _get(device)
 
-    def moved(self) -> bool:
-        """The generator has been drawn from since: fused attention is tagged random but draws nothing at dropout 0."""
-        # As words: a quarter of the time it takes bytewise, and attention asks in every step.
-        return not torch.equal(self.state.view(torch.int64), _get(self.device).view(torch.int64))
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the generator is as it was; afterwards, as it is now."""

@@ -27,6 +27,7 @@ from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.ghosts import Ghost, Held
+from lowtide.tracing.inexact import check_dtype, note_dtypes
 from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
     FILLERS,
@@ -35,6 +36,8 @@ from lowtide.tracing.operators import (
     SENDERS,
     UNINITIALISED,
     WRITES,
+    allocated_bytes,
+    draws,
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
@@ -158,10 +161,9 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, storage: torch.UntypedStorage, kind: str, op: int | None, output: int, fixed: str) -> int:
         number, key = len(self.storages), storage._cdata
-        size = storage.nbytes()
-        if storage.device.type == "cuda":
-            size = -(-size // 512) * 512
-        self.storages.append({"bytes": size, "kind": kind, "op": op, "output": output, "fixed": fixed})
+        self.storages.append(
+            {"bytes": allocated_bytes(storage), "kind": kind, "op": op, "output": output, "fixed": fixed}
+        )
         self._ids[key] = number
 
         @never_compiled
@@ -209,13 +211,11 @@ class Recorder(TorchDispatchMode):
             self._copy_before_write(t)
         signature, first = self._signature(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        random = draws_random_numbers(func)
-        state = self._rng_state() if random else None
         if first:
             result = self._first_run(signature, func, args, kwargs, inputs)
         else:
             result = func(*args, **kwargs)
-        rng_bytes = state.numel() if state is not None and not torch.equal(state, self._rng_state()) else 0
+        rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
         if hidden := self._hidden_writes.get(signature):
             ids = (self.know(inputs[i], "other") for i in hidden)
             hidden_ids = {n for n in ids if n is not None} - set(written)
@@ -233,6 +233,8 @@ class Recorder(TorchDispatchMode):
             if filled is not None and self._made_under.get(filled) == self._node():
                 self._sums[len(self.ops)] = (filled,)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
+        if not self._backward:
+            note_dtypes(self.storages, lambda t: self.know(t, "other"), len(self.ops) - 1, inputs, result, written)
         return result
 
     def _look_at(self, tensor: torch.Tensor) -> None:
@@ -277,8 +279,9 @@ class Recorder(TorchDispatchMode):
         self._workspaces[signature] = workspace or 0
         return result
 
-    def _rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+    def _rng_bytes(self) -> int:
+        state = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+        return state.numel()
 
     def _signature(self, func: Any, args: tuple, kwargs: dict) -> tuple[int, bool]:
         body = describe(func, args, kwargs)
@@ -404,6 +407,7 @@ class Recorder(TorchDispatchMode):
             return tensor.detach()
         handle = len(self.saved)
         self.saved.append(number)
+        check_dtype(self.storages[number], tensor)
         self.event(PACK, handle)
         self._open.discard(number)
         self._look_at(tensor)
