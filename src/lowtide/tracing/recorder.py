@@ -325,6 +325,8 @@ class Recorder(TorchDispatchMode):
         for output, tensor in enumerate(tensors_in(result)):
             storage = storage_of(tensor)
             if storage is None or storage._cdata in self._ids:
+                if storage is not None and not backward:  # a view, or what was written
+                    self._looks.returned(tensor, self._ids[storage._cdata], written=bool(written))
                 continue
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
