@@ -1,8 +1,9 @@
 """Recipes: one recorded op each, ready to run again.
 
 Reference counts do the scheduling. A recipe holds what it reads, Values or kept tensors; it is the Value of its dropped
-output, or the Values of several hold it. One that has run for good lets its arguments go; a Value that nobody holds is
-gone with its memory. So every result lives from the moment it is first needed to its last consumer, and runs once.
+output itself, or the Values of several hold it. One that has run for good lets its arguments go; a Value that nobody
+holds is gone with its memory. So every result lives from the moment it is first needed to its last consumer, and runs
+once.
 Under ``retain_graph`` arguments stay, and results go when each known user has had them, or when backward ends.
 A plan may let a recipe run more often; ``bursts.py`` says which runs are then for good.
 """

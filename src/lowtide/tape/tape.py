@@ -70,7 +70,7 @@ class _Frame:
     def __init__(self, node: Node | None) -> None:
         self.node = node
         self.next = 0
-        self.calls: dict[str, int] = {}
+        self.calls: dict[str, int] | None = None
 
 
 class Audit:
@@ -168,8 +168,11 @@ class Tape(TorchDispatchMode):
         frame = self._frame
         node = None
         if frame.node is not None:
-            ordinal = frame.calls.get(path, 0)
-            frame.calls[path] = ordinal + 1
+            called = frame.calls
+            if called is None:
+                called = frame.calls = {}
+            ordinal = called.get(path, 0)
+            called[path] = ordinal + 1
             calls = frame.node.children.get(path)
             if calls is not None and ordinal < len(calls):
                 node = calls[ordinal]
@@ -264,9 +267,9 @@ class Tape(TorchDispatchMode):
             recipe.rng = GeneratorState(device)
         result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
         alone = len(slot.drops) == 1
-        outputs = []
+        outputs: list[weakref.ref[Value]] = []
         for output, size in slot.drops:
-            tensor = result if isinstance(result, torch.Tensor) else nth_tensor(result, output)
+            tensor = result if type(result) is torch.Tensor else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             beside = storage.__dict__
             unlike = storage.nbytes() != size and allocated_bytes(storage) != size and not slot.dynamic

@@ -40,16 +40,19 @@ class Value:
         left: Under ``retain_graph``: users still to come in this backward; below 0, those that had it in passing.
         lent: Of a passing result: autograd has it.
         original: The dropped tensor itself, kept beside while it is audited.
+        view: The last View noted of it, while that lives.
     """
 
     __slots__ = (
         "__weakref__", "_recipe", "left", "lent", "original", "output", "own", "run", "tensor", "users", "version",
+        "view",
     )  # fmt: skip
 
     own: Callable[[], Tensor | None]
     tensor: Tensor | None
     original: Tensor | None
     lent: Lent | None
+    view: weakref.ref[View] | None
 
     def __init__(self, recipe: Recipe, output: int, own: Tensor, run: Ambient) -> None:
         self._recipe: Recipe | None = recipe
@@ -61,7 +64,7 @@ class Value:
         self.output = output
         self.version = own._version
         self.own = weakref.ref(own)
-        self.tensor = self.original = self.lent = None
+        self.tensor = self.original = self.lent = self.view = None
         self.users = self.left = 0
 
     @property
@@ -121,13 +124,27 @@ class Shape:
 
 
 class View(Shape):
-    """What is noted of a tensor over a dropped storage."""
+    """What is noted of a tensor over a dropped storage; made once, where the storage is made for good.
 
-    __slots__ = ("value",)
+    Attributes:
+        own: The tensor, while it lives.
+    """
+
+    __slots__ = ("__weakref__", "_made", "own", "value")
 
     def __init__(self, value: Value, tensor: Tensor) -> None:
         Shape.__init__(self, tensor)
         self.value = value
+        self.own = weakref.ref(tensor)
+        self._made: Tensor | None = None
+
+    def of(self, base: Tensor) -> Tensor:
+        made = self._made
+        if made is None:
+            made = Shape.of(self, base)
+            if self.value.recipe is None:  # whoever holds this holds that storage anyway
+                self._made = made
+        return made
 
 
 class Lent(Shape):
@@ -170,7 +187,13 @@ def stand_in(tensor: Tensor, run: Ambient) -> Value | View | None:
     if value is None or value.run is not run or value.version != tensor._version:
         return None
     value.users += 1
-    return value if value.own() is tensor else View(value, tensor)
+    if value.own() is tensor:
+        return value
+    view = None if value.view is None else value.view()
+    if view is None or view.own() is not tensor:  # mostly an op and its backward read the same
+        view = View(value, tensor)
+        value.view = weakref.ref(view)
+    return view
 
 
 def value_of(tensor: Tensor, run: Ambient) -> Value | None:
