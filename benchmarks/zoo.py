@@ -1,17 +1,16 @@
 """Every architecture that ``zoo_models`` can build, bitwise: loss, all gradients, all buffers; one JSON line a variant.
 
-    python benchmarks/zoo.py                          all of it, an hour of one core; writes docs/supported.md
-    python benchmarks/zoo.py --exact                  likewise, with exact plans for every variant: hours
-    python benchmarks/zoo.py --brief                  all replayed, and half, alone: a third of the time
+    python benchmarks/zoo.py                          all of it, 90 minutes of one core; writes docs/supported.md
+    python benchmarks/zoo.py --published              likewise, with plans of published methods as well
     python benchmarks/zoo.py --resume                 goes on where the last run was interrupted
     python benchmarks/zoo.py --only llama t5 vit      some, printed and not written
     python benchmarks/zoo.py --page                   docs/supported.md again, from the results there are
 
-Variants: float32; bfloat16 autocast; dropout on; LoRA through PEFT on frozen weights. Plans that take no search, for
-each: everything that may be recomputed is; layers checkpointed whole; PyTorch's own knapsack at half the stored bytes.
-Plans of the exact method, for float32: at half of the activation memory, where there is one that small, and at the
-least for which a short search (``QUICKLY``) finds one, to 7 % of it. Each architecture runs in a process of its own,
-so that one that hangs or dies is a line in the table.
+Variants: float32; bfloat16 autocast; dropout on; LoRA through PEFT on frozen weights. The plans of each: everything
+that may be recomputed is; and of the exact method, under limits (``QUICKLY``), one at the tightest budget that it finds
+and one at half of the activation memory where the tightest is below; of published methods, layers checkpointed whole
+and PyTorch's own knapsack at half the stored bytes. Each architecture runs in a process of its own, so that
+one that hangs, dies or takes too much memory is a line in the table.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -37,43 +36,33 @@ from typing import Any
 import numpy as np
 import torch
 import zoo_models
+import zoo_page
 from provenance import provenance
 from torch import nn
+from zoo_batches import loss_of
 
 import lowtide
+from lowtide.garbage import no_garbage_collection
+from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.draft import Draft, finish
+from lowtide.solvers.evidence import bottleneck
 from lowtide.solvers.exact import Limits, Search
 from lowtide.solvers.structure import close
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "zoo_cpu.jsonl"
-PAGE = HERE.parent / "docs" / "supported.md"
-MARK = "<!-- From here on: made by benchmarks/zoo.py from its results. -->"
 VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
-LIMIT_S = 600.0
-SHOWN = {  # plans, on the page
-    "all replayed": "all replayed",
-    "full": "layers whole",
-    "knapsack 0.5": "knapsack",
-    "half": "exact at 50 %",
-    "least": "exact near the least",
-}
-REASONS = {  # why an architecture was not tried, by what its error says
-    "two plain steps": "Two plain steps from one state differ (it seeds generators itself)",
-    "no loss": "It returns no loss",
-    "ImportError": "Needs a package that is not installed",
-    "ModuleNotFoundError": "Needs a package that is not installed",
-}
-QUICKLY = Limits(time_limit_s=2.0, node_limit=5, gap=0.1)  # a plan that is not the best is as good a test
-RESOLUTION = 0.07  # of the activation memory: how near to the least
-SEARCH_S = 8.0  # after which no further budget is tried
+LIMIT_S = 900.0
+LIMIT_BYTES = 9 << 30  # of address space: one architecture once took 21 GB
+QUICKLY = Limits(
+    time_limit_s=0.3, node_limit=5, gap=0.1, effort=0.2
+)  # a plan that is not the fastest is as good a test
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="model types")
-    parser.add_argument("--exact", action="store_true", help="exact plans for every variant, not for the first alone")
-    parser.add_argument("--brief", action="store_true", help="all replayed, and half of the memory, alone")
+    parser.add_argument("--published", action="store_true", help="plans of published methods as well")
     parser.add_argument("--resume", action="store_true", help="go on where the last run was interrupted")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 4))
     parser.add_argument("--page", action="store_true", help="only write the page from the results")
@@ -88,7 +77,7 @@ def main() -> int:
                 print(json.dumps(line))
             return 0
         run_to_file(wanted, args)
-    write_page([json.loads(line) for line in RESULTS.read_text().splitlines()])
+    zoo_page.write([json.loads(line) for line in RESULTS.read_text().splitlines()])
     return 0
 
 
@@ -111,10 +100,14 @@ def run_to_file(wanted: list[tuple[str, str]], args: argparse.Namespace) -> None
 
 
 def keep(partial: Path) -> None:
-    """Put what is done in order."""
-    lines = [json.loads(line) for line in partial.read_text().splitlines()]
-    lines.sort(key=lambda line: (line["task"], line["type"], VARIANTS.index(line["variant"])))
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """Put what is done in order, in place of older results for the same; others stay."""
+    found = {}
+    for path in (RESULTS, partial):
+        told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        again = {(line["task"], line["type"]) for line in told}
+        found = {key: line for key, line in found.items() if key[:2] not in again}
+        found |= {(line["task"], line["type"], VARIANTS.index(line["variant"])): line for line in told}
+    RESULTS.write_text("".join(json.dumps(found[key]) + "\n" for key in sorted(found)))
 
 
 def run_all(wanted: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict]:
@@ -122,9 +115,8 @@ def run_all(wanted: list[tuple[str, str]], args: argparse.Namespace) -> Iterator
     torch.set_num_threads(1)
     shared = provenance()
     _warm_up()
-    exact = VARIANTS if args.exact else VARIANTS[:1]
     with ThreadPoolExecutor(args.workers) as pool:
-        jobs = {pool.submit(apart, task, kind, exact, args.brief): (task, kind) for task, kind in wanted}
+        jobs = {pool.submit(apart, task, kind, args.published): (task, kind) for task, kind in wanted}
         for done, job in enumerate(as_completed(jobs), start=1):
             task, kind = jobs[job]
             found = job.result()
@@ -145,10 +137,10 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-def apart(task: str, kind: str, exact: Sequence[str], brief: bool) -> list[dict]:
+def apart(task: str, kind: str, published: bool) -> list[dict]:
     """All variants of one architecture, in a process that may die."""
     with tempfile.NamedTemporaryFile("r") as told:
-        process = multiprocessing.get_context("fork").Process(target=_tell, args=(task, kind, exact, brief, told.name))
+        process = multiprocessing.get_context("fork").Process(target=_tell, args=(task, kind, published, told.name))
         process.start()
         process.join(LIMIT_S)
         late = process.is_alive()
@@ -164,21 +156,23 @@ def apart(task: str, kind: str, exact: Sequence[str], brief: bool) -> list[dict]
     return found
 
 
-def _tell(task: str, kind: str, exact: Sequence[str], brief: bool, path: str) -> None:
+def _tell(task: str, kind: str, published: bool, path: str) -> None:
     warnings.filterwarnings("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        for line in examine(task, kind, exact=exact, brief=brief):
+        for line in examine(task, kind, published=published):
             with open(path, "a") as lines:
                 lines.write(json.dumps(line) + "\n")
     os._exit(0)  # what others registered to run at exit is about their process
 
 
 def examine(
-    task: str, kind: str, variants: Sequence[str] = VARIANTS, exact: Sequence[str] = VARIANTS[:1], brief: bool = False
+    task: str, kind: str, variants: Sequence[str] = VARIANTS, *, searched: bool = True, published: bool = False
 ) -> Iterator[dict]:
-    """One line for each of ``variants``, those in ``exact`` under exact plans too; ``brief`` as on the command line.
+    """One line for each of ``variants``; a single one where the architecture cannot be built.
 
-    A single one where the architecture cannot be built.
+    Args:
+        searched: Plans of the exact method too. ``published``: those of published methods.
     """
     for variant in variants:
         start = time.perf_counter()
@@ -197,7 +191,7 @@ def examine(
                 return
             continue
         try:
-            line |= compare(model, specimen.batch, step, variant in exact, brief)
+            line |= compare(model, specimen.batch, step, searched=searched, published=published)
         except lowtide.UnsupportedModelError as error:
             line |= {"status": "refused", "reason": _first_line(error)}
         except Exception as error:
@@ -211,7 +205,7 @@ def prepare(specimen: zoo_models.Specimen, variant: str) -> tuple[nn.Module, Cal
 
     def step(model: nn.Module, batch: dict) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant == "bfloat16 autocast"):
-            return model(**batch).loss
+            return loss_of(model(**batch))
 
     return model, step
 
@@ -259,74 +253,63 @@ def plainly(model: nn.Module, batch: dict, step: Callable) -> None:
         raise ValueError(f"its loss is {one.item()}")
 
 
-def compare(model: nn.Module, batch: dict, step: Callable, exact: bool, brief: bool = False) -> dict[str, Any]:
+def compare(model: nn.Module, batch: dict, step: Callable, *, searched: bool, published: bool) -> dict[str, Any]:
     """The status, and what was compared."""
     graph = lowtide.trace(model, batch, step=step)
-    plans = plans_for(graph, plausible_costs(graph), exact, brief)
-    differing: dict[str, list[str]] = {}
-    off = 0.0
-    mismatched = dropped = 0
-    for name, plan in plans.items():
-        seen = lowtide.verify(model, batch, plan, step=step, rounds=0)
-        if not seen.equal:
-            differing[name] = list(seen.differing)[:3]
-        off = max(off, abs(seen.predicted_peak_bytes / seen.measured_peak_bytes - 1))
-        mismatched += seen.mismatched_ops
-        dropped = max(dropped, seen.dropped_ops)
+    costs = plausible_costs(graph)
+    plans = plans_without_search(graph, costs, published=published)
+    told = {}
+    if searched:
+        with no_garbage_collection():
+            found, told = plans_searched(graph, costs)
+        plans |= found
+    seen = {name: lowtide.verify(model, batch, plan, step=step, rounds=0) for name, plan in plans.items()}
+    differing = {name: list(proof.differing)[:3] for name, proof in seen.items() if not proof.equal}
     return {
         "status": "differs" if differing else "equal",
         "differing": differing,
         "plans": {name: round(plan.predicted_fraction, 4) for name, plan in plans.items()},
+        "peaks": {name: [v.predicted_peak_bytes, v.measured_peak_bytes] for name, v in seen.items()},
+        **told,
         "ops": len(graph.ops),
-        "dropped_ops": dropped,
-        "mismatched_ops": mismatched,
+        "dropped_ops": max(proof.dropped_ops for proof in seen.values()),
+        "mismatched_ops": sum(proof.mismatched_ops for proof in seen.values()),
         "plain_peak_bytes": plans["all replayed"].plain_peak_bytes,
-        "least_bytes": min(plan.predicted_peak_bytes for plan in plans.values()),
-        "peak_off": off,
     }
 
 
-def plans_for(
-    graph: lowtide.StepGraph, costs: lowtide.Costs, exact: bool, brief: bool = False
-) -> dict[str, lowtide.Plan]:
-    """What to try, by name."""
+def plans_without_search(graph: lowtide.StepGraph, costs: lowtide.Costs, *, published: bool) -> dict[str, lowtide.Plan]:
+    """What to try of methods that know no budget, by name."""
     everything = Draft(close(graph, graph.stored))
     plans = {"all replayed": finish(graph, costs, everything, method="all", budget_bytes=None, start_s=0.0)}
-    if not brief:
+    if published:
         with contextlib.suppress(ValueError):  # no layer repeats
             plans["full"] = lowtide.solve(graph, costs, method="full")
         plans["knapsack 0.5"] = lowtide.solve(graph, costs, method="knapsack", ratio=0.5)
-    for name, draft in (_searched(graph, costs, brief) if exact else {}).items():
-        plans[name] = finish(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)
     return plans
 
 
-def _searched(graph: lowtide.StepGraph, costs: lowtide.Costs, half_alone: bool) -> dict[str, Draft]:
-    """At half of the activation memory, if a plan is found there, and at the least, by bisection over budgets.
-
-    What the exact method does where it finds nothing (prove the least peak, try schedules of many replays) is left out:
-    it takes minutes on some.
-    """
+def plans_searched(
+    graph: lowtide.StepGraph, costs: lowtide.Costs
+) -> tuple[dict[str, lowtide.Plan], dict[str, float | str]]:
+    """The exact method's at its tightest budget, and at half where that is tighter; and else what stands in the way."""
     search = Search(graph, costs, QUICKLY)
-    span_bytes = search.plain.peak_bytes - graph.resident_bytes
-    start_s = time.perf_counter()
-
-    def within(fraction: float) -> Draft | None:
-        budget_bytes = graph.resident_bytes + int(fraction * span_bytes)
-        fitting = [j for j in search.fastest(budget_bytes).judged if j.peak_bytes <= budget_bytes]
-        return Draft(fitting[-1].actions, "feasible") if fitting else None
-
-    half = leanest = within(0.5)
-    drafts = {} if half is None else {"half": half}
-    fits, too_little = (1.0, 0.5) if half is None else (0.5, 0.0)
-    while not half_alone and fits - too_little > RESOLUTION and time.perf_counter() - start_s < SEARCH_S:
-        fraction = (fits + too_little) / 2
-        draft = within(fraction)
-        if draft is None:
-            too_little = fraction
-        else:
-            leanest, fits = draft, fraction
-    return drafts if leanest is half or leanest is None else drafts | {"least": leanest}
+    least, span_bytes = search.least, search.plain.peak_bytes - graph.resident_bytes
+    drafts = {"least": Draft(least.actions, "feasible", replays=least.replays)}
+    half_bytes = graph.resident_bytes + span_bytes // 2
+    told: dict[str, float | str] = {}
+    if least.peak_bytes <= half_bytes:
+        drafts["half"] = search.within(half_bytes)
+    else:
+        told = {
+            "floor": round((bound_peak(graph) - graph.resident_bytes) / span_bytes, 4),
+            "in_the_way": bottleneck(graph, least.actions, least.replays, least.timeline),
+        }
+    plans = {
+        name: finish(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)
+        for name, draft in drafts.items()
+    }
+    return plans, told
 
 
 def plausible_costs(graph: lowtide.StepGraph) -> lowtide.Costs:
@@ -340,115 +323,6 @@ def plausible_costs(graph: lowtide.StepGraph) -> lowtide.Costs:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-# The page
-
-
-def write_page(lines: list[dict]) -> None:
-    """Put the results below the mark in docs/supported.md; what stands above is written by hand."""
-    above = PAGE.read_text().partition(MARK)[0]
-    PAGE.write_text(above + MARK + "\n\n" + "\n".join(page(lines)) + "\n")
-
-
-def page(lines: list[dict]) -> list[str]:
-    """The generated part."""
-    variants: dict[tuple[str, str], dict[str, dict]] = defaultdict(dict)
-    for line in lines:
-        variants[line["task"], line["type"]][line["variant"]] = line
-    built = {key: found for key, found in variants.items() if found.get("float32", {}).get("status") != "not built"}
-    tried = [line for found in built.values() for line in found.values() if line["status"] != "not built"]
-    equal = [line for line in tried if line["status"] == "equal"]
-    types = {kind for _, kind in built}
-    left = sum(specimen not in variants for specimen in zoo_models.specimens())
-    waiting = f"; {left} classes have not been run yet" if left else ""
-    last = max(lines, key=lambda line: line["date"])
-    text = [
-        f"{len(types)} model types in {len(built)} classes, {len(tried)} variants tried, **{len(equal)} bitwise equal "
-        f"under every plan**{waiting} (torch {last['torch']}, "
-        f"transformers {last['transformers']}, {last['date']}). {_carried_out(equal)}",
-        "",
-    ]
-    for task in dict.fromkeys(task for task, _ in built):
-        whole = sorted((k, found) for (t, k), found in built.items() if t == task and _all_equal(found))
-        names = ", ".join(f"`{k}`" + ("*" if _blind(task, found) else "") for k, found in whole)
-        text += [f"**{task.capitalize()}** ({len(whole)}): {names}", ""]
-    if any(_blind(task, found) for (task, _), found in built.items()):
-        text += ["\\* on text alone: where the model expects its image is not known here.", ""]
-    others = [
-        (kind, task, line)
-        for (task, kind), found in sorted(built.items())
-        for line in found.values()
-        if line["status"] not in ("equal", "not built")
-    ]
-    text += ["## Not equal, refused or failed", ""]
-    if others:
-        text += ["| model type | task | variant | what happens |", "|---|---|---|---|"]
-        text += [f"| `{kind}` | {task} | {line['variant']} | {_what(line)} |" for kind, task, line in others]
-    else:
-        text.append("None.")
-    text += _not_tried(variants, built)
-    return text
-
-
-def _carried_out(equal: list[dict]) -> str:
-    """How often each plan was, and how low the exact ones went."""
-    counts = Counter(name for line in equal for name in line.get("plans", ()))
-    if not counts:
-        return ""
-    fractions = sorted(line["plans"]["least"] for line in equal if "least" in line.get("plans", ()))
-    told = ", ".join(f"{SHOWN.get(name, name)} {count}" for name, count in counts.items())
-    middle = f"; half of those leave at most {fractions[len(fractions) // 2]:.0%}" if fractions else ""
-    return f"Plans carried out: {told}{middle}."
-
-
-def _blind(task: str, found: dict[str, dict]) -> bool:
-    """An image and text model that saw no image."""
-    inputs = found.get("float32", {}).get("inputs", ["pixel"])
-    return task == "image and text" and not any("pixel" in name or "patches" in name for name in inputs)
-
-
-def _not_tried(
-    variants: dict[tuple[str, str], dict[str, dict]], built: dict[tuple[str, str], dict[str, dict]]
-) -> list[str]:
-    """Architectures, and variants of the others, that do not run by themselves, by reason."""
-    whole: dict[str, list[str]] = defaultdict(list)
-    for (task, kind), found in sorted(variants.items()):
-        if (task, kind) not in built:
-            whole[_why(found["float32"]["reason"])].append(f"`{kind}` ({task})")
-    text = ["", f"## Not tried ({sum(map(len, whole.values()))})", ""]
-    text += [f"- {why}: {', '.join(kinds)}" for why, kinds in sorted(whole.items())]
-    parts: dict[str, list[str]] = defaultdict(list)
-    for (_, kind), found in sorted(built.items()):
-        for line in found.values():
-            if line["status"] == "not built":
-                parts[line["variant"]].append(f"`{kind}`")
-    if parts:
-        text += [
-            "",
-            "Variants that fail without lowtide too (a dtype that autocast mixes, layers that PEFT does not know):",
-        ]
-        text += ["", *(f"- {variant}: {', '.join(kinds)}" for variant, kinds in sorted(parts.items()))]
-    return text
-
-
-def _why(reason: str) -> str:
-    """A reason in words of the page."""
-    for part, why in REASONS.items():
-        if part in reason:
-            return why
-    return "No small configuration or batch is known"
-
-
-def _all_equal(found: dict[str, dict]) -> bool:
-    return all(line["status"] in ("equal", "not built") for line in found.values())
-
-
-def _what(line: dict) -> str:
-    if line["status"] == "differs":
-        plans = "; ".join(f"{plan}: {', '.join(names)}" for plan, names in line["differing"].items())
-        return f"differs ({plans})"
-    return f"{line['status']}: {line.get('reason', '')}".replace("|", "/")
 
 
 if __name__ == "__main__":

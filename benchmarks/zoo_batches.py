@@ -12,27 +12,49 @@ from zoo_configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
 
 TOKENS, ROWS = 16, 2
 Batch = dict[str, Any]
+OUTPUTS = ("logits", "last_hidden_state")
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The model's own loss, or one of what it returns instead."""
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    returned = next((v for n in OUTPUTS if (v := getattr(output, n, None)) is not None), None)
+    return None if returned is None else returned.float().square().mean()
 
 
 def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
-    """The first of ``batches`` for which ``model`` returns a loss.
+    """The first of ``batches`` for which ``model`` returns a loss; if none, the first with something to make one of.
 
     Raises:
         Exception: the model's own for the first batch, if it takes none.
     """
     refused: Exception | None = None
+    lossless: Batch | None = None
     for batch in batches:
         try:
             with torch.no_grad():
-                loss = getattr(model(**batch), "loss", None)
+                output = model(**batch)
         except Exception as error:  # another shape, or another name
             refused = refused or error
             continue
-        if loss is not None:
+        if getattr(output, "loss", None) is not None:
             return batch
-        refused = refused or ValueError("it returns no loss for this batch")
+        if lossless is None and loss_of(output) is not None:
+            lossless = batch
+    if lossless is not None:
+        return lossless
     assert refused is not None
     raise refused
+
+
+def batches(task: str, config: Any, model: nn.Module) -> Iterator[Batch]:
+    """What to try, most particular first."""
+    own = PARTICULAR.get(getattr(config, "model_type", ""))
+    if own is not None:
+        yield own(config)
+    yield from MAKERS[task](config, model)
 
 
 def text(config: Any, model: nn.Module) -> Iterator[Batch]:
@@ -61,7 +83,9 @@ def image(config: Any, model: nn.Module) -> Iterator[Batch]:
     for pixels in (_pixels(config), torch.randn(ROWS, 3, 2 * IMAGE, 2 * IMAGE)):
         yield {"pixel_values": pixels, "labels": labels}
     if "input_ids" in inspect.signature(model.forward).parameters:
-        yield {"input_ids": _ids(config), "labels": labels}
+        ids = _ids(config)
+        yield {"input_ids": ids, "labels": labels}
+        yield {"input_ids": ids, "labels": ids.clone()}
     yield {**_patches_in_rows(config), "labels": labels}
 
 
@@ -106,10 +130,11 @@ def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     vision = getattr(config, "vision_config", config)
     patch = getattr(vision, "patch_size", None)
-    merge = getattr(vision, "spatial_merge_size", None) or 1
+    merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", None) or 1
     if token is not None and "image_grid_thw" in accepted and isinstance(patch, int):
         side = 2 * merge
-        depth = 3 * patch * patch * (getattr(vision, "temporal_patch_size", None) or 1)
+        depth = 3 * patch * patch
+        depth *= getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", None) or 1
         grid = torch.tensor([[1, side, side]] * ROWS)
         start = getattr(config, "vision_start_token_id", None)
         before = [] if start is None else [torch.full((ROWS, 1), start)]
@@ -148,6 +173,7 @@ def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
         yield {"pixel_values": pixels, "labels": ids}
         yield {**both, "bbox": torch.rand(ROWS, TOKENS, 4)}
     yield {"input_ids": ids, "labels": ids.clone()}
+    yield {"input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": torch.zeros_like(ids)}
 
 
 def _vocabulary(config: Any) -> int:
@@ -205,6 +231,106 @@ def _features(config: Any, model: nn.Module) -> Iterator[Batch]:
             yield {"input_features": torch.randn(ROWS, bins, frames)}
 
 
+def _with_actions(config: Any) -> Batch:
+    """Of a robot: what its camera sees, what it was told, where its arms are, and how it should move them."""
+    vlm = config.vlm_config
+    pixels = _pixels(vlm)
+    patches = (pixels.shape[-1] // vlm.vision_config.patch_size) ** 2
+    ids = torch.cat([torch.full((ROWS, patches), vlm.image_token_id), _ids(vlm.text_config)], dim=1)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels.unsqueeze(1),
+        "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.bool),
+        "state": torch.randn(ROWS, config.max_state_dim),
+        "actions": torch.randn(ROWS, config.chunk_size, config.max_action_dim),
+    }
+
+
+def _with_frames(config: Any) -> Batch:
+    """Of a video with a question about it."""
+    frames = 4
+    pixels = torch.stack([_pixels(config) for _ in range(frames)], dim=1)
+    ids = torch.cat(
+        [torch.full((ROWS, frames * config.num_query_tokens), config.video_token_index), _ids(config)], dim=1
+    )
+    question = _ids(config)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "pixel_values": pixels,
+        "qformer_input_ids": question,
+        "qformer_attention_mask": torch.ones_like(question),
+    }
+
+
+def _with_codes(config: Any) -> Batch:
+    """Of text, and the codes of its sound."""
+    channels = config.decoder_config.num_channels
+    codes = torch.randint(3, 60, (ROWS, 8, channels))
+    labels = codes.transpose(1, 2).flatten(0, 1)
+    return {"input_ids": _ids(config.encoder_config), "decoder_input_ids": codes, "labels": labels}
+
+
+def _with_streams(config: Any) -> Batch:
+    """Of a stream of words, each beside the codes of its sound."""
+    ids = torch.randint(3, 60, (ROWS, TOKENS, config.num_codebooks + 1))
+    return {"input_ids": ids, "labels": ids[..., 0].clone()}
+
+
+def _with_spectrum(config: Any) -> Batch:
+    """Of as many words as its sound has moments."""
+    ids = _ids(config)
+    frames = TOKENS * config.audio_length_per_tok
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "input_features": torch.randn(ROWS, config.audio_config.num_mel_bins, frames),
+        "use_cache": False,
+    }
+
+
+def _with_samples(config: Any) -> Batch:
+    """Of sound whose moments have places among the words."""
+    coder = getattr(config, "audio_config", None) or config.acoustic_tokenizer_encoder_config
+    moments = 8
+    samples = moments * coder.hop_length
+    ids = torch.cat([torch.full((ROWS, moments), config.audio_token_id), _ids(config)], dim=1)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "input_values": torch.randn(ROWS, 1, samples),
+        "padding_mask": torch.ones(ROWS, samples, dtype=torch.bool),
+    }
+
+
+def _with_many_places(config: Any) -> Batch:
+    """Of an image that takes as many places as its encoder has queries, and one."""
+    ids = torch.cat([torch.full((ROWS, 145), config.image_token_id), _ids(config)], dim=1)
+    return {"input_ids": ids, "labels": ids.clone(), "pixel_values": _pixels(config)}
+
+
+def _with_tiles(config: Any) -> Batch:
+    """Of an image that is seen as a whole and as one tile, halved each way, with an end to each line of the tile."""
+    pixels = torch.stack([_pixels(config)] * 2, dim=1)
+    side = pixels.shape[-1] // config.vision_config.patch_size // 2
+    ids = torch.cat([torch.full((ROWS, side * side + side * (side + 1)), config.image_token_id), _ids(config)], dim=1)
+    sizes = torch.full((ROWS, 2), pixels.shape[-1])
+    return {"input_ids": ids, "labels": ids.clone(), "pixel_values": pixels, "image_sizes": sizes}
+
+
+# What a single architecture wants, by ``model_type``.
+PARTICULAR: dict[str, Callable[[Any], Batch]] = {
+    "deepseek_ocr2": _with_many_places,
+    "dia": _with_codes,
+    "granite4_vision": _with_tiles,
+    "instructblipvideo": _with_frames,
+    "kyutai_speech_to_text": _with_streams,
+    "pi0": _with_actions,
+    "vibevoice": _with_samples,
+    "vibevoice_asr": _with_samples,
+    "voxtral_realtime": _with_spectrum,
+}
 MAKERS: dict[str, Callable[[Any, nn.Module], Iterator[Batch]]] = {
     "causal language": text,
     "sequence to sequence": text,

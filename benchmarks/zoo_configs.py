@@ -21,8 +21,8 @@ _NAMES: tuple[tuple[int, str], ...] = (
         decoder_hidden_size d_embed projection_dim attention_hidden_size encoder_embed_dim text_embed_dim embedding_dim
         lru_width conv_dim attention_hidden_dim cross_attention_hidden_size decoder_hidden_dim out_hidden_size
         text_hidden_size audio_hidden_size adapter_in_dim output_dim output_proj_dims patch_embed_hidden_size
-        adapter_input_size base_channels
-        qformer_hidden_size
+        adapter_input_size base_channels qformer_hidden_size hidden_size_global cross_hidden_size adapter_out_dim
+        projector_hidden_size moe_hidden_size downsample_hidden_size
     """,
     ),
     (
@@ -103,11 +103,16 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"block_size": 2},
     "bigbird_pegasus": {"block_size": 2},
-    "blt": {"encoder_hash_byte_group_vocab": 50, "use_cache": False},
+    "blt": {"encoder_hash_byte_group_vocab": 50, "use_cache": False, "encoder_config": {"cross_attn_k": 2}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_audio_encoder": {"feature_size": 16},
+    "dots3_note_text": {"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 16,
+                        "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+                        "num_key_value_heads": HEADS, "head_dim": 16},
+    "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, 4]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma4_text": {"global_head_dim": 8},
@@ -151,13 +156,17 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "levit": {"hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8],
               "image_size": 64, "patch_size": 16},
     "mobilevitv2": {"patch_size": 2},
+    "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "swin": {"patch_size": 4},
     "textnet": {"stem_out_channels": 16, "hidden_sizes": [16] * 5},
     # Images and text.
     "blip-2": {"image_token_index": 99},
     "chameleon": {"vocabulary_map": {"<image>": 99}},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2_sam_vision_model": {"output_channels": 16, "downsample_channels": [16, HIDDEN],
+                                       "global_attn_indexes": [1]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64, "global_head_dim": 8},
+    "kosmos-2": {"latent_query_num": HEADS},
     "emu3": {"vocabulary_map": {"<image>": 99, "<|extra_200|>": 98}},
     "hunyuan_vl_text": {"head_dim": 8},
     "instructblip": {"image_token_index": 99},
@@ -166,21 +175,51 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_vision_encoder": {"window_size": 32},
     "qwen2_5_vl_vision": {"window_size": 32},
     "glm4v_moe_text": {"head_dim": 16},
-    "glm5_next_text": {"index_kpool": 2},
+    "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 0, "linear_head_dim": 8,
+                       "linear_num_heads": HEADS},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 1, 0, 1],
+                        "downsample_rate": "1/2", "image_grid_pinpoints": [[IMAGE, IMAGE]],
+                        "vision_config": {"hidden_size": 64}, "qformer_config": {"intermediate_size": 64}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "muse_spark": {"out_hidden_size": 4 * HIDDEN},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "paddleocr_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+                          "head_dim": 8},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
                        "indexer_compress_ratio": 2},
-    "upernet": {"auxiliary_in_channels": HIDDEN},
+    "sapiens2": {"head_config": {"upsample_out_channels": [16], "upsample_kernel_sizes": [4], "conv_out_channels": [16],
+                                 "conv_kernel_sizes": [1], "use_pixel_shuffle": False}},
+    "step3p5": {"sliding_window": 8},
+    "tipsv2_dpt": {"neck_hidden_sizes": [16] * 4, "fusion_hidden_size": 16,
+                   "backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "apply_layernorm": True,
+                                       "reshape_hidden_states": False}},
+    "upernet": {"auxiliary_in_channels": HIDDEN,
+                "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}},
     # Speech.
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "moonshine_streaming": {"num_key_value_heads": HEADS},
     "moonshine": {"encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS},
     "canary": {"vocab_size": VOCABULARY},
-    "dia": {"delay_pattern": [0, 1, 2], "decoder_config": {"num_channels": 3}},
+    "dia": {"delay_pattern": [0, 1, 2], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "decoder_config": {"num_channels": 3, "cross_num_attention_heads": HEADS, "cross_head_dim": 8,
+                               "cross_num_key_value_heads": HEADS, "num_key_value_heads": HEADS},
+            "encoder_config": {"num_key_value_heads": HEADS}},
+    "granite_speech5_encoder": {"num_key_value_heads": HEADS},
+    "mimi": {"num_filters": 4, "num_residual_layers": 1, "codebook_size": 16, "codebook_dim": 8, "num_quantizers": 4,
+             "vector_quantization_hidden_dimension": 8, "upsample_groups": HIDDEN, "num_key_value_heads": HEADS},
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
+}  # fmt: skip
+
+
+# What draws its seeds from the system where it drops, so that no two plain steps are equal.
+WITHOUT_DROPOUT: dict[str, dict[str, Any]] = {
+    "reformer": {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
+                 "lsh_attention_probs_dropout_prob": 0.0},
 }  # fmt: skip
 
 
@@ -229,12 +268,17 @@ def overrides(config_class: Any, dropout: float | None) -> dict[str, Any]:
             found[name] = overrides(type(value), dropout)
             if "model_type" in vars(type(value)):
                 found[name]["model_type"] = type(value).model_type
-    return _deep(found, particular)
+    found = _deep(found, particular)
+    return found if dropout is not None else found | WITHOUT_DROPOUT.get(getattr(config_class, "model_type", ""), {})
 
 
 def _deep(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """``found`` with what is in ``more``, likewise inside."""
-    inside = {k: _deep(found[k], v) for k, v in more.items() if isinstance(v, dict) and isinstance(found.get(k), dict)}
+    inside = {
+        key: _deep(found[key], value)
+        for key, value in more.items()
+        if isinstance(value, dict) and isinstance(found.get(key), dict) and key != "rope_parameters"
+    }
     return found | more | inside
 
 

@@ -84,7 +84,7 @@ def build(task: str, model_type: str, *, dropout: float | None = None) -> Specim
         if count > 30_000_000:
             raise CannotBuild(f"{count / 1e6:.0f} million weights are left of it")
         model = model_class(config).float().train()
-        batch = zoo_batches.first_taken(model, zoo_batches.MAKERS[task](config, model))
+        batch = zoo_batches.first_taken(model, zoo_batches.batches(task, config, model))
     except CannotBuild:
         raise
     except Exception as error:

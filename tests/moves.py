@@ -1,8 +1,12 @@
-"""Plans that move storages, made by hand."""
+"""Plans that move storages, made by hand, and a disk that errs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
 
 from lowtide.graph.costs import DISK, HOST, Costs, Link
 from lowtide.graph.step_graph import StepGraph
@@ -34,3 +38,15 @@ def moving(
     actions = {**close(graph, recomputed), **dict.fromkeys(storages, action)}
     draft = Draft(actions, moves=Moves(window_bytes, fetch_at or {}))
     return finish(graph, costs, draft, method="none", budget_bytes=None, start_s=0)
+
+
+def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read back from disk differs in one bit."""
+    preadv = os.preadv
+
+    def flipped(fd: int, buffers: Any, offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", flipped)

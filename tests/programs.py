@@ -106,6 +106,13 @@ def _swap_data(m: Machine, t: list[torch.Tensor]) -> torch.Tensor:
     return t[0].sin()  # read again: of one that is not, nobody can tell
 
 
+def _swap_data_of_a_view(m: Machine, t: list[torch.Tensor]) -> torch.Tensor:
+    view = t[0].view(t[0].shape)
+    seen = view.cos()
+    view.data = view.data.t()
+    return view.sin() * seen
+
+
 def _no_grad(m: Machine, t: list[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         made = (t[0] * t[1]).sigmoid()
@@ -211,6 +218,7 @@ INSTRUCTIONS: dict[str, tuple[int, Instruction]] = {
     "index_add_": (2, lambda m, t: t[0].index_add_(0, torch.tensor([0, 2]), t[1][:2])),
     "data add_": (1, lambda m, t: t[0].data.add_(0.125)),
     "swap data": (1, _swap_data),
+    "swap data of a view": (1, _swap_data_of_a_view),
     "dropout": (1, lambda m, t: F.dropout(t[0], 0.3)),
     "noise": (1, lambda m, t: t[0] + torch.rand_like(t[0])),
     "mask": (1, lambda m, t: t[0] * torch.empty(SIDE, SIDE).bernoulli_(0.7)),

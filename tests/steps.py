@@ -1,22 +1,27 @@
-"""Small training steps, plans that drop all they can, and outcomes compared bit by bit."""
+"""Small training steps, plans that drop or replay as told, and outcomes compared bit by bit."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import lowtide
+from lowtide import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, Plan
+from lowtide.simulator import Timeline
 from lowtide.solvers.draft import Draft, finish
 from lowtide.solvers.structure import close
 from lowtide.tape.recipes import Recipe
@@ -167,3 +172,39 @@ def mlp(depth: int = 4, width: int = 16) -> nn.Sequential:
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.GELU()]
     return nn.Sequential(*layers)
+
+
+def tight(model: nn.Module, batch: Any, **options: Any) -> lowtide.Fit:
+    """A fit at the least bytes there are."""
+    with pytest.raises(BudgetInfeasibleError) as error:
+        lowtide.fit(model, batch, budget=1, **options)
+    return lowtide.fit(model, batch, budget=error.value.least_bytes, **options)
+
+
+def deep(width: int = 32, depth: int = 3) -> nn.Module:
+    """Norms, dropout and an in-place activation, wide enough for plans to differ."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.2), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def run(script: str, *args: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def counted(graph: StepGraph, actions: dict[int, str], counts: dict[int, int]) -> Plan:
+    costs = Costs(op_ms=(1.0,) * len(graph.ops))
+    return finish(graph, costs, Draft(actions, replays=counts), method="full", budget_bytes=None, start_s=0)
+
+
+def drop_all(graph: StepGraph, count: int) -> Plan:
+    actions = close(graph, sorted(graph.stored))
+    return counted(graph, actions, {s: count for s, action in actions.items() if action == RECOMPUTE})
+
+
+def ran(line: Timeline) -> list[int]:
+    return [r.op for r in line.replays]

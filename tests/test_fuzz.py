@@ -16,7 +16,7 @@ from steps import differing, drop_everything, outcome, plain, planned
 
 import lowtide
 from lowtide.plan import RECOMPUTE
-from lowtide.tape import recipes, values
+from lowtide.tape import recipes, tape, values
 from lowtide.tracing.looks import Looks
 
 EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
@@ -69,9 +69,7 @@ def no_finish(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_random_state(patch: pytest.MonkeyPatch) -> None:
-    from lowtide.tape import ambient
-
-    patch.setattr(ambient.GeneratorState, "moved", lambda self: False)
+    patch.setattr(tape, "draws", lambda func, args, kwargs: False)
 
 
 def no_looks(patch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.tape import bursts, recipes, tape, values
 from lowtide.tape.ambient import GeneratorState
 from lowtide.tape.program import Slot
-from lowtide.tracing import operators, recorder
+from lowtide.tracing import looks, operators, recorder
 from lowtide.tracing.recorder import Recorder
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -362,6 +362,25 @@ def test_an_unplanned_write_through_data_is_seen(guarded, monkeypatch):
     batch = {"x": x, "write": True}
 
     assert (differing(plain(model, batch), planned(model, batch, plan)) == []) is guarded
+
+
+def turns_a_view_through_data(self: Net, x: torch.Tensor) -> torch.Tensor:
+    view = self.layers[0](x).sin().view(8, 8)
+    seen = view.cos()
+    view.data = view.data.t()
+    return self.layers[1](view.exp() * seen)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_view_that_is_assigned_to_through_data_is_refused(guarded, monkeypatch):
+    model, x = Net(turns_a_view_through_data), torch.randn(8, 8)
+    if guarded:
+        with pytest.raises(UnsupportedModelError, match=r"assigned to \(x.data = ...\) after autograd"):
+            lowtide.trace(model, x)
+        return
+    monkeypatch.setattr(looks.Looks, "returned", lambda self, tensor, storage, written: None)
+
+    assert differing(plain(model, x), planned(model, x, harshest(model, x)))
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import differing, drop_everything, is_clean, outcome
+from steps import differing, drop_everything, outcome
 from torch import nn
 from torch.nn.utils import parametrizations, rnn
 from zoo import plausible_costs
@@ -30,12 +30,7 @@ FEW = 4  # steps of what makes many ops of each
 QUICKLY = {"node_limit": 5, "gap": 0.1}  # a plan that is not the best is as good a test
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    assert is_clean(nn.Identity())
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def images(channels: int = 3, size: int = 16) -> torch.Tensor:

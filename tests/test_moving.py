@@ -16,7 +16,7 @@ from collections import Counter
 import pytest
 import torch
 from links import Clock, VirtualTier
-from moves import movable, moving
+from moves import flip_a_bit, movable, moving
 from steps import Net, differing, is_clean, live_tensors, mlp, outcome, plain, same_state, state_of
 from torch import nn
 from toys import chain, decoder, linear_tanh, unit_costs
@@ -404,17 +404,10 @@ def test_a_bit_that_flips_on_disk_is_found_by_the_checksum(monkeypatch):
     model, batch = mlp(4, 16), torch.randn(8, 16)
     graph = lowtide.trace(model, batch)
     plan = moving(graph, movable(graph))
-    preadv = os.preadv
-
-    def flipped(fd, buffers, offset):
-        count = preadv(fd, buffers, offset)
-        buffers[0][0] ^= 1
-        return count
-
-    monkeypatch.setattr(os, "preadv", flipped)
-    with pytest.raises(TierError, match="the checksum of what came back from byte 0|from byte \\d+ is not that"):
-        under(model, batch, plan, checksums=True)
-    monkeypatch.setattr(os, "preadv", preadv)
+    with monkeypatch.context() as patch:
+        flip_a_bit(patch)
+        with pytest.raises(TierError, match="the checksum of what came back from byte 0|from byte \\d+ is not that"):
+            under(model, batch, plan, checksums=True)
 
     ours, _ = under(model, batch, plan, checksums=True)
     assert differing(plain(model, batch), ours) == []
@@ -423,7 +416,7 @@ def test_a_bit_that_flips_on_disk_is_found_by_the_checksum(monkeypatch):
 def test_a_file_that_may_not_grow_stops_a_real_step():
     script = """
         import resource, signal, torch, lowtide
-        from moves import movable, moving
+        from moves import flip_a_bit, movable, moving
         from steps import mlp, run_step
         model, batch = mlp(4, 64), torch.randn(256, 64)
         graph = lowtide.trace(model, batch)

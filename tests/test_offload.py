@@ -1,11 +1,9 @@
 """``fit`` with a disk beside memory: what it reaches, and what it says where there is none."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from limited import limited
+from moves import flip_a_bit
 from steps import differing, is_clean, mlp, outcome, plain, same_state, state_of
 from torch import nn
 
@@ -135,44 +133,11 @@ def test_a_scratch_directory_in_memory_is_warned_about_and_works(dear, monkeypat
     assert fit.plan.counts["disk_offload"] > 0
 
 
-LIMITED = """
-import resource, sys, torch, lowtide
-torch.set_num_threads(1)
-layers = []
-for _ in range(24):
-    layers += [torch.nn.Linear(64, 64), torch.nn.Hardswish()]
-model, x = torch.nn.Sequential(*layers), torch.randn(131072, 64)  # 32 MiB a tensor, 48 of them stored: 1.5 GiB
-import lowtide.api, lowtide.tape.disk
-used = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmSize"))
-resource.setrlimit(resource.RLIMIT_AS, (used + 600 * 2**20,) * 2)  # threads reserve 64 MiB each of it
-try:
-    if sys.argv[1] == "fit":
-        fit = lowtide.fit(model, x, budget="10%", scratch_dir=sys.argv[2])
-        assert fit.plan.plain_peak_bytes - fit.plan.resident_bytes > 1.4 * 2**30
-        assert fit.plan.bytes_by_action["disk_offload"] > 2**29
-    elif sys.argv[1] == "alone":
-        fit = lowtide.fit(model, x, budget="10%")
-    loss = model(x).square().mean()
-    loss.backward()
-    print("trained", all(p.grad is not None for p in model.parameters()))
-except lowtide.BudgetInfeasibleError:
-    print("no plan")
-except (RuntimeError, MemoryError) as error:
-    print("no memory" if "allocate memory" in str(error) or isinstance(error, MemoryError) else error)
-"""
-
-
-def limited(how, directory):
-    ran = subprocess.run(
-        [sys.executable, "-c", LIMITED, how, str(directory)], capture_output=True, text=True, timeout=600
-    )
-    return ran.stdout or ran.stderr
-
-
 @pytest.mark.slow
 def test_a_step_that_an_address_space_limit_kills_completes_with_the_disk_tier(tmp_path):
-    assert limited("plain", tmp_path) == "no memory\n"
-    assert limited("fit", tmp_path) == "trained True\n"
+    spare_mib = 600  # threads reserve 64 MiB each of it
+    assert limited(spare_mib) == "no memory\n"
+    assert limited(spare_mib, "budget=10%", f"scratch_dir={tmp_path}") == "trained True\n"
 
 
 def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeypatch):
@@ -180,7 +145,7 @@ def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeyp
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (Places(), {"disk": 2**30}))
 
-    def full(self, storage):
+    def full(self, storage, dtype):
         raise TierError("64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are.\nLower host_budget=.")
 
     monkeypatch.setattr("lowtide.tape.disk.DiskTier.store", full)
@@ -211,14 +176,7 @@ def test_a_link_that_cannot_be_measured_and_was_left_to_us_is_done_without(monke
 def test_fit_compares_what_comes_back_with_what_was_moved_before_it_attaches(dear, monkeypatch):
     model, batch = mlp(8, 64), torch.randn(512, 64)
     before = state_of(model)
-    preadv = os.preadv
-
-    def flipped(fd, buffers, offset):
-        count = preadv(fd, buffers, offset)
-        buffers[0][0] ^= 1
-        return count
-
-    monkeypatch.setattr(os, "preadv", flipped)
+    flip_a_bit(monkeypatch)
 
     with pytest.raises(TierError, match=r"the disk tier gave back other bits than it was given, for a tensor of shape"):
         lowtide.fit(model, batch, budget="40%", disk_budget="1GiB")

@@ -2,6 +2,7 @@
 
 import pytest
 import ranks
+import sharded
 import torch
 from ranks import on_every_rank
 
@@ -40,14 +41,16 @@ def test_the_rank_with_the_least_memory_decides():
     assert first["plan"].predicted_fraction < 0.61
 
 
-def test_a_budget_that_one_rank_cannot_keep_is_refused_on_all():
-    first, second = on_every_rank(ranks.budgets, "80%", 1)
+@pytest.mark.parametrize("budgets", [ranks.budgets, sharded.with_a_budget], ids=["replicas", "shards"])
+def test_a_budget_that_one_rank_cannot_keep_is_refused_on_all(budgets):
+    first, second = on_every_rank(budgets, "90%", 1)
 
     assert first == second and int(first) > 1
 
 
-def test_a_rank_that_cannot_be_traced_stops_all():
-    first, second = on_every_rank(ranks.without_a_loss, 1)
+@pytest.mark.parametrize("fitted", [ranks.without_a_loss, sharded.without_a_loss], ids=["replicas", "shards"])
+def test_a_rank_that_cannot_be_traced_stops_all(fitted):
+    first, second = on_every_rank(fitted, 1)
 
     assert "failed on rank 1" in first and "StepError" in first
     assert second.startswith("StepError")

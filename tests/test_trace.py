@@ -86,6 +86,7 @@ MODELS = {
     "gather": (lambda: Picks(lambda x: x.gather(1, torch.arange(4).expand(512, 4))), (512, 8), mean_square),
     "topk": (lambda: Picks(lambda x: x.topk(4).values), (512, 8), mean_square),
     "index_select": (lambda: Picks(lambda x: x.index_select(1, torch.arange(4))), (512, 8), mean_square),
+    "indices": (lambda: Picks(lambda x: x[:, torch.arange(4)]), (512, 8), mean_square),
 }
 
 
@@ -135,7 +136,7 @@ def test_without_folding_the_engines_sums_the_recurrent_peak_is_wrong(monkeypatc
 
 
 def test_without_workspace_the_convolutions_peak_is_wrong(monkeypatch):
-    monkeypatch.setattr("lowtide.tracing.recorder.run_with_workspace", lambda fn, device: (fn(), 0, 0))
+    monkeypatch.setattr("lowtide.tracing.kinds.run_with_workspace", lambda fn, device: (fn(), 0, 0))
     model, batch = conv_net(), torch.randn(4, 3, 16, 16)
 
     assert simulated_peak(model, batch, mean_square) < 0.99 * peak_of(model, batch)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from lowtide.plan import Plan
 from lowtide.reports.progress import Stages
 from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
-from lowtide.solvers.front_door import absolute_bytes, solve
+from lowtide.solvers.front_door import absolute_bytes, lossy_form, solve
 from lowtide.tape import attach
 from lowtide.tape.places import Places, usable
 from lowtide.tape.program import Node, Program, Slot
 from lowtide.tape.tape import Audit, Tape
+from lowtide.tape.tiers import Tier
 from lowtide.tracing import scopes
 from lowtide.tracing.batches import Call, batch_tensors, without_history
 from lowtide.tracing.operators import fingerprint
@@ -78,7 +80,7 @@ class _Settings:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return tuple(self.options.get("offload", ()))
+        return (*self.options.get("offload", ()), *filter(None, [self.places.lossy]))
 
 
 class Fit:
@@ -101,6 +103,7 @@ class Fit:
         self._undo: Any = None
         self._region: _Open | None = None
         self._verification: Verification | None = None
+        self._tiers: dict[str, Tier] = {}  # shared by all plans
         self.warnings: list[str] = []
 
     # -- what was decided ---------------------------------------------------------------------------------------
@@ -146,7 +149,8 @@ class Fit:
         batch = self._batch if batch is None else batch
         if batch is None:
             raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
-        places = self._settings.places
+        # Not another file, nor as much pinned memory again.
+        places = replace(self._settings.places, opened=self._planned[0].tape.tiers)
         self._verification = verify_in(places, self.model, batch, self.plan, step=self._step, rounds=rounds)
         return self._verification
 
@@ -174,6 +178,9 @@ class Fit:
             shapes=len(self._by_call),
             trace_s=planned.trace_s,
             measure_s=planned.measure_s,
+            inexact=planned.program.inexact(),
+            gradient_error=proof.gradient_error if proof else None,
+            worst_gradient=proof.worst_gradient if proof else "",
         )
         return fit_report(self.plan, planned.graph, measured, warnings=tuple(self.warnings))
 
@@ -277,9 +284,10 @@ class Fit:
             graph, plan = self._solve(graph, costs, group, fall_back)
             stages.next()
             for _ in range(3):  # a replay that differs is saved, and the rest planned anew
-                tape = Tape(attach.program_of(plan), model, settings.places.open(plan))
-                planned = Planned(graph, costs, plan, tape, traced - start, measured - traced, group=group)
                 try:
+                    tiers = on_all(group, "opening tiers", partial(settings.places.open, plan, self._tiers))
+                    tape = Tape(attach.program_of(plan), model, tiers)
+                    planned = Planned(graph, costs, plan, tape, traced - start, measured - traced, group=group)
                     differed = of_all(group, self._rehearse(planned, batch, step))
                 except TierError as error:
                     if group is not None:
@@ -287,6 +295,7 @@ class Fit:
                     self._do_without(error)
                     graph, plan = self._solve(graph, costs, group, fall_back)
                     continue
+                self._tiers.update(tiers)
                 if not differed:
                     break
                 graph = _with_fixed(graph, differed)
@@ -299,15 +308,16 @@ class Fit:
             return measure(graph, tiers=settings.tiers, scratch_dir=settings.places.scratch_dir)
         except TierError as error:
             self._do_without(error)
-            return measure(graph)
+            return measure(graph, tiers=settings.tiers)
 
     def _do_without(self, error: TierError) -> None:
         """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
         settings = self._settings
-        if not settings.unasked or not settings.tiers:
+        if not settings.unasked or "offload" not in settings.options:
             raise error
         self._warn(f"planned without other tiers: {str(error).splitlines()[0]}")
         settings.options = {k: v for k, v in settings.options.items() if k != "offload"}
+        self._tiers.clear()
 
     def _solve(
         self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, fall_back: bool
@@ -359,6 +369,7 @@ class Fit:
             tape = Tape(program, model, planned.tape.tiers)
             tape.audit = Audit(program, max(allowance, 0) // 2, differed.append)
             tape.beside_bytes = max(allowance, 0) // 2 if unproven else 0
+            tape.errors = program.errors
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
@@ -436,7 +447,8 @@ def fit(
     scratch_dir: str | Path | None = None,
     disk_budget: int | str | None = None,
     checksums: bool = False,
-    host_budget: int | str | None = None,
+    host_budget: int | str | None = "auto",
+    lossy: str | Mapping[str, str] | None = None,
     **options: Any,
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -458,9 +470,12 @@ def fit(
             directory for temporary files where ``disk_budget`` is given, and none where neither is.
         disk_budget: Most bytes in it; by default nine tenths of what is free there.
         checksums: Compare what comes back from disk with what was written.
-        host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; ``"auto"`` half
-            of what is available, and none where that cannot be used. By default nothing moves: this tier has not been
-            run on an accelerator yet.
+        host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; None: nothing
+            moves. ``"auto"``: half of what is available, shared among the ranks of this machine, and none where that
+            cannot be used (a warning then says why) or where several ranks train the model together: name an amount.
+        lossy: Off by default, since gradients are then no longer the plain step's to the last bit. ``"int8"`` or
+            ``"fp8"``: floating activations may be kept as a byte an element; ``{"int8": "layers.*.mlp*"}``: of modules
+            whose path is like that. ``report()`` and ``verify()`` say how far off that is.
 
     Returns:
         A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
@@ -483,11 +498,14 @@ def fit(
         scratch_dir=scratch_dir,
         disk_budget=disk_budget,
         checksums=checksums,
-        host_budget=host_budget if method == "exact" or host_budget != "auto" else None,
+        host_budget=host_budget if host_budget != "auto" or (method == "exact" and group_of(model) is None) else None,
     )
     settings.unasked = host_budget == "auto" and scratch_dir is None and disk_budget is None
     if offload:
         settings.options = {**options, "offload": offload}
+    if lossy is not None:
+        settings.places = replace(settings.places, lossy=lossy_form(lossy)[0])
+        settings.options = {**settings.options, "lossy": lossy}
     fitted._remember(fitted._make(batch, step))
     if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
         fitted._batch = batch

@@ -13,6 +13,8 @@ It counts references exactly as the tape does:
 - The unpack of a value that is not materialised runs a *burst*: every pending recipe it needs, in program order.
 - A moved storage is a value too, and its recipe is its copy elsewhere: it reads nothing, and a fetch makes the value
   for good. ``transfers.py`` has the rules of when copies settle and fetches start.
+- A storage kept inexactly is moved to packed bytes in the same memory: at once when it is complete, and back when it is
+  needed, by the stream that computes. Its packed bytes count from then until then. No recipe reads it.
 - The last planned replay makes the values for good and drops the recipe's references at once. An earlier one is a
   *passing* replay: it makes only what the burst asked for, and each such value goes when the last recipe of the burst
   that reads it has run. The value that backward asked for is *lent*: it goes when backward drops what it was handed,
@@ -30,7 +32,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import LOSSY, Costs
+from lowtide.graph.lossy import packable, packed_bytes, packing_bytes, unpacking_bytes
 from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Plan
 from lowtide.transfers import NEEDED, RAN, REPLAYED, SENT, SETTLED, STARTED, Logged, Moves, Transfer, price
@@ -92,7 +95,8 @@ class Contents:
     Attributes:
         event: Index into ``StepGraph.events``.
         op: What runs then (or ran last); None at the start of the step. ``replay``: it runs again, in backward.
-        originals: Bytes by storage, of what first runs made. ``replayed``: of what replays made.
+        originals: Bytes by storage, of what first runs made. ``replayed``: of what replays made. ``packed``: of what is
+            kept inexactly.
         peak_bytes: These, what lived before the step, workspace and generator state.
     """
 
@@ -101,6 +105,7 @@ class Contents:
     replay: bool
     originals: dict[int, int]
     replayed: dict[int, int]
+    packed: dict[int, int]
     peak_bytes: int
 
 
@@ -191,11 +196,11 @@ def contents_at_peak(
     if again.seen is None:  # nothing runs at that moment
         again.look(None)
     assert again.seen is not None
-    originals, replayed = again.seen
+    originals, replayed, packed = again.seen
     here = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == peak_bytes]
     runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
     op = here[0] if here else runs[-1] if runs else None
-    return Contents(event, op, bool(here), originals, replayed, peak_bytes)
+    return Contents(event, op, bool(here), originals, replayed, packed, peak_bytes)
 
 
 def _run(graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves) -> _Step:
@@ -226,6 +231,11 @@ def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
                     f"storage {storage_id}: action {action!r} needs the link to the {TIER_OF[action]} tier, and costs "
                     f"knows none.\nMeasure it: lowtide.measure(graph, tiers=({TIER_OF[action]!r},))."
                 )
+            if TIER_OF[action] in LOSSY and storage_id not in packable(graph):
+                raise PlanMismatchError(
+                    f"storage {storage_id} cannot be kept inexactly: it is no floating activation made from what is "
+                    "trained. Save it."
+                )
             continue
         if action != RECOMPUTE:
             raise PlanMismatchError(f"storage {storage_id}: action {action!r} is not known. Use {', '.join(ACTIONS)}.")
@@ -233,6 +243,8 @@ def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
             source = graph.storages[read]
             if source.kind != "activation" and (source.op is not None or source.fixed):
                 why = f"its op reads storage {read}, which {source.fixed or 'is made in backward'}"
+            if TIER_OF.get(actions.get(read, SAVE)) in LOSSY:
+                why = f"its op reads storage {read}, which is kept inexactly"
         if why:
             raise PlanMismatchError(f"storage {storage_id} cannot be recomputed: {why}. Save it.")
 
@@ -243,6 +255,7 @@ class _Index:
     def __init__(self, graph: StepGraph) -> None:
         self.start = graph.resident_bytes
         self.bytes = [s.bytes for s in graph.storages]
+        self.dtype = [s.dtype for s in graph.storages]
         self.maker = [-1 if s.op is None else s.op for s in graph.storages]
         self.saved = list(graph.saved)
         self.makes = [op.makes for op in graph.ops]
@@ -258,6 +271,11 @@ class _Index:
                 self.complete[op.finishes] = op.id
         backward = (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward)
         self.backward_at = next(backward, len(graph.events))
+
+    def packing(self, storage: int) -> tuple[int, int, int]:
+        """Bytes that ``storage`` takes packed, that packing it needs meanwhile, and that unpacking it does."""
+        size, dtype = self.bytes[storage], self.dtype[storage]
+        return packed_bytes(size, dtype), packing_bytes(size, dtype), unpacking_bytes(size, dtype)
 
 
 @once_per_graph
@@ -287,7 +305,8 @@ class _Step:
         self.outgoing_bytes = 0
         self.incoming: set[int] = set()  # on their way back, and not waited for yet
         self.fetched = 0
-        self.high = 0  # most bytes live in the present event, as far as fetches raised them
+        self.packed: dict[int, int] = {}  # kept inexactly -> bytes that takes
+        self.high = 0  # most bytes live in the present event, as far as fetches and packing raised them
         self.log: list[Logged] = []
         self.records: dict[int, int] = {}  # op -> recipes and copies noted when it ran
         self.recipes = {index.maker[s] for s in self.recomputed}  # ops that leave a recipe
@@ -313,7 +332,7 @@ class _Step:
         self.peaks: list[int] = []
         self.replays: list[Replay] = []
         self.watched = -1  # the bytes at which to note what lives
-        self.seen: tuple[dict[int, int], dict[int, int]] | None = None
+        self.seen: tuple[dict[int, int], dict[int, int], dict[int, int]] | None = None
 
     def look(self, replayed_op: int | None) -> None:
         """Note what lives, originals and what replays made, the outputs of ``replayed_op`` among these."""
@@ -322,7 +341,7 @@ class _Step:
         replayed = {s: size[s] for s in sorted(self.materialised)}
         for s in () if replayed_op is None else self.index.makes[replayed_op]:
             replayed[s] = replayed.get(s, 0) + size[s]  # a lent value is there already
-        self.seen = originals, replayed
+        self.seen = originals, replayed, dict(self.packed)
 
     def play(self, events: tuple[tuple[int, int], ...]) -> None:
         index, valued = self.index, self.valued
@@ -396,7 +415,11 @@ class _Step:
         if self.moved:
             self.log.append(Logged(RAN, op, event))
             for storage in self.sets_out.get(op, ()):
-                self.send(storage, event)
+                if self.moved[storage] in LOSSY:
+                    self.pack(storage, event)
+                else:
+                    self.send(storage, event)
+            peak, self.high = max(peak, self.high), 0
         return peak
 
     # Moved storages
@@ -413,6 +436,23 @@ class _Step:
         maker = self.index.maker[storage]
         self.records[maker] = self.records.get(maker, 0) + 1
         self.log.append(Logged(SENT, storage, event))
+
+    def pack(self, storage: int, event: int) -> None:
+        """``storage`` is packed at once; its original goes when Python lets it."""
+        packed, work_bytes, _ = self.index.packing(storage)
+        self.live += packed
+        self.packed[storage] = packed
+        self.reach(self.live + work_bytes)
+        self.recorded += 1
+        maker = self.index.maker[storage]
+        self.records[maker] = self.records.get(maker, 0) + 1
+        self.log += [Logged(SENT, storage, event), Logged(SETTLED, storage, event)]
+
+    def reach(self, count: int) -> None:
+        """So many bytes live for a moment."""
+        self.high = max(self.high, count)
+        if count == self.watched and self.seen is None:
+            self.look(None)
 
     def settle(self, event: int) -> None:
         storage = self.outgoing.popleft()
@@ -432,20 +472,23 @@ class _Step:
 
     def start(self, storage: int, event: int) -> None:
         self.live += self.index.bytes[storage]
-        self.high = max(self.high, self.live)
-        if self.live == self.watched and self.seen is None:
-            self.look(None)
+        self.reach(self.live + (self.index.packing(storage)[2] if storage in self.packed else 0))
         self.materialised.add(storage)
         self.incoming.add(storage)
         self.fetched += 1
         self.log.append(Logged(STARTED, storage, event))
+        if storage in self.packed:
+            self.log.append(Logged(NEEDED, storage, event))
 
     def fetch(self, storage: int, event: int) -> None:
         """``storage`` is needed now."""
         if storage not in self.materialised:
             self.start(storage, event)
         self.incoming.discard(storage)
-        self.log.append(Logged(NEEDED, storage, event))
+        if storage in self.packed:
+            self.live -= self.packed.pop(storage)
+        else:
+            self.log.append(Logged(NEEDED, storage, event))
 
     # References
 
@@ -477,6 +520,7 @@ class _Step:
                 self.live -= self.index.bytes[storage]
             if storage in self.moved:
                 self.incoming.discard(storage)
+                self.live -= self.packed.pop(storage, 0)
                 continue
             op = self.index.maker[storage]
             if self.state[op] == _PENDING and not any(

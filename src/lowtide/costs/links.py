@@ -1,4 +1,4 @@
-"""How fast the links to other tiers are, here: measured once a process, tier and directory.
+"""How fast the links to other tiers are, here: measured once a machine, tier and file system (``link_cache.py``).
 
 A disk is measured as it performs when memory has none to spare for its cache: writes until they are on the device,
 reads after the cache has let go of the file. Where there is memory to spare it will do better than planned.
@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from lowtide.costs import link_cache
 from lowtide.errors import TierError
 from lowtide.graph.costs import DISK, HOST, TIERS, Link
+from lowtide.packing import pack, unpack
 from lowtide.scratch import open_scratch, read_all, write_all
 from lowtide.units import format_bytes
 
 _LARGE, _SMALL = 1 << 25, 1 << 12
+_PACKED_LARGE, _PACKED_SMALL = 1 << 20, 1 << 16  # elements
 _REPEATS = 3
 _known: dict[tuple[str, str, str], Link] = {}
 
 
-def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None) -> Link:
-    """The link between ``device`` and ``tier``.
+def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None, *, anew: bool = False) -> Link:
+    """The link between ``device`` and ``tier``, as measured not long ago or, with ``anew``, now.
 
     Raises:
         ValueError: there is no tier of that name.
@@ -34,10 +40,50 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None)
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)
-    key = (tier, str(torch.device(device)), "" if tier == HOST else str(Path(scratch_dir or "").resolve()))
-    if key not in _known:
-        _known[key] = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
-    return _known[key]
+    where = Path(tempfile.gettempdir() if scratch_dir is None else scratch_dir)
+    key = (tier, str(torch.device(device)), "" if tier == HOST else str(where.resolve()))
+    if key in _known and not anew:
+        return _known[key]
+    written = _written_as(tier, device, where)
+    link = None if anew or written is None else link_cache.recall(written)
+    if link is None:
+        link = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
+        if written is not None:
+            link_cache.remember(written, link)
+    _known[key] = link
+    return link
+
+
+def _written_as(tier: str, device: str, where: Path) -> str | None:
+    """The link's key in the cache; None where the directory is not there, which measuring it will say."""
+    try:
+        return link_cache.key_of(tier, device, where)
+    except OSError:
+        return None
+
+
+def packing_link(form: str, dtype: str, device: str, time_ms: Callable[[Callable[[], Any]], float]) -> Link:
+    """How long storages of ``dtype`` take to be packed as ``form`` and unpacked, as a link.
+
+    Args:
+        time_ms: Times a call.
+
+    Raises:
+        TierError: this torch cannot.
+    """
+    kind = getattr(torch, dtype)
+    store_ms, fetch_ms = [], []
+    for count in (_PACKED_LARGE, _PACKED_SMALL):
+        x = torch.randn(count, device=device).to(kind)
+        packed = pack(x, form)
+        assert packed is not None
+        store_ms.append(time_ms(partial(pack, x, form)))
+        fetch_ms.append(time_ms(partial(unpack, packed, x)))
+    more_bytes = (_PACKED_LARGE - _PACKED_SMALL) * kind.itemsize
+    store, fetch = (1e3 * more_bytes / max(ms[0] - ms[1], 1e-6) for ms in (store_ms, fetch_ms))
+    small_bytes = _PACKED_SMALL * kind.itemsize
+    latency_ms = min(store_ms[1] - 1e3 * small_bytes / store, fetch_ms[1] - 1e3 * small_bytes / fetch)
+    return Link(store, fetch, max(latency_ms, 0.0))
 
 
 def check_tier(tier: str, device: str) -> None:

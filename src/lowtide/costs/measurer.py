@@ -16,7 +16,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +26,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import meters
-from lowtide.costs.links import measured_link
+from lowtide.costs.links import measured_link, packing_link
 from lowtide.costs.signatures import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
 from lowtide.errors import LowtideError
 from lowtide.garbage import no_garbage_collection
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import LOSSY, Costs, Link
+from lowtide.graph.lossy import packable
 from lowtide.graph.step_graph import Op, StepGraph
 
 # The tape's own work per dropped and per replayed op, beyond the mode's: benchmarks/overhead.py, on a server CPU.
@@ -61,6 +62,7 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     tiers: Iterable[str] = (),
     scratch_dir: str | Path | None = None,
+    anew: bool = False,
 ) -> Costs:
     """Time every distinct op signature of ``graph`` here, and return milliseconds by op.
 
@@ -70,8 +72,10 @@ def measure(
     Args:
         repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
         progress: Called with signatures done and signatures in all.
-        tiers: Measure the links to these as well: ``host``, ``disk``; once a process and directory.
+        tiers: Measure the links to these as well: ``host``, ``disk``; once a machine and file system, and kept for a
+            week in the user's cache directory. ``int8``, ``fp8``: how long it takes to pack floats so.
         scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
+        anew: Measure links whatever was measured before.
 
     Returns:
         Costs with ``source="measured"``; equal signatures have equal times.
@@ -87,7 +91,8 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
     _require(graph.device)
-    links = {tier: measured_link(tier, graph.device, scratch_dir) for tier in tiers}
+    tiers = tuple(tiers)
+    links = {tier: measured_link(tier, graph.device, scratch_dir, anew=anew) for tier in tiers if tier not in LOSSY}
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
@@ -105,6 +110,9 @@ def measure(
                 failed[index] = f"{ops[0].name}: {_first_line(error)}"
             if progress is not None:
                 progress(done, len(ops_by_signature))
+        for form in tiers:
+            if form in LOSSY:
+                links[form] = _packing(graph, form, clock, repeats)
         mode_us = _mode_us(graph.device)
         if failed or estimated:
             copy_ms = _copy_ms(clock)
@@ -127,6 +135,15 @@ def measure(
         device_name=meters.device_name(graph.device),
         links=links,
     )
+
+
+def _packing(graph: StepGraph, form: str, clock: _Clock, repeats: int) -> Link:
+    """For the dtype that there is most of."""
+    bytes_of: Counter[str] = Counter()
+    for s in sorted(packable(graph)):
+        bytes_of[graph.storages[s].dtype] += graph.storages[s].bytes
+    dtype = bytes_of.most_common(1)[0][0] if bytes_of else "float32"
+    return packing_link(form, dtype, graph.device, lambda call: clock.median_ms(call, repeats, cold=True))
 
 
 def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> float:

@@ -15,7 +15,7 @@ from lowtide.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PLAIN, PLANNED, BUDGET = "#8a8f98", "#0b7285", "#c92a2a"
+PLAIN, PLANNED, BUDGET, MOVED = "#8a8f98", "#0b7285", "#c92a2a", "#6741d9"
 
 
 def plot_memory(graph: StepGraph, plan: Plan, path: str | Path, *, costs: Costs | None = None) -> None:

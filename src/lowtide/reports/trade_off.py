@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.reports.plots import BUDGET, PLAIN, PLANNED, new_figure, save_figure
+from lowtide.plan import TIER_OF
+from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, new_figure, save_figure
 from lowtide.solvers.classics import BUDGETED, CLASSICS
 from lowtide.solvers.front_door import solve
 from lowtide.solvers.pareto import FrontierPoint, frontier
@@ -19,18 +20,22 @@ _SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets at which the methods th
 
 @dataclass(frozen=True)
 class TradeOff:
-    """Points of (peak bytes, step ms), by method; the frontier's under ``exact``."""
+    """Points of (peak bytes, step ms), by method.
+
+    Attributes:
+        front: Of plans that save and recompute. ``moving``: of plans that move storages as well, to tiers whose links
+            are known.
+    """
 
     front: list[FrontierPoint]
     classics: dict[str, list[tuple[int, float]]]
+    moving: list[FrontierPoint] = field(default_factory=list)
 
     def as_json(self) -> dict:
         """Plain types."""
         return {
-            "frontier": [
-                {"peak_bytes": p.peak_bytes, "step_ms": p.step_ms, "overhead": p.plan.predicted_overhead}
-                for p in self.front
-            ],
+            "frontier": [_as_json(p) for p in self.front],
+            "frontier_moving": [{**_as_json(p), "moved_bytes": _moved_bytes(p)} for p in self.moving],
             "classics": {
                 method: [{"peak_bytes": peak, "step_ms": ms} for peak, ms in points]
                 for method, points in self.classics.items()
@@ -38,10 +43,19 @@ class TradeOff:
         }
 
 
+def _as_json(point: FrontierPoint) -> dict:
+    return {"peak_bytes": point.peak_bytes, "step_ms": point.step_ms, "overhead": point.plan.predicted_overhead}
+
+
+def _moved_bytes(point: FrontierPoint) -> int:
+    return sum(d.bytes for d in point.plan.decisions if d.action in TIER_OF)
+
+
 def trade_off(
     graph: StepGraph, costs: Costs, *, points: int = 12, progress: Callable[[int, int], None] | None = None
 ) -> TradeOff:
-    """Plan the step over its whole range of budgets, and by every published method that applies to it."""
+    """Plan the step over its whole range of budgets, and by every published method that applies to it; where ``costs``
+    knows links to other tiers, over the range that moving opens too."""
     classics: dict[str, list[tuple[int, float]]] = {}
     for method in CLASSICS:
         found = set()
@@ -53,7 +67,20 @@ def trade_off(
             found.add((plan.predicted_peak_bytes, plan.predicted_step_ms))
         if found and method != "none":
             classics[method] = sorted(found)
-    return TradeOff(frontier(graph, costs, points=points, progress=progress), classics)
+    tiers = [tier for tier in costs.links if tier in TIERS]
+    total = points * 2 if tiers else points
+
+    def told(done: int, _: int) -> None:
+        if progress is not None:
+            progress(done, total)
+
+    front = frontier(graph, costs, points=points, progress=told)
+    moving = []
+    if tiers:
+        moving = frontier(
+            graph, costs, points=points, offload=tiers, progress=lambda done, _: told(points + done, total)
+        )
+    return TradeOff(front, classics, moving)
 
 
 def plot_trade_off(found: TradeOff, path: str | Path) -> None:
@@ -72,15 +99,19 @@ def plot_trade_off(found: TradeOff, path: str | Path) -> None:
     axes = figure.add_subplot()
     ours = place([(p.peak_bytes, p.step_ms) for p in found.front])
     axes.plot(*ours, color=PLANNED, marker="o", markersize=4, linewidth=1.6, label="lowtide", zorder=3)
+    if found.moving:
+        tiers = " and ".join(sorted(frozenset().union(*(p.plan.tiers for p in found.moving)))) or "no tier"
+        label, theirs = f"lowtide, moving to {tiers}", place([(p.peak_bytes, p.step_ms) for p in found.moving])
+        axes.plot(*theirs, color=MOVED, marker="o", markersize=4, linewidth=1.6, label=label, zorder=4)
     shapes = "s^vDPX*"
     for (method, points), shape in zip(found.classics.items(), shapes, strict=False):
         color = BUDGET if method == "full" else PLAIN
         axes.plot(*place(points), color=color, marker=shape, markersize=6, linestyle="", label=method, alpha=0.9)
     axes.set(xlabel="activation memory, % of the plain step's", ylabel="extra time, %")
+    moved = place([(p.peak_bytes, p.step_ms) for p in found.moving])[1]
     # Schedules that replay an op many times cost more than the rest of the picture is high.
-    most = max(
-        y for _, points in [("", ours[1]), *((m, place(p)[1]) for m, p in found.classics.items())] for y in points
-    )
+    heights = [*ours[1], *moved, *(y for points in found.classics.values() for y in place(points)[1])]
+    most = max(heights)
     if most > 100:
         axes.set_yscale("symlog", linthresh=10)
         axes.set_yticks([0, 5, 10, 20, 50, 100, 200], ["0", "5", "10", "20", "50", "100", "200"])

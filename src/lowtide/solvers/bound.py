@@ -33,8 +33,10 @@ Symbols (stages t as in ``certain.py``; an op has a grid of stages, ends of its 
                                                              and needs for itself; floor the least, and s what is kept
                                                              through all of the slot's bursts
 
+Where plans may move storages, ``away.py`` adds columns for that.
+
 Known weaknesses: of a burst only one op at a time counts, beside what is kept and not what is held for later, so near
-the least peak the bound stays below what any plan takes; offloading is not looked at.
+the least peak the bound stays below what any plan takes.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ from dataclasses import dataclass
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph, once_per_graph
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.certain import certain
+from lowtide.solvers.away import Allowed
+from lowtide.solvers.certain import certain, certain_with_moves
 from lowtide.solvers.relaxation import Relaxation
 
+MOVES_HOLD_FOR = "every plan that saves, recomputes or moves, whenever it does; what links can carry counts, not when"
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
 _TOLERANCE = 1e-6  # of the objective: HiGHS's own, with room
 
@@ -65,8 +69,11 @@ class Bound:
     ms_per_byte: float
 
 
-def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
+def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allowed | None = None) -> Bound:
     """Return the least step time that any plan within ``budget_bytes`` can have.
+
+    Args:
+        allowed: What plans may do beside saving and recomputing.
 
     Example:
         >>> bound = bound_time(graph, costs, plan.budget_bytes)
@@ -84,12 +91,12 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
 def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
     if simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes:
         return Bound(costs.plain_step_ms, 0.0)
-    sure = certain(graph)
+    sure = certain_with_moves(graph) if allowed else certain(graph)
     if sure.floor_bytes.max() > budget_bytes:
         return Bound(math.inf, 0.0)
-    # Something is recomputed, so the tape watches all of forward.
+    # Something is recomputed or moved, so the tape watches all of forward.
     floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
-    model = Relaxation(sure, costs, budget_bytes)
+    model = Relaxation(sure, costs, budget_bytes, allowed)
     answer = model.program.relax()
     if math.isnan(answer.objective):
         return Bound(floor_ms, 0.0)
@@ -97,6 +104,12 @@ def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
         return Bound(math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
     return Bound(floor_ms + max(answer.objective * (1 - _TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
+
+
+@once_per_graph
+def bound_peak_with_moves(graph: StepGraph) -> int:
+    """Return a peak that no plan stays below, whatever it recomputes or moves: what is live for certain at a moment."""
+    return int(certain_with_moves(graph).floor_bytes.max(initial=graph.resident_bytes))
 
 
 @once_per_graph

@@ -28,7 +28,12 @@ Span = tuple[int, int]  # of events, the second not included
 class Certain:
     """Moments and lifetimes of ``graph``.
 
+    Args:
+        may_move: Plans may keep what autograd stores elsewhere meanwhile: then that is no more certain than what they
+            may recompute.
+
     Attributes:
+        movable: What such plans may move; none where they may not.
         useful: Replayable ops that lead to something droppable, in program order.
         droppable: Storages that autograd stores, backward asks for, and a plan may recompute.
         returns: Storages that a replay can bring back (all that useful ops make and that may be recomputed).
@@ -41,11 +46,13 @@ class Certain:
         kept_spans: When a storage that autograd stores costs its bytes only because it is kept.
     """
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, *, may_move: bool = False) -> None:
         self.graph = graph
         free, allowed, consumers = recomputable(graph), replayable_ops(graph), readers(graph)
         self._read_events()
         asked_for = {graph.saved[handle] for handle in self._unpacked}
+        made = (graph.storages[s] for s in graph.stored & asked_for if may_move)
+        self.movable = frozenset(s.id for s in made if s.kind == "activation" and not s.fixed)
         useful: set[int] = set()
         for op in reversed(graph.forward_ops):
             mine = [s for s in op.makes if s in free]
@@ -55,8 +62,8 @@ class Certain:
         self.returns = frozenset(s for op in useful for s in graph.ops[op].makes if s in free)
         self.droppable = frozenset(graph.stored & asked_for & self.returns)
         self.read_by = {s: [op for op in ops if op in useful] for s, ops in consumers.items()}
-        self.always_kept = graph.stored - free
-        self._floor(free)
+        self.always_kept = graph.stored - free - self.movable
+        self._floor(free | self.movable)
         self._stages()
         self._reach()
 
@@ -177,6 +184,12 @@ class Certain:
 def certain(graph: StepGraph) -> Certain:
     """``Certain(graph)``, made once."""
     return Certain(graph)
+
+
+@once_per_graph
+def certain_with_moves(graph: StepGraph) -> Certain:
+    """``Certain(graph, may_move=True)``, made once."""
+    return Certain(graph, may_move=True)
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

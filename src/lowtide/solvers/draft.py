@@ -10,13 +10,17 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.bound import HOLDS_FOR, bound_peak, bound_time
+from lowtide.solvers.away import Allowed
+from lowtide.solvers.bound import (
+    HOLDS_FOR,
+    MOVES_HOLD_FOR,
+    bound_peak,
+    bound_peak_with_moves,
+    bound_time,
+)
 from lowtide.solvers.evidence import bottleneck, evidence
 from lowtide.transfers import Moves
 from lowtide.units import format_bytes
-
-# What moving costs no relaxation here can tell, so nothing better than the plain step's time is claimed.
-MOVES_HOLD_FOR = "all plans, moves to other tiers included: none is faster than the plain step"
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class Draft:
         replays: How often a recomputed storage may be made again, by storage id; 1 where absent (see ``Decision``).
         bound_ms: No plan among those that the method looks at has a shorter step; None where it does not know.
         status: ``optimal``, ``feasible`` or ``fixed``, as in ``Plan``.
-        moves: When moved storages travel. ``may_move``: plans that move storages were looked at, so the bound has to
-            hold for them.
+        moves: When moved storages travel.
+        allowed: What plans that were looked at may do beside saving and recomputing: the bound has to hold for those.
     """
 
     actions: dict[int, str]
@@ -37,7 +41,7 @@ class Draft:
     provenance: dict[str, str] = field(default_factory=dict)
     replays: dict[int, int] = field(default_factory=dict)
     moves: Moves = field(default_factory=Moves)
-    may_move: bool = False
+    allowed: Allowed = field(default_factory=Allowed)
 
 
 def finish(
@@ -75,13 +79,8 @@ def finish(
                 draft.moves.fetch_at.get(storage_id) if action in TIER_OF else None,
             )
         )
-    may_move = draft.may_move or any(action in TIER_OF for action in draft.actions.values())
-    bound = None
-    if budget_bytes is not None and not may_move:
-        bound = bound_time(graph, costs, budget_bytes)
+    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, draft.allowed)
     bound_ms = None if bound is None else bound.step_ms
-    if budget_bytes is not None and may_move:
-        bound_ms = costs.plain_step_ms
     searched = {}
     if draft.bound_ms is not None:
         searched["search_bound"] = f"{draft.bound_ms:.3f} ms for the plans that method {method} looks at"
@@ -114,7 +113,7 @@ def finish(
         device=graph.device,
         calls=graph.calls,
         region=graph.region,
-        bound_model="" if bound_ms is None else HOLDS_FOR if bound is not None else MOVES_HOLD_FOR,
+        bound_model="" if bound is None else MOVES_HOLD_FOR if draft.allowed else HOLDS_FOR,
         window_bytes=draft.moves.window_bytes,
         evidence=evidence(graph, draft.actions, draft.replays, timeline, bound, draft.moves),
         provenance={**graph.provenance, **draft.provenance, **searched},
@@ -143,7 +142,12 @@ def infeasible(
     # Nothing bounds the peak of plans that move storages away.
     proven = bound_peak(graph) if method == "exact" and moves is None else 0
     if method == "exact" and moves is not None:
+        proven = bound_peak_with_moves(graph)
         lines = [f"no plan found fits budget={asked}: the leanest, other tiers used, needs {found}."]
+        if proven > budget_bytes:
+            floor = f"{format_bytes(proven)} ({proven} bytes)"
+            lines = [f"no plan fits budget={asked}, other tiers used: every plan needs at least {floor}.",
+                     f"The leanest found needs {found}."]  # fmt: skip
     elif method == "exact":
         floor = f"{format_bytes(proven)} ({proven} bytes)"
         if proven == timeline.peak_bytes:

@@ -73,11 +73,13 @@ class Limits:
             run to run. The search for the least peak has limits of its own, that no clock moves.
         node_limit: Branch-and-bound nodes of one MILP.
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
+        effort: Of local search, 1 being all that it may simulate.
     """
 
     time_limit_s: float = 60.0
     node_limit: int = 1000
     gap: float | None = None
+    effort: float = 1.0
 
 
 def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Draft:
@@ -246,7 +248,7 @@ class Search:
     def _paths(self) -> list[list[Judged]]:
         """From the leanest that the models and the classics know to ways that nothing nearby beats."""
         starts = [*self._lean()[-1:], min((self.plain, *self.classics), key=lambda j: (j.peak_bytes, *j.rank))]
-        return [leaner(self.graph, self.costs, start, events=_LEANER_EVENTS) for start in starts]
+        return [leaner(self.graph, self.costs, start, events=self._events(_LEANER_EVENTS)) for start in starts]
 
     def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Judged:
         return judge(self.graph, self.costs, actions, replays)
@@ -295,7 +297,7 @@ class Search:
                 start,
                 target_bytes=budget_bytes,
                 most_ms=min([bound_ms + _HOPELESS * self.costs.plain_step_ms, *(j.timeline.step_ms for j in found)]),
-                events=_ROUNDED_EVENTS,
+                events=self._events(_ROUNDED_EVENTS),
             )
             if path[-1].peak_bytes <= budget_bytes:
                 found.append(self.save_what_fits(path[-1], budget_bytes))
@@ -352,7 +354,8 @@ class Search:
 
     def _just_within(self, judged: Judged, budget_bytes: int) -> list[Judged]:
         """A way within the budget that is hardly slower than ``judged``, if changing a little leads to one."""
-        path = leaner(self.graph, self.costs, judged, target_bytes=budget_bytes, events=_CLEAN_UP_EVENTS)
+        events = self._events(_CLEAN_UP_EVENTS)
+        path = leaner(self.graph, self.costs, judged, target_bytes=budget_bytes, events=events)
         within = path[-1].peak_bytes <= budget_bytes
         slack_ms = _STEP_GAP * self.costs.plain_step_ms
         return path[-1:] if within and path[-1].timeline.step_ms <= judged.timeline.step_ms + slack_ms else []
@@ -400,7 +403,7 @@ class Search:
         kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
         made, asked = self._spans()
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
-        tries = _CLEAN_UP_EVENTS // max(len(graph.events), 1)
+        tries = self._events(_CLEAN_UP_EVENTS) // max(len(graph.events), 1)
         peaks = np.array(judged.timeline.event_peak_bytes)
         for storage in list(dropped):
             if tries == 0:
@@ -425,6 +428,9 @@ class Search:
             elif kind == UNPACK:
                 asked.setdefault(self.graph.saved[number], event)
         return made, asked
+
+    def _events(self, most: int) -> int:
+        return int(self.limits.effort * most)
 
     def _minimise(self, model: PeakModel, deadline: float, *, nodes: int) -> Answer:
         gap, slack_ms = self._tolerances()

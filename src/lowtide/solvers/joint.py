@@ -6,8 +6,11 @@ load at all. A storage is worth moving where memory is worth most, and those are
 keeps: what is cheap to make again is dropped there already. In program order each of them moves if the link would have
 carried it off before the next, and back before it is needed.
 
-Known weaknesses: two steps instead of one model, so no bound but the plain step's time; a storage is moved whole; which
-of several that the link could carry is moved goes by program order alone.
+What may be kept inexactly is tried likewise: packing takes the step's own time, so it is worth that where making a
+tensor again is dearer still.
+
+Known weaknesses: two steps instead of one model; a storage is moved whole; which of several that the link could carry
+is moved goes by program order alone. How much that loses ``bound.py`` says, which shares nothing with it.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.graph.costs import Costs
+from lowtide.graph.costs import LOSSY, Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
+from lowtide.solvers.away import Allowed
+from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.elsewhere import elsewhere
 from lowtide.solvers.exact import Limits, Search
@@ -31,8 +36,10 @@ from lowtide.transfers import Moves
 
 _LOADS: tuple[float, ...] = (0.5, 1.0, 1.5)  # of what the links can carry without a wait
 _HEAVY_LOADS = (1.0, 2.0, 4.0, math.inf)  # where recomputing alone does not do
+_PACKED_SHARES = (0.25, 0.5, 1.0)  # of what is kept and may be kept inexactly
 _SMALLEST = 1e-3  # of the bytes stored: what is less is not worth a transfer
 _ROUNDS = 3
+_NODES = 300  # of one of many searches
 _IN_THE_WAY = 0.05  # of a transfer's time: what it takes of the computation's own memory bandwidth, roughly
 _LONG_WAITS = 0.1  # of the step, spent standing still
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
@@ -51,17 +58,23 @@ class _Judged:
 
 
 def joint(
-    graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits, capacities: Mapping[str, int | None]
+    graph: StepGraph,
+    costs: Costs,
+    budget_bytes: int,
+    limits: Limits,
+    capacities: Mapping[str, int | None],
+    inexact: Mapping[int, str] | None = None,
 ) -> Draft:
     """The fastest of the plans that are looked at within ``budget_bytes``.
 
     Args:
         capacities: Most bytes to move, by tier; None: any number.
+        inexact: Storages that may be kept inexactly, and as what.
 
     Raises:
         BudgetInfeasibleError: none was found that needs so little.
     """
-    return replace(_Joint(graph, costs, limits, capacities).within(budget_bytes), may_move=True)
+    return Joint(graph, costs, limits, Allowed(capacities, inexact or {})).within(budget_bytes)
 
 
 @once_per_graph
@@ -72,17 +85,32 @@ def movable(graph: StepGraph) -> frozenset[int]:
     return frozenset(s for s in free if not graph.storages[s].fixed)
 
 
-class _Joint:
-    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, capacities: Mapping[str, int | None]) -> None:
-        self.graph, self.costs, self.limits = graph, costs, limits
+def _by_count(limits: Limits) -> Limits:
+    """Limits that count: under the clock that is only a net, what is found would depend on who else computes."""
+    time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
+    return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, _NODES))
+
+
+class Joint:
+    """Joint plans of one step, for any number of budgets."""
+
+    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, allowed: Allowed) -> None:
+        self.graph, self.costs, self.allowed = graph, costs, allowed
+        self.limits = _by_count(limits)
         # The faster link is loaded first.
+        capacities = allowed.capacities
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
-        self.search = Search(graph, costs, limits)
+        self.search = Search(graph, costs, self.limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
         self.large = sorted(s for s in movable(graph) if graph.storages[s].bytes >= _SMALLEST * stored_bytes)
+        self.inexact = {s: allowed.inexact[s] for s in self.large if s in allowed.inexact}
 
     def within(self, budget_bytes: int) -> Draft:
+        """See ``joint``."""
+        return replace(self._within(budget_bytes), allowed=self.allowed)
+
+    def _within(self, budget_bytes: int) -> Draft:
         if self.search.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
         tried: list[_Judged] = []
@@ -91,29 +119,44 @@ class _Joint:
             like = self._judge(self.search.within(budget_bytes, at_any_price=False))
             tried.append(like)
         except BudgetInfeasibleError:
+            if self._least.timeline.peak_bytes > budget_bytes:  # with all that may be moved away, and the rest leanest
+                return self._at_the_least(budget_bytes)
             leanest = min((self.search.plain, *self.search.classics), key=lambda j: j.peak_bytes)
             like, loads = self._judge(Draft(leanest.actions)), _HEAVY_LOADS
-        seen: set[frozenset[int]] = {frozenset()}
-        for load in loads:
+        seen: set[frozenset[tuple[int, str]]] = {frozenset()}
+        for load in loads if self.capacities else ():
             self._try(self._kept(like), like, load, budget_bytes, seen, tried)
-        for load in loads[1:]:
+        for load in loads[1:] if self.capacities else ():
             self._try(self.large, like, load, budget_bytes, seen, tried)
-        if loads is _HEAVY_LOADS and (not tried or self._waits(tried)):
+        if self.inexact:
+            self._pack(like, budget_bytes, seen, tried)
+        if self.capacities and loads is _HEAVY_LOADS and (not tried or self._waits(tried)):
             # Dearer to find, and it keeps little: what there is to move.
             like = self._recomputed_least
             for load in loads:
                 self._try(self._kept(like), like, load, budget_bytes, seen, tried)
         if tried:  # what the best of these keeps may be worth moving too
             best = min(tried, key=lambda j: j.rank)
-            self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
-            return min(tried, key=lambda j: j.rank).draft
+            if self.capacities:
+                self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
+            return self._exactly(min(tried, key=lambda j: j.rank), budget_bytes).draft
+        return self._at_the_least(budget_bytes)
+
+    def _at_the_least(self, budget_bytes: int) -> Draft:
+        """The leanest plan there is, whatever it takes.
+
+        Raises:
+            BudgetInfeasibleError: it needs more.
+        """
         if self._least.timeline.peak_bytes <= budget_bytes:
             return self._least.draft
-        try:
-            return self.search.within(budget_bytes)
-        except BudgetInfeasibleError:
-            pass
-        found = (self._least, self._recomputed_least)
+        found = [self._least]
+        # Recomputing alone is worth its search only where nothing says that it ends higher.
+        if bound_peak(self.graph) < self._least.timeline.peak_bytes:
+            try:
+                return self.search.within(budget_bytes)
+            except BudgetInfeasibleError:
+                found.append(self._recomputed_least)
         least = min(found, key=lambda j: j.timeline.peak_bytes).draft
         raise infeasible(
             self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays,
@@ -126,17 +169,52 @@ class _Joint:
         like: _Judged,
         load: float,
         budget_bytes: int,
-        seen: set[frozenset[int]],
+        seen: set[frozenset[tuple[int, str]]],
         tried: list[_Judged],
     ) -> None:
         """Move what of ``storages`` the links carry at ``load``, beside the replays of ``like``."""
         moved = self._assign(storages) if math.isinf(load) else self._carried(storages, load, like.timeline)
-        if frozenset(moved) in seen:
+        if frozenset(moved.items()) in seen:
             return
-        seen.add(frozenset(moved))
+        seen.add(frozenset(moved.items()))
         found = self._around(moved, like, budget_bytes)
         if found is not None:
             tried.append(found)
+
+    def _pack(
+        self, like: _Judged, budget_bytes: int, seen: set[frozenset[tuple[int, str]]], tried: list[_Judged]
+    ) -> None:
+        """Keep inexactly what is dearer to make again than to pack, what ``like`` and the best so far keep, or all."""
+        links, storages = self.costs.links, self.graph.storages
+
+        def pays(storage: int) -> bool:
+            link, size = links[TIER_OF[self.inexact[storage]]], storages[storage].bytes
+            return link.store_ms(size) + link.fetch_ms(size) < self.costs.op_ms[storages[storage].op or 0]
+
+        for start in (like, *([min(tried, key=lambda j: j.rank)] if tried else [])):
+            moved = {s: a for s, a in start.draft.actions.items() if a in TIER_OF}
+            kept = [s for s in self._kept(start) if s not in moved and s in self.inexact]
+            # What a byte of is dear to make again comes first: the rest may be recomputed.
+            kept.sort(key=lambda s: (-self.costs.op_ms[storages[s].op or 0] / storages[s].bytes, s))
+            some = [kept[: math.ceil(share * len(kept))] for share in _PACKED_SHARES]
+            for packed in (*some, [s for s in self.inexact if pays(s)], list(self.inexact)):
+                both = {**{s: self.inexact[s] for s in packed}, **moved}
+                if frozenset(both.items()) not in seen:
+                    seen.add(frozenset(both.items()))
+                    found = self._around(both, start, budget_bytes)
+                    tried += [] if found is None else [found]
+
+    def _exactly(self, judged: _Judged, budget_bytes: int) -> _Judged:
+        """With whatever was packed and need not be as it is, the largest first."""
+        packed = [s for s, a in judged.draft.actions.items() if TIER_OF.get(a) in LOSSY]
+        for storage in sorted(packed, key=lambda s: (-self.graph.storages[s].bytes, s)):
+            made, needed = self._spans
+            peaks = judged.timeline.event_peak_bytes[made[storage] : needed[storage] + 1]
+            if budget_bytes - max(peaks) >= self.graph.storages[storage].bytes // 4:
+                trial = self._judge(replace(judged.draft, actions={**judged.draft.actions, storage: SAVE}))
+                if trial.timeline.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
+                    judged = trial
+        return judged
 
     def _kept(self, like: _Judged) -> list[int]:
         return [s for s in self.large if like.draft.actions.get(s, SAVE) != RECOMPUTE]
@@ -148,12 +226,13 @@ class _Joint:
 
     @cached_property
     def _recomputed_least(self) -> _Judged:
-        return self._judge(Draft(self.search.least.actions))
+        least = self.search.least
+        return self._judge(Draft(least.actions, replays=least.replays))
 
     @cached_property
     def _least(self) -> _Judged:
         """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        moved = self._assign(self.large)
+        moved = {**self.inexact, **self._assign(self.large)}
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **moved}
         moves = Moves(0)  # one at a time, and back when needed
         search = Search(*elsewhere(self.graph, self.costs, actions, moves), self.limits)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
+from lowtide.simulator import simulate_actions
 from lowtide.solvers.draft import finish
 from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.front_door import Offload, allowed_by
+from lowtide.solvers.joint import Joint
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,15 @@ def frontier(
     costs: Costs,
     *,
     points: int = 16,
+    offload: Offload = (),
+    lossy: str | Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
     """Plan the step for budgets from the least peak that is found to the plain step's, closer where memory is short.
 
     Args:
         points: How many budgets are asked for; what another point beats in both time and peak is left out.
+        offload, lossy: As for ``solve``: then the points are of plans that may move storages, or keep them inexactly.
         progress: Called with budgets done and budgets in all.
 
     Returns:
@@ -47,12 +53,13 @@ def frontier(
         nothing.
 
     Raises:
-        ValueError: ``points`` is below 2.
+        ValueError: ``points`` is below 2, or ``offload`` or ``lossy`` makes no sense.
     """
     if points < 2:
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
-    search = Search(graph, costs, Limits())
-    least, most = _least_bytes(search), search.plain.peak_bytes
+    allowed = allowed_by(graph, costs, offload, lossy)
+    search: Search | Joint = Joint(graph, costs, Limits(), allowed) if allowed else Search(graph, costs, Limits())
+    least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
     # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.
     budgets = sorted({least + (most - least) * i**2 // (points - 1) ** 2 for i in range(points)})
     found: list[Plan] = []
@@ -71,7 +78,7 @@ def frontier(
     return front
 
 
-def _least_bytes(search: Search) -> int:
+def _least_bytes(search: Search | Joint) -> int:
     """The least budget that has a plan."""
     try:
         search.within(search.graph.resident_bytes)

@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.graph.costs import Costs
+from lowtide.solvers.away import Allowed, Away, Terms
 from lowtide.solvers.certain import Certain, Span
 from lowtide.solvers.highs import INFINITY, Program
 
-Terms = dict[int, float]
 _TINY = 400  # ops x stages up to which each stage has its slot
 _MOMENTS = 48  # memory rows for backward; never chosen by the budget, so that the bound falls as it grows
 
@@ -30,13 +30,16 @@ class Relaxation:
 
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
+        allowed: What plans may move or keep inexactly; ``certain`` has to know of it too.
 
     Attributes:
         program: The objective is recompute time in ``ms_unit``, or the peak beyond what is resident in ``byte_unit``.
         moments: The event of each memory row, by row.
     """
 
-    def __init__(self, certain: Certain, costs: Costs, budget_bytes: int | None) -> None:
+    def __init__(
+        self, certain: Certain, costs: Costs, budget_bytes: int | None, allowed: Allowed | None = None
+    ) -> None:
         self.certain, self.costs, self.budget_bytes = certain, costs, budget_bytes
         self.graph, self.program = certain.graph, Program()
         self._later = partial(self.program.row, lazy=True)
@@ -45,11 +48,17 @@ class Relaxation:
         self.moments: dict[int, int] = {}
         self._grids()
         self._columns()
+        self.away = Away(
+            self.program, self.graph, costs, allowed or Allowed(), certain.movable if allowed else (), self.ms_unit,
+            timed=budget_bytes is not None,
+        )  # fmt: skip
         self._keep_or_replay()
         self._reads()
         self._same_burst()
         self._pinned()
         self._held()
+        if budget_bytes is not None:
+            self.away.carried({column: self.program.cost[column] for mine in self.N.values() for column in mine})
         self._memory()
         self._replayed()
 
@@ -85,7 +94,7 @@ class Relaxation:
             self.N[op] = [self.A[op][0], *(column(ms) for _ in range(slots - 1))]  # in the first slot they are one
             self.program.cost[self.A[op][0]] += ms
         read = (s for op in certain.useful for s in self.graph.ops[op].reads if self.graph.storages[s].op is not None)
-        choices = sorted(certain.droppable.union(read) - certain.always_kept)
+        choices = sorted(certain.droppable.union(read, certain.movable) - certain.always_kept)
         self.s = {x: column() for x in choices}
         self.peak = None if timed else column(1.0, upper=INFINITY)
 
@@ -101,7 +110,9 @@ class Relaxation:
     def _keep_or_replay(self) -> None:
         certain, row = self.certain, self.program.row
         for x in sorted(certain.droppable):
-            row({self.s[x]: 1, **self._by(x, certain.asked[x][0], 1)}, lower=1)
+            row({self.s[x]: 1, **self._by(x, certain.asked[x][0], 1), **self.away.terms(x, 1)}, lower=1)
+        for x in sorted(certain.movable - certain.droppable):
+            row({self.s[x]: 1, **self.away.terms(x, 1)}, lower=1)
         for op in certain.useful:
             outputs = [self.s[x] for x in self.graph.ops[op].makes if x in certain.returns and x in self.s]
             row({self.A[op][-1]: 1, **dict.fromkeys(outputs, 1.0)}, upper=len(outputs))
@@ -117,7 +128,8 @@ class Relaxation:
         for op in self.certain.useful:
             for x in self._sources(op):
                 for step, stage in zip(self.A[op], self.grid[op], strict=True):
-                    self._later({step: 1, self.s[x]: -1, **self._by(x, stage, -1)}, upper=0)
+                    elsewhere = self.away.terms(x, -1, exact=True)
+                    self._later({step: 1, self.s[x]: -1, **self._by(x, stage, -1), **elsewhere}, upper=0)
 
     def _same_burst(self) -> None:
         """An op is replayed only together with its post-dominator."""
@@ -167,7 +179,8 @@ class Relaxation:
             for stage in certain.asked.get(x, ()):
                 i = self._slot(op, stage)
                 if i:  # the first slot is in the rows above
-                    self._later({self.s[x]: 1, self.N[op][i]: 1, **self._since(x, i, 1)}, lower=1)
+                    there = {self.s[x]: 1.0, self.N[op][i]: 1.0, **self._since(x, i, 1), **self.away.terms(x, 1)}
+                    self._later(there, lower=1)
         for op in certain.useful:
             for x in self._sources(op):
                 for i, stage in enumerate(self.grid[op]):
@@ -177,7 +190,7 @@ class Relaxation:
                     if not (i or low):
                         continue  # the rows above say so
                     kept = dict(self.K[x])[self.grid[op][i - 1]] if i and x in self.K else self.s[x]
-                    terms = {self.N[op][i]: 1.0, kept: -1.0}
+                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.away.terms(x, -1, exact=True)}
                     if maker is not None:
                         terms.update(self._since(x, low, -1))
                         terms.update(dict.fromkeys(self.N[maker][low : self._slot(maker, stage) + 1], -1.0))
@@ -245,6 +258,8 @@ class Relaxation:
             for stage, pinned in self.K[x]:
                 yield pinned, size, certain.extra_spans(x, [(stages[begin], ends[stage])])
                 begin = stage + 1
+        for x, column, size in self.away.packed_sizes():
+            yield column, size, certain.kept_spans[x]
         for (x, i), column in self.V.items():
             stage = self.grid[certain.maker(x)][i]
             yield column, storages[x].bytes, certain.extra_spans(x, [(certain.settled[stage], ends[stage])])

@@ -22,10 +22,6 @@ class GeneratorState:
         self.device = device
         self.state = _get(device)
 
-    def moved(self) -> bool:
-        """The generator has been drawn from since: fused attention is tagged random but draws nothing at dropout 0."""
-        return not torch.equal(self.state, _get(self.device))
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the generator is as it was; afterwards, as it is now."""

@@ -38,8 +38,10 @@ def unpacked(stands: Value | View) -> Tensor:
     if torch.is_grad_enabled():  # under create_graph
         with torch.no_grad():
             return unpacked(stands)
+    value = stands.value
+    if value.recipe is None and value.tensor is not None:  # made for good
+        return stands.of(value.tensor)
     with _lock:
-        value = stands.value
         tensor = value.tensor if stands is value else None
         if tensor is None:
             with below_autograd():
@@ -96,7 +98,7 @@ class Burst:
     def run(self) -> Tensor:
         """Make the Value; return its tensor."""
         value, recipes, keep = self.value, self.recipes, keeps_graph()
-        ambient = recipes[min(recipes)].ambient  # recipes refer to their own forward pass only
+        ambient = value.run
         if keep and ambient.steps_in_backward():
             raise ReplayError(
                 "backward(retain_graph=True) on a model whose parameters have post-accumulate hooks: an optimizer "
@@ -117,7 +119,7 @@ class Burst:
                 else:
                     recipe.replay(keep=keep)
                 if keep:
-                    made.extend(recipe.outputs)
+                    made.extend(map(weakref.ref, recipe.values()))
                 del recipe
                 if inputs:
                     self._read(inputs)

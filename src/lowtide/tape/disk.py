@@ -53,7 +53,7 @@ class DiskTier:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
         weakref.finalize(self, _close, self.fd, self.writer, self.reader)
 
-    def store(self, storage: torch.UntypedStorage) -> DiskTicket:
+    def store(self, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> DiskTicket:
         """Start to write ``storage``. Raises: TierError: the budget is used up."""
         return DiskTicket(self, storage)
 
@@ -122,6 +122,12 @@ class _Space:
                 )
             offset, self._end = self._end, self._end + size
             return offset
+
+    def allow(self, count: int) -> None:
+        """Let the file hold ``count`` bytes, if it may not yet."""
+        with self._lock:
+            if self.budget_bytes is not None:
+                self.budget_bytes = max(self.budget_bytes, count)
 
     def give_back(self, offset: int, size: int) -> None:
         size = disk_bytes(size)

@@ -17,6 +17,7 @@ from collections.abc import Container
 import torch
 
 from lowtide.errors import TierError
+from lowtide.graph.costs import LOSSY
 from lowtide.tape.ambient import Ambient
 from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
@@ -39,8 +40,8 @@ class Copy(Recipe):
 
     __slots__ = ("_like", "_value", "_version", "_witness", "had_in", "move", "original", "ticket")
 
-    def __init__(self, number: int, move: Move, ambient: Ambient) -> None:
-        self.number, self.move, self.ambient = number, move, ambient
+    def __init__(self, number: int, move: Move, run: Ambient) -> None:
+        self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.passing_runs = 0  # it is fetched for good
         self.ticket: Ticket | None = None
@@ -83,7 +84,7 @@ class Copy(Recipe):
         if wanted is None:
             value.left = value.users + min(value.left, 0) if keep else -1
             if not keep:
-                value.recipe = None
+                value.is_made_for_good()
 
 
 class Transfers:
@@ -99,17 +100,23 @@ class Transfers:
         self._unpacks = 0
         self._backward = _NONE
 
-    def send(self, copy: Copy, storage: torch.UntypedStorage) -> None:
+    def send(self, copy: Copy, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> None:
         """A copy of ``storage`` sets out, after as many before it have settled as the window wants.
+
+        Args:
+            dtype: Of what is in it.
 
         Raises:
             TierError: the tier has no room, or an earlier copy failed.
         """
         with self._lock:
             size = copy.move.bytes
+            if copy.move.tier in LOSSY:  # packed at once: nothing is on its way
+                copy.ticket = self._tiers[copy.move.tier].store(storage, dtype)
+                return
             while self._outgoing and self._outgoing_bytes + size > self._window_bytes:
                 self._settle()
-            copy.ticket = self._tiers[copy.move.tier].store(storage)
+            copy.ticket = self._tiers[copy.move.tier].store(storage, dtype)
             self._outgoing.append(copy)
             self._outgoing_bytes += size
             if copy.move.fetch_at is not None:  # of several at once the last made first: backward goes back

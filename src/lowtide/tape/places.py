@@ -7,19 +7,18 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from lowtide.costs.links import check_tier
-from lowtide.graph.costs import DISK, HOST
+from lowtide.errors import TierError
+from lowtide.graph.costs import DISK, HOST, LOSSY, TIERS
 from lowtide.meters import available_bytes
 from lowtide.plan import TIER_OF, Plan
 from lowtide.scratch import free_bytes, open_scratch
 from lowtide.tape.disk import DiskTier, disk_bytes
 from lowtide.tape.host import HostTier, host_bytes
+from lowtide.tape.lossy import LossyTier
 from lowtide.tape.tiers import Tier, Tiers
 from lowtide.units import parse_budget
 
-_ROUNDED = {DISK: disk_bytes, HOST: host_bytes}
 _FREE_SHARE = 0.9  # of a disk, taken where no budget is given
 _HOST_SHARE = 0.5  # of available host memory: pinned memory is lost to everybody else
 
@@ -33,6 +32,7 @@ class Places:
         disk_budget_bytes: Most bytes in it; None: what there is room for.
         host_budget_bytes: Most bytes of pinned host memory.
         checksums: Compare what comes back from disk with what was written.
+        lossy: What may be kept inexactly may be kept as that; "": nothing may.
         opened: Tiers to use instead of opening any.
     """
 
@@ -40,41 +40,58 @@ class Places:
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
+    lossy: str = ""
     opened: Tiers | None = None
 
     def held(self, plan: Plan) -> Places:
         """With the tiers of ``plan`` open: for many steps, each of which would open them. Raises: see ``open``."""
         return replace(self, opened=self.open(plan))
 
-    def open(self, plan: Plan) -> Tiers:
+    def open(self, plan: Plan, have: Tiers | None = None) -> Tiers:
         """The tiers that ``plan`` moves storages to.
+
+        Args:
+            have: Tiers that are open already, of other plans: used again, so that a budget holds for all of them.
 
         Raises:
             TierError: one of them is not on this machine, or cannot be used.
         """
         if self.opened is not None:
             return self.opened
-        need_bytes: dict[str, int] = {}
+        sizes: dict[str, list[int]] = {}
         for d in plan.decisions:
-            if d.action in TIER_OF:
-                tier = TIER_OF[d.action]
-                need_bytes[tier] = need_bytes.get(tier, 0) + _ROUNDED[tier](d.bytes)
+            tier = TIER_OF.get(d.action, "")
+            if tier in TIERS:
+                sizes.setdefault(tier, []).append(d.bytes)
         opened: dict[str, Tier] = {}
-        for tier, need in need_bytes.items():
+        if plan.lossy:
+            if plan.lossy != self.lossy:
+                count = sum(TIER_OF.get(d.action) in LOSSY for d in plan.decisions)
+                raise TierError(
+                    f"the plan keeps {count} storages as {plan.lossy}, so gradients would not be the plain step's, and "
+                    f"that was not allowed.\nPass lossy={plan.lossy!r} to allow it, or solve without."
+                )
+            opened[plan.lossy] = LossyTier(plan.lossy)
+        for tier, moved in sizes.items():
             check_tier(tier, plan.device)
-            opened[tier] = self._disk(need) if tier == DISK else self._host(need, plan)
+            there = (have or {}).get(tier)
+            opened[tier] = self._disk(moved, there) if tier == DISK else self._host(moved, there)
         return opened
 
     # Plans count the bytes of storages; that each is rounded up must not make a plan within its budget fail.
 
-    def _disk(self, need_bytes: int) -> Tier:
-        budget = self.disk_budget_bytes
-        budget = None if budget is None else max(budget, need_bytes)
-        return DiskTier(self.scratch_dir, budget, need_bytes=need_bytes, checksums=self.checksums)
+    def _disk(self, sizes: list[int], there: Tier | None) -> Tier:
+        need_bytes = sum(map(disk_bytes, sizes))
+        if not isinstance(there, DiskTier):
+            there = DiskTier(self.scratch_dir, self.disk_budget_bytes, need_bytes=need_bytes, checksums=self.checksums)
+        there.space.allow(need_bytes)
+        return there
 
-    def _host(self, need_bytes: int, plan: Plan) -> Tier:
-        budget = self.host_budget_bytes
-        return HostTier(torch.device(plan.device), None if budget is None else max(budget, need_bytes))
+    def _host(self, sizes: list[int], there: Tier | None) -> Tier:
+        tier = there if isinstance(there, HostTier) else HostTier(self.host_budget_bytes)
+        tier.pool.allow(sum(map(host_bytes, sizes)))
+        tier.reserve(sizes)
+        return tier
 
 
 def usable(
@@ -102,9 +119,15 @@ def usable(
     if host_budget is not None and (host_budget != "auto" or device == "cuda"):
         check_tier(HOST, device)
         automatic = host_budget == "auto"
-        offload[HOST] = int(_HOST_SHARE * available_bytes("cpu")) if automatic else _amount("host_budget", host_budget)
+        offload[HOST] = automatic_host_bytes() if automatic else _amount("host_budget", host_budget)
         places = replace(places, host_budget_bytes=offload[HOST])
     return places, offload
+
+
+def automatic_host_bytes() -> int:
+    """Half of what is available to this machine's ranks together: each gets as much."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(_HOST_SHARE * available_bytes("cpu")) // max(1, int(ranks) if ranks.isdigit() else 1)
 
 
 def _amount(name: str, budget: int | str) -> int:

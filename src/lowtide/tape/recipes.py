@@ -1,8 +1,9 @@
 """Recipes: one recorded op each, ready to run again.
 
-Reference counts do the scheduling. A recipe holds what it reads, Values or kept tensors; its dropped outputs' Values
-hold it. One that has run for good lets its arguments go; a Value that nobody holds is gone with its memory. So every
-result lives from the moment it is first needed to its last consumer, and runs once.
+Reference counts do the scheduling. A recipe holds what it reads, Values or kept tensors; it is the Value of its dropped
+output itself, or the Values of several hold it. One that has run for good lets its arguments go; a Value that nobody
+holds is gone with its memory. So every result lives from the moment it is first needed to its last consumer, and runs
+once.
 Under ``retain_graph`` arguments stay, and results go when each known user has had them, or when backward ends.
 A plan may let a recipe run more often; ``bursts.py`` says which runs are then for good.
 """
@@ -29,34 +30,32 @@ from lowtide.tracing.state import same_bits
 _AS_THEY_ARE = frozenset({int, float, bool, type(None)})
 
 
-class Recipe:
-    """One op of the forward pass.
+class Recipe(Value):
+    """One op of the forward pass; if one output of it is dropped, as of most, also the Value of that.
 
     Attributes:
         number: Position in the forward pass; bursts run in this order.
         slot: The planned op: operator, module path.
         args, kwargs: With ``Value``, ``View`` and ``Kept`` in place of tensors; None once done for good.
         inputs: The Values among them.
-        outputs: Dropped ones.
+        outputs: The Values of several dropped outputs; None if the recipe stands for its only one.
         passing_runs: How many runs are to come before the one for good.
     """
 
     __slots__ = (
-        "__weakref__", "_finish", "ambient", "args", "inputs", "kwargs", "number", "on_audit", "outputs",
-        "passing_runs", "rng", "slot",
+        "_finish", "args", "inputs", "kwargs", "number", "on_audit", "outputs", "passing_runs", "rng", "slot",
     )  # fmt: skip
 
-    def __init__(self, number: int, slot: Slot, args: Sequence[Any], kwargs: dict, run: object, ambient: Ambient):
-        self.number, self.slot, self.ambient = number, slot, ambient
+    def __init__(self, number: int, slot: Slot, args: Sequence[Any], kwargs: dict, run: Ambient) -> None:
+        self.number, self.slot, self.run = number, slot, run
         self.passing_runs = slot.passing_runs
-        self.outputs: Sequence[weakref.ref[Value]] = ()
+        self.outputs: Sequence[weakref.ref[Value]] | None = None
         self.rng: GeneratorState | None = None
         self.on_audit: Callable[[bool], None] | None = None
         self._finish: tuple[_Finish, ...] = ()
         if slot.spares and (spared := left_out(slot.func, tuple(args))):
             args = [None if i in spared else a for i, a in enumerate(args)]
-        inputs: list[Value] = []
-        self.inputs: Sequence[Value] = inputs
+        inputs: tuple[Value, ...] = ()
         # In line for what nearly every argument is: this runs for each dropped op of every step.
         noted: list[Any] = []
         for argument in args:
@@ -66,33 +65,54 @@ class Recipe:
                 if stands is None:
                     noted.append(Kept(argument))
                 else:
-                    inputs.append(stands if type(stands) is Value else stands.value)
+                    inputs = (*inputs, stands.value)
                     noted.append(stands)
             elif kind in _AS_THEY_ARE:
                 noted.append(argument)
             elif kind is Parameter:
                 noted.append(Kept(argument))
             else:
-                noted.append(_note(argument, run, inputs))
+                found: list[Value] = []
+                noted.append(_note(argument, run, found))
+                inputs += tuple(found)
         self.args: Sequence[Any] | None = noted
-        self.kwargs: dict[str, Any] | None = {k: _note(v, run, inputs) for k, v in kwargs.items()} if kwargs else None
+        self.kwargs: dict[str, Any] | None = None
+        if kwargs:
+            found = []
+            self.kwargs = {k: _note(v, run, found) for k, v in kwargs.items()}
+            inputs += tuple(found)
+        self.inputs = inputs
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return None if self.args is None else self
+
+    def is_made_for_good(self) -> None:
+        self.args = self.kwargs = None
+        self.inputs = self._finish = ()
 
     @property
     def func(self) -> Any:
         return self.slot.func
 
+    def values(self) -> list[Value]:
+        """The Values of its dropped outputs that somebody still holds."""
+        if self.outputs is None:
+            return [self]
+        return [value for value in (reference() for reference in self.outputs) if value is not None]
+
     def extend(
-        self, func: Any, args: tuple, kwargs: dict, value: Value, run: object, rng: GeneratorState | None
+        self, func: Any, args: tuple, kwargs: dict, value: Value, run: Ambient, rng: GeneratorState | None
     ) -> None:
         """Add an in-place op on ``value``, this recipe's own output."""
         inputs = list(self.inputs)
         taken = [_Own(value, a) if _same_storage(a, args[0]) else _note(a, run, inputs) for a in args]
         named = {k: _note(v, run, inputs) for k, v in kwargs.items()}
-        self.inputs = inputs
+        self.inputs = tuple(inputs)
         self._finish = (*self._finish, _Finish(func, taken, named, rng))
         value.own = _nothing  # it may look at its storage in another way now (``t_``)
 
-    def inputs_later_than(self, args: tuple, kwargs: dict, run: object) -> bool:
+    def inputs_later_than(self, args: tuple, kwargs: dict, run: Ambient) -> bool:
         """Some argument is made by a later op than this one: replayed in program order, it would not be there."""
         values = (value_of(t, run) for t in tensors_in((args, list(kwargs.values()))))
         return any(v is not None and v.recipe is not None and v.recipe.number > self.number for v in values)
@@ -104,7 +124,7 @@ class Recipe:
             ReplayError: a kept tensor was changed in place since.
         """
         kind = type(argument)
-        if kind is Value:
+        if kind is Recipe or kind is Value:
             return argument.tensor  # a burst runs inputs first
         if kind is View:
             return argument.of(argument.value.tensor)
@@ -127,7 +147,7 @@ class Recipe:
         args = []
         for argument in self.args:  # in line, what ``give`` would do for nearly every argument
             kind = type(argument)
-            if kind is Value:
+            if kind is Recipe:
                 args.append(argument.tensor)
             elif kind in _AS_THEY_ARE:
                 args.append(argument)
@@ -142,27 +162,30 @@ class Recipe:
         for finish in self._finish:
             finish.run(result, self.give)
         del args, kwargs
+        argument = None
         for_good = wanted is None and not keep
+        made = (self,) if self.outputs is None else self.values()
         if for_good:
-            self.args = self.kwargs = argument = None
-            self.inputs = self._finish = ()
+            Recipe.is_made_for_good(self)
         elif wanted is None:
             for value in self.inputs:
                 had_by_one(value)
-        for reference in self.outputs:
-            made = reference()
-            if made is None or made.recipe is None or (wanted is not None and made not in wanted):
-                continue
-            made.tensor = result if type(result) is Tensor else nth_tensor(result, made.output)
-            if made.lent is not None and (lent := made.found_again()) is not None:
-                made.tensor = lent
+        for value in made:
             if wanted is None:
-                made.lent = None
-                made.left = made.users + min(made.left, 0) if keep else -1
-            if made.original is not None:
-                self._audit(made)
+                if value is not self and value.recipe is None:
+                    continue
+            elif value not in wanted or value.recipe is None:
+                continue
+            value.tensor = result if type(result) is Tensor else nth_tensor(result, value.output)
+            if value.lent is not None and (lent := value.found_again()) is not None:
+                value.tensor = lent
+            if wanted is None:
+                value.lent = None
+                value.left = value.users + min(value.left, 0) if keep else -1
+            if value.original is not None:
+                self._audit(value)
             if for_good:
-                made.recipe = None
+                value.is_made_for_good()
 
     def _audit(self, value: Value) -> None:
         """Compare the replay with the tensor that was kept beside it; where they differ, the kept one is right."""
@@ -171,7 +194,8 @@ class Recipe:
         equal = same_bits(value.tensor, original)
         if not equal:
             # Another run would be wrong again: this one is made for good, whatever the plan and ``retain_graph`` say.
-            value.tensor, value.recipe, value.left = original, None, 0
+            value.tensor, value.left = original, 0
+            value.is_made_for_good()
         if self.on_audit is not None:
             self.on_audit(equal)
 
@@ -214,7 +238,7 @@ class _Own(Shape):
         self.output = value.output
 
 
-def _note(argument: Any, run: object, inputs: list[Value]) -> Any:
+def _note(argument: Any, run: Ambient, inputs: list[Value]) -> Any:
     """What a recipe notes of an argument; Values of this run also go into ``inputs``."""
     if isinstance(argument, Tensor):
         stands = stand_in(argument, run)

@@ -21,15 +21,25 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lowtide.graph.costs import LOSSY
 from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tape.bursts import unpacked
+from lowtide.tape.lossy import LossyTicket, NotFiniteError
 from lowtide.tape.moving import Copy, Transfers
 from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.tiers import Tiers
-from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of
+from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of, views_a_leaf
 from lowtide.tracing import scopes
-from lowtide.tracing.operators import storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.operators import (
+    allocated_bytes,
+    draws,
+    storage_of,
+    tensors_in,
+    wraps,
+    written_arguments,
+    written_tensors,
+)
 from lowtide.tracing.sharding import LookAway
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
@@ -60,7 +70,7 @@ class _Frame:
     def __init__(self, node: Node | None) -> None:
         self.node = node
         self.next = 0
-        self.calls: dict[str, int] = {}
+        self.calls: dict[str, int] | None = None
 
 
 class Audit:
@@ -110,12 +120,13 @@ class Tape(TorchDispatchMode):
         self.counts = Counts()
         self.audit: Audit | None = None
         self.beside_bytes = 0  # of moved tensors that may stay beside their copies, to be compared with them
+        self.errors: dict[int, float] | None = None  # by storage kept inexactly: relative errors, where they are wanted
+        self._lossy = bool(program.plan.lossy)
         self.free = threading.Lock()  # held while a call of the model is taped: one forward pass at a time
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
         self._marked: list[weakref.ref] = []
-        self._run: object = None  # identity of the present forward pass
-        self._ambient = Ambient(self._model)
+        self._run = Ambient(self._model)  # the present forward pass
         self._outer: Any = None
         self._number = 0
         self._off = 0
@@ -132,8 +143,7 @@ class Tape(TorchDispatchMode):
     def begin(self, node: Node) -> None:
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
-        self._run = object()
-        self._ambient = Ambient(self._model, wrapped=self._wrapped)
+        self._run = Ambient(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
         if self.program.plan.tiers:
@@ -158,8 +168,11 @@ class Tape(TorchDispatchMode):
         frame = self._frame
         node = None
         if frame.node is not None:
-            ordinal = frame.calls.get(path, 0)
-            frame.calls[path] = ordinal + 1
+            called = frame.calls
+            if called is None:
+                called = frame.calls = {}
+            ordinal = called.get(path, 0)
+            called[path] = ordinal + 1
             calls = frame.node.children.get(path)
             if calls is not None and ordinal < len(calls):
                 node = calls[ordinal]
@@ -239,38 +252,44 @@ class Tape(TorchDispatchMode):
 
     def _record(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
         run = self._run
-        recipe = Recipe(self._number, slot, args, kwargs, run, self._ambient)
+        recipe = Recipe(self._number, slot, args, kwargs, run)
         self._number += 1
         needs = slot.needs
         if needs and (len(recipe.inputs) < needs or (needs > 1 and len(set(recipe.inputs)) < needs)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as gone
             return slot.kernel(*args, **kwargs)
-        if slot.random:
+        if self._lossy and any(map(_inexact, recipe.inputs)):
+            self.counts.mismatched += 1  # what it makes again would be another tensor
+            return slot.kernel(*args, **kwargs)
+        if slot.random and draws(slot.func, args, kwargs):
             made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
             recipe.rng = GeneratorState(device)
-            result = slot.kernel(*args, **kwargs)
-            if not recipe.rng.moved():
-                recipe.rng = None
-        else:
-            result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
-        outputs = []
+        result = slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
+        alone = len(slot.drops) == 1
+        outputs: list[weakref.ref[Value]] = []
         for output, size in slot.drops:
-            tensor = result if isinstance(result, torch.Tensor) else nth_tensor(result, output)
+            tensor = result if type(result) is torch.Tensor else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             beside = storage.__dict__
-            unlike = storage.nbytes() != size and not slot.dynamic
+            unlike = storage.nbytes() != size and allocated_bytes(storage) != size and not slot.dynamic
             if unlike or MARK in beside or (use_count(storage._cdata) > _FRESH and _is_among(storage, args)):
                 self.counts.mismatched += 1
                 continue
-            value = beside[MARK] = Value(recipe, output, tensor, run)
-            outputs.append(weakref.ref(value))
+            if alone:
+                value: Value = recipe
+                recipe.begin(output, tensor)
+            else:
+                value = Value(recipe, output, tensor, run)
+                outputs.append(weakref.ref(value))
+            beside[MARK] = value
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
             if self.audit is not None and self.audit.wants(slot, size):
                 value.original = sharing_version(tensor)
                 recipe.on_audit = partial(self.audit.result, slot)
-        recipe.outputs = outputs
+        if not alone:
+            recipe.outputs = outputs
         return result
 
     def _extend(self, slot: Slot, args: tuple, kwargs: dict) -> Any:
@@ -281,7 +300,11 @@ class Tape(TorchDispatchMode):
         recipe = None if value is None else value.recipe
         # Somebody holds it already as it is now: what they get back must not be finished.
         held = value is not None and value.users > 0
-        if value is None or recipe is None or held or recipe.inputs_later_than(args[1:], kwargs, self._run):
+        unfit = self._lossy and any(
+            (v := value_of(t, self._run)) is not None and _inexact(v)
+            for t in tensors_in((args[1:], [*kwargs.values()]))
+        )
+        if value is None or recipe is None or held or unfit or recipe.inputs_later_than(args[1:], kwargs, self._run):
             self.counts.mismatched += 1
             return slot.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if slot.random else None
@@ -311,19 +334,28 @@ class Tape(TorchDispatchMode):
 
     def _send(self, slot: Slot, move: Move, tensor: torch.Tensor, version: int) -> None:
         storage = tensor.untyped_storage()
-        unlike = storage.nbytes() != move.bytes and not slot.dynamic
+        size = allocated_bytes(storage)
+        unlike = size != move.bytes and not slot.dynamic
         if unlike or MARK in storage.__dict__ or self._transfers is None:
             self.counts.mismatched += 1
             return
-        copy = Copy(self._number, move._replace(bytes=storage.nbytes()), self._ambient)
+        copy = Copy(self._number, move._replace(bytes=size), self._run)
         self._number += 1
         value = Value(copy, move.output, tensor, self._run)
         value.version = version
         copy.stand_for(value, tensor, version)
-        if move.bytes <= self.beside_bytes:
+        inexact = move.tier in LOSSY
+        if move.bytes <= self.beside_bytes and not inexact:
             self.beside_bytes -= move.bytes
             copy.original = sharing_version(tensor)
-        self._transfers.send(copy, storage)
+        try:
+            self._transfers.send(copy, storage, tensor.dtype)
+        except NotFiniteError:
+            self.counts.mismatched += 1
+            return
+        if inexact and self.errors is not None:
+            assert isinstance(copy.ticket, LossyTicket)
+            self.errors[move.storage] = copy.ticket.error_of(storage)
         setattr(storage, MARK, value)
         self._marked.append(weakref.ref(storage))
         self.counts.moved += 1
@@ -338,7 +370,7 @@ class Tape(TorchDispatchMode):
             return stands
         if self._outer is not None:
             return _Outer(self._outer[1], self._outer[0](tensor))
-        if type(tensor) is torch.nn.Parameter:
+        if type(tensor) is torch.nn.Parameter or views_a_leaf(tensor):
             return Kept(tensor)
         # An output that is saved gets its history only after this: it looks like a leaf now.
         return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
@@ -357,7 +389,10 @@ class Tape(TorchDispatchMode):
         if self._transfers is not None and graph_task() != -1:
             self._transfers.asked()
         kind = type(packed)
-        if kind is Value or kind is View:
+        if kind is Recipe:
+            # Mostly a burst has made it for good already.
+            return packed.tensor if packed.args is None and packed.tensor is not None else unpacked(packed)
+        if kind is View or kind is Value:
             return unpacked(packed)
         if kind is Kept:
             if packed.changed():
@@ -428,6 +463,10 @@ def _forget_what_it_writes(func: Any, args: tuple, kwargs: dict) -> None:
             storage = storage_of(tensor)
             if storage is not None:
                 storage.__dict__.pop(MARK, None)
+
+
+def _inexact(value: Value) -> bool:
+    return isinstance(value.recipe, Copy) and value.recipe.move.tier in LOSSY
 
 
 def _is_among(storage: torch.UntypedStorage, args: tuple) -> bool:

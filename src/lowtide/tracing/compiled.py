@@ -166,7 +166,7 @@ class CompiledOp:
         # While a step is rehearsed autograd gets blank tensors back, which the allocator has counted here.
         handed = {recorder.saved[n] for kind, n in recorder.events[self._from :] if kind == UNPACK}
         peak = 0 if counter is None else counter.peak - sum(size[s] for s in handed)
-        signature = recorder.new_signature({"op": NAME, "ms": ms})
+        signature = recorder.kinds.add({"op": NAME, "ms": ms})
         recorder.ops[self._number] = replace(
             recorder.ops[self._number],
             makes=tuple(self.makes),

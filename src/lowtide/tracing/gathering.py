@@ -82,7 +82,7 @@ class Gathering:
             )  # fmt: skip
         if made:
             recorder.event(RUN, op)
-            signature = recorder.new_signature({"op": NAME, "ms": 0.0})
+            signature = recorder.kinds.add({"op": NAME, "ms": 0.0})
             recorder.ops.append(Op(op, NAME, recorder.frame, backward, (), tuple(made), signature=signature))
 
     def frees(self, whole: list[torch.Tensor]) -> None:

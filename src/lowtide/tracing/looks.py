@@ -16,24 +16,25 @@ class Looks:
     """What memory the tensors that ops returned had at first, and how they looked at it."""
 
     def __init__(self) -> None:
-        # By id, with a proof of identity: the storage, the version and the look it had.
-        self._made: dict[int, tuple[Callable[[], torch.Tensor | None], int, int, tuple]] = {}
+        # By id, with a proof of identity: the storage and the look it had.
+        self._made: dict[int, tuple[Callable[[], torch.Tensor | None], int, tuple]] = {}
 
     def made(self, tensor: torch.Tensor, storage: int) -> None:
-        if not tensor.is_inference():  # those count no versions, and autograd stores none
-            self._made[id(tensor)] = weakref.ref(tensor), storage, tensor._version, _look(tensor)
+        if not tensor.is_inference():  # autograd stores none of those
+            self._made[id(tensor)] = weakref.ref(tensor), storage, _look(tensor)
+
+    def returned(self, tensor: torch.Tensor, storage: int, *, written: bool) -> None:
+        """An op returned it over a storage that there was: a view, or (``t_()``) one that now looks otherwise."""
+        if not written or id(tensor) in self._made:
+            self.made(tensor, storage)
 
     def before(self, tensor: torch.Tensor) -> int | None:
         """The storage that ``tensor`` was made with, if it is given another by now, or looks otherwise."""
         made = self._made.get(id(tensor))
         if made is None:
             return None
-        reference, storage, version, look = made
-        of = reference()
-        if of is None or of is not tensor:
-            return None
-        # What a counted write did to it is seen elsewhere.
-        return storage if version == of._version and look != _look(of) else None
+        reference, storage, look = made
+        return storage if reference() is tensor and look != _look(tensor) else None
 
 
 def _look(tensor: torch.Tensor) -> tuple:

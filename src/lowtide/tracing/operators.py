@@ -34,7 +34,9 @@ OVERWRITERS = frozenset({
 # What backward formulas fill a zeroed gradient with: in place, but not where they see a dispatch mode.
 FILLERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put.default,
 })  # fmt: skip
+_BLOCK_BYTES = {"cuda": 512}
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 SENDERS = frozenset({*COLLECTIVES, "fsdp"})
 
@@ -71,11 +73,26 @@ def draws_random_numbers(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+def draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Of an op that may draw: whether it does on these arguments. Fused attention does not without dropout."""
+    position = _dropout_argument(func)
+    if position is None:
+        return True
+    rate = args[position] if position < len(args) else kwargs.get(DROPOUT, 0.0)
+    return bool(rate != 0.0)
+
+
+@cache
+def _dropout_argument(func: Any) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == DROPOUT), None)
+
+
 @cache
 def shape_depends_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
+DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
 WRITES = "writes in place"
 
@@ -138,6 +155,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # functorch wrappers have none
         return None
+
+
+def allocated_bytes(storage: torch.UntypedStorage) -> int:
+    """As the device's allocator counts them: CUDA's gives whole blocks."""
+    block = _BLOCK_BYTES.get(storage.device.type, 1)
+    return -(-storage.nbytes() // block) * block
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,6 @@ as copies: backward uses them as indices.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,25 +18,25 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.costs.signatures import describe
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, Frame, Op, Storage
-from lowtide.meters import run_with_workspace
 from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.ghosts import Ghost, Held
+from lowtide.tracing.inexact import check_dtype, note_dtypes
+from lowtide.tracing.kinds import Kinds
 from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
     FILLERS,
     OVERWRITERS,
     PLAIN_TYPES,
-    SENDERS,
     UNINITIALISED,
     WRITES,
+    allocated_bytes,
+    draws,
     draws_random_numbers,
     fills_its_storage,
-    fingerprint,
     left_out,
     packet_name,
     shape_depends_on_values,
@@ -45,7 +44,6 @@ from lowtide.tracing.operators import (
     tensors_in,
     why_not_replayed,
     wraps,
-    writes_unsaid,
     written_tensors,
 )
 from lowtide.tracing.scopes import never_compiled
@@ -72,12 +70,9 @@ class Recorder(TorchDispatchMode):
         self.saved: list[int] = []
         self.events: list[tuple[int, int]] = []
         self.frames: list[Frame] = [Frame(-1, "", 0)]
-        self.signatures: list[dict] = []
+        self.kinds = Kinds(device)
         self.calls: list[str] = []
         self.outputs: list[Any] = []
-        self._signature_ids: dict[str, int] = {}
-        self._workspaces: dict[int, int] = {}  # bytes, by signature
-        self._hidden_writes: dict[int, list[int]] = {}  # signature -> inputs it changes without saying so
         self._looks = Looks()
         self._open: set[int] = set()  # storages made and not read yet: an in-place op may still finish them
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
@@ -88,6 +83,8 @@ class Recorder(TorchDispatchMode):
         self._before_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter's bytes, and as they were
         self._sums: dict[int, tuple[int, ...]] = {}  # the engine's own additions of gradients
         self._nodes: list[Any] = []  # in the order in which they ran
+        self._inner_nodes: list[Any] = []  # likewise, of a graph that backward itself made
+        self._made_in_forward = 0  # nodes
         self._made_under: dict[int | None, int | None] = {}  # storage -> autograd node that was running
         self._children: dict[tuple[int, str], int] = {}
         self._stack = [0]
@@ -158,10 +155,9 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, storage: torch.UntypedStorage, kind: str, op: int | None, output: int, fixed: str) -> int:
         number, key = len(self.storages), storage._cdata
-        size = storage.nbytes()
-        if storage.device.type == "cuda":
-            size = -(-size // 512) * 512
-        self.storages.append({"bytes": size, "kind": kind, "op": op, "output": output, "fixed": fixed})
+        self.storages.append(
+            {"bytes": allocated_bytes(storage), "kind": kind, "op": op, "output": output, "fixed": fixed}
+        )
         self._ids[key] = number
 
         @never_compiled
@@ -207,16 +203,16 @@ class Recorder(TorchDispatchMode):
             self._look_at(t)
         for t in written_tensors(func, args, kwargs):
             self._copy_before_write(t)
-        signature, first = self._signature(func, args, kwargs)
+        signature = self.kinds.of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        random = draws_random_numbers(func)
-        state = self._rng_state() if random else None
-        if first:
-            result = self._first_run(signature, func, args, kwargs, inputs)
+        if self.kinds.is_new(signature):
+            self._paused = True
+            result = self.kinds.first_run(signature, func, args, kwargs, inputs)
+            self._paused = False
         else:
             result = func(*args, **kwargs)
-        rng_bytes = state.numel() if state is not None and not torch.equal(state, self._rng_state()) else 0
-        if hidden := self._hidden_writes.get(signature):
+        rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
+        if hidden := self.kinds.hidden_writes(signature):
             ids = (self.know(inputs[i], "other") for i in hidden)
             hidden_ids = {n for n in ids if n is not None} - set(written)
             if hidden_ids - set(spared):
@@ -233,6 +229,8 @@ class Recorder(TorchDispatchMode):
             if filled is not None and self._made_under.get(filled) == self._node():
                 self._sums[len(self.ops)] = (filled,)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
+        if not self._backward:
+            note_dtypes(self.storages, lambda t: self.know(t, "other"), len(self.ops) - 1, inputs, result, written)
         return result
 
     def _look_at(self, tensor: torch.Tensor) -> None:
@@ -263,34 +261,9 @@ class Recorder(TorchDispatchMode):
         self._before_write[number] = now, now.clone()
         self._paused = False
 
-    def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
-        """Run an op of a kind not seen before: take its workspace, and see whether it changes what it reads."""
-        if func.namespace in SENDERS:  # what they write may come after the call has returned: no use looking
-            self._hidden_writes[signature] = list(range(len(inputs))) if writes_unsaid(func) else []
-            self._workspaces[signature] = 0
-            return func(*args, **kwargs)
-        self._paused = True
-        before = [fingerprint(t) for t in inputs]
-        result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self.device)
-        self._hidden_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
-        self._paused = False
-        self._workspaces[signature] = workspace or 0
-        return result
-
-    def _rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
-
-    def _signature(self, func: Any, args: tuple, kwargs: dict) -> tuple[int, bool]:
-        body = describe(func, args, kwargs)
-        text = json.dumps(body, sort_keys=True)
-        if text in self._signature_ids:
-            return self._signature_ids[text], False
-        number = self._signature_ids[text] = self.new_signature(body)
-        return number, True
-
-    def new_signature(self, body: dict) -> int:
-        self.signatures.append(body)
-        return len(self.signatures) - 1
+    def _rng_bytes(self) -> int:
+        state = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+        return state.numel()
 
     def _record(
         self, func: Any, result: Any, reads: tuple[int, ...], written: tuple[int, ...], reason: str, opaque: bool,
@@ -320,6 +293,8 @@ class Recorder(TorchDispatchMode):
         for output, tensor in enumerate(tensors_in(result)):
             storage = storage_of(tensor)
             if storage is None or storage._cdata in self._ids:
+                if storage is not None and not backward:  # a view, or what was written
+                    self._looks.returned(tensor, self._ids[storage._cdata], written=bool(written))
                 continue
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
@@ -339,7 +314,8 @@ class Recorder(TorchDispatchMode):
         dynamic = bool(makes) and makes[0] in self._tainted
         self.ops.append(
             Op(number, str(func), frame, backward, reads, tuple(makes), written,
-               self._workspaces[signature], 0 if finishes is not None else rng_bytes, signature, dynamic, finishes)
+               self.kinds.workspace_bytes[signature], 0 if finishes is not None else rng_bytes, signature, dynamic,
+               finishes)
         )  # fmt: skip
 
     def _finished(
@@ -402,6 +378,7 @@ class Recorder(TorchDispatchMode):
             return tensor.detach()
         handle = len(self.saved)
         self.saved.append(number)
+        check_dtype(self.storages[number], tensor)
         self.event(PACK, handle)
         self._open.discard(number)
         self._look_at(tensor)
@@ -460,6 +437,7 @@ class Recorder(TorchDispatchMode):
 
     def start_backward(self) -> None:
         self._backward = True
+        self._made_in_forward = torch._C._autograd._get_sequence_nr()
 
     def stop(self) -> None:
         """Stop recording, and put back the parameters that the step wrote: a rehearsal leaves no trace."""
@@ -481,16 +459,27 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return None
-        if not self._nodes or self._nodes[-1] is not node:
-            self._nodes.append(node)
-        return node._sequence_nr()
+        number: int = node._sequence_nr()
+        nodes = self._nodes
+        if number >= self._made_in_forward:
+            nodes = self._inner_nodes
+        elif self._inner_nodes:  # that graph has run, and holds its inputs with their gradients
+            _let_go(self._inner_nodes)
+        if not nodes or nodes[-1] is not node:
+            nodes.append(node)
+        return number
 
     def forget_nodes(self) -> None:
         """Let the nodes that were asked for go, from the loss on. Call it when nothing else holds the loss."""
-        # Python's object of a node frees the next node's, recursively: a chain of 50,000 of them overflows the stack.
-        self._nodes.reverse()
-        while self._nodes:
-            self._nodes.pop()
+        _let_go(self._inner_nodes)
+        _let_go(self._nodes)
+
+
+def _let_go(nodes: list[Any]) -> None:
+    # Python's object of a node frees the next node's, recursively: a chain of 50,000 of them overflows the stack.
+    nodes.reverse()
+    while nodes:
+        nodes.pop()
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:

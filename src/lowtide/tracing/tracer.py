@@ -220,7 +220,7 @@ def record(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         resident=resident,
-        signatures=tuple(recorder.signatures),
+        signatures=tuple(recorder.kinds.signatures),
         frames=tuple(recorder.frames),
         storages=tuple(recorded.storages),
         ops=tuple(recorded.ops),

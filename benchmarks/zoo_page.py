@@ -1,0 +1,192 @@
+"""The generated half of docs/supported.md, from the results of ``zoo.py``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import zoo_models
+
+PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
+MARK = "<!-- From here on: made by benchmarks/zoo.py from its results. -->"
+
+SHOWN = {  # plans, on the page
+    "all replayed": "all replayed",
+    "full": "layers whole",
+    "knapsack 0.5": "knapsack",
+    "half": "exact at 50 %",
+    "least": "exact at the least",
+}
+HALF = 0.5
+MOST_SHOWN = 6
+REASONS = {  # why an architecture was not tried, by what its error says
+    "two plain steps": "Two plain steps from one state differ (it seeds generators itself)",
+    "no loss": "It returns no loss",
+    "producing a cache": "This version of transformers refuses every configuration of it",
+    "ImportError": "Needs a package that is not installed",
+    "ModuleNotFoundError": "Needs a package that is not installed",
+}
+
+
+def write(lines: list[dict]) -> None:
+    """Put the results below the mark in docs/supported.md; what stands above is written by hand."""
+    above = PAGE.read_text().partition(MARK)[0]
+    PAGE.write_text(above + MARK + "\n\n" + "\n".join(page(lines)) + "\n")
+
+
+def page(lines: list[dict]) -> list[str]:
+    """The generated part."""
+    variants: dict[tuple[str, str], dict[str, dict]] = defaultdict(dict)
+    for line in lines:
+        variants[line["task"], line["type"]][line["variant"]] = line
+    built = {key: found for key, found in variants.items() if found.get("float32", {}).get("status") != "not built"}
+    tried = [line for found in built.values() for line in found.values() if line["status"] != "not built"]
+    equal = [line for line in tried if line["status"] == "equal"]
+    types = {kind for _, kind in built}
+    left = sum(specimen not in variants for specimen in zoo_models.specimens())
+    waiting = f"; {left} classes have not been run yet" if left else ""
+    last = max(lines, key=lambda line: line["date"])
+    text = [
+        f"{len(types)} model types in {len(built)} classes, {len(tried)} variants tried, **{len(equal)} bitwise equal "
+        f"under every plan**{waiting} (torch {last['torch']}, "
+        f"transformers {last['transformers']}, {last['date']}). {_carried_out(equal)}",
+        "",
+    ]
+    text += _peaks(equal)
+    for task in dict.fromkeys(task for task, _ in built):
+        whole = {k: found for (t, k), found in sorted(built.items()) if t == task and _all_equal(found)}
+        text += [f"### {task[0].upper()}{task[1:]} ({len(whole)})", "", *_table(task, whole), ""]
+    if any(_blind(task, found) for (task, _), found in built.items()):
+        text += ["\\* on text alone: where the model expects its image is not known here.", ""]
+    others = [
+        (kind, task, line)
+        for (task, kind), found in sorted(built.items())
+        for line in found.values()
+        if line["status"] not in ("equal", "not built")
+    ]
+    text += ["## Not equal, refused or failed", ""]
+    if others:
+        text += ["| model type | task | variant | what happens |", "|---|---|---|---|"]
+        text += [f"| `{kind}` | {task} | {line['variant']} | {_what(line)} |" for kind, task, line in others]
+    else:
+        text.append("None.")
+    text += _not_tried(variants, built)
+    return text
+
+
+def _carried_out(equal: list[dict]) -> str:
+    """How often each plan was, and why not the one at half."""
+    counts = Counter(name for line in equal for name in line.get("plans", ()))
+    if not counts:
+        return ""
+    told = ", ".join(f"{shown} {counts[name]}" for name, shown in SHOWN.items() if counts[name])
+    text = f"Plans carried out: {told}."
+    without = [line for line in equal if "floor" in line]
+    if without:
+        proven = sum(line["floor"] > HALF for line in without)
+        text += (
+            f" In {len(without)} variants the tightest budget known is above 50 %, so that there is no plan at 50 %: "
+            f"of {proven} that is proven. What is in the way there: {_in_the_way(without)}."
+        )
+    return text
+
+
+def _in_the_way(lines: list[dict]) -> str:
+    """The operators that run at the least peak, most frequent first."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        op, _, when = line["in_the_way"].rpartition("(")[2].rstrip(")").partition(", ")
+        found[f"`{op.removeprefix('aten.').partition('.')[0]}` {when}"] += 1
+    most = found.most_common(MOST_SHOWN)
+    rest = len(lines) - sum(count for _, count in most)
+    return ", ".join(f"{name} {count}" for name, count in most) + (f", others {rest}" if rest else "")
+
+
+def _peaks(equal: list[dict]) -> list[str]:
+    """Predicted beside measured, over all plans."""
+    seen = [
+        (measured / predicted - 1, name, line)
+        for line in equal
+        for name, (predicted, measured) in line.get("peaks", {}).items()
+    ]
+    if not seen:
+        return []
+    within = {share: sum(abs(off) <= share for off, _, _ in seen) for share in (0.0, 0.001, 0.01)}
+    off, name, line = max(seen, key=lambda found: abs(found[0]))
+    return [
+        f"Peaks, predicted and measured, of {len(seen)} plans carried out: to the byte the same in {within[0.0]}, "
+        f"within 0.1 % in {within[0.001]}, within 1 % in {within[0.01]}; furthest off is `{line['type']}` "
+        f"({line['variant']}, {SHOWN.get(name, name)}), measured {off:+.2%}.",
+        "",
+    ]
+
+
+def _table(task: str, classes: dict[str, dict[str, dict]]) -> list[str]:
+    """A row for each class, a figure for each variant."""
+    names = list(dict.fromkeys(name for found in classes.values() for name in found))
+    rows = [f"| model type | class | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
+    for kind, found in classes.items():
+        name = next((line["class"] for line in found.values() if "class" in line), "")
+        figures = [_figure(found[variant]) if variant in found else "" for variant in names]
+        rows.append(f"| `{kind}`{'*' if _blind(task, found) else ''} | {name} | {' | '.join(figures)} |")
+    return rows
+
+
+def _figure(line: dict) -> str:
+    """What is left at the tightest budget."""
+    if line["status"] == "not built":
+        return "-"
+    if "least" not in line.get("plans", {}):
+        return "*replayed*"
+    proven = line.get("floor", 0.0) > HALF
+    return f"{math.ceil(100 * line['plans']['least'])} %" + (" †" if proven else "")  # what is above half shows it
+
+
+def _blind(task: str, found: dict[str, dict]) -> bool:
+    """An image and text model that saw no image."""
+    inputs = found.get("float32", {}).get("inputs", ["pixel"])
+    return task == "image and text" and not any("pixel" in name or "patches" in name for name in inputs)
+
+
+def _not_tried(
+    variants: dict[tuple[str, str], dict[str, dict]], built: dict[tuple[str, str], dict[str, dict]]
+) -> list[str]:
+    """Architectures, and variants of the others, that do not run by themselves, by reason."""
+    whole: dict[str, list[str]] = defaultdict(list)
+    for (task, kind), found in sorted(variants.items()):
+        if (task, kind) not in built:
+            whole[_why(found["float32"]["reason"])].append(f"`{kind}` ({task})")
+    text = ["", f"## Not tried ({sum(map(len, whole.values()))})", ""]
+    text += [f"- {why}: {', '.join(kinds)}" for why, kinds in sorted(whole.items())]
+    parts: dict[str, list[str]] = defaultdict(list)
+    for (_, kind), found in sorted(built.items()):
+        for line in found.values():
+            if line["status"] == "not built":
+                parts[line["variant"]].append(f"`{kind}`")
+    if parts:
+        text += [
+            "",
+            "Variants that fail without lowtide too (a dtype that autocast mixes, layers that PEFT does not know):",
+        ]
+        text += ["", *(f"- {variant}: {', '.join(kinds)}" for variant, kinds in sorted(parts.items()))]
+    return text
+
+
+def _why(reason: str) -> str:
+    """A reason in words of the page."""
+    for part, why in REASONS.items():
+        if part in reason:
+            return why
+    return "No small configuration or batch is known"
+
+
+def _all_equal(found: dict[str, dict]) -> bool:
+    return all(line["status"] in ("equal", "not built") for line in found.values())
+
+
+def _what(line: dict) -> str:
+    if line["status"] == "differs":
+        plans = "; ".join(f"{plan}: {', '.join(names)}" for plan, names in line["differing"].items())
+        return f"differs ({plans})"
+    return f"{line['status']}: {line.get('reason', '')}".replace("|", "/")
