@@ -80,15 +80,17 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allow
         >>> bound.step_ms <= simulate(graph, costs, plan).step_ms
         True
     """
+    if allowed:
+        return _bound_time(graph, costs, budget_bytes, allowed)
     # Asked for twice, by whoever looks for a plan and by whoever writes it down.
     known: dict[tuple, Bound] = vars(graph).setdefault(f"{__name__}.bounds", {})
     key = (budget_bytes, costs.op_ms, costs.mode_us, costs.record_us, costs.replay_us)
     if key not in known:
-        known[key] = _bound_time(graph, costs, budget_bytes)
+        known[key] = _bound_time(graph, costs, budget_bytes, None)
     return known[key]
 
 
-def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int) -> Bound:
+def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allowed | None) -> Bound:
     if simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes:
         return Bound(costs.plain_step_ms, 0.0)
     sure = certain_with_moves(graph) if allowed else certain(graph)

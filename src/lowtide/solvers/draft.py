@@ -139,10 +139,8 @@ def infeasible(
     need = format_bytes(timeline.peak_bytes)
     asked, found = format_bytes(budget_bytes), f"{need} ({timeline.peak_bytes} bytes)"
     lines = [f"no plan fits budget={asked}: method={method!r} needs at least {found}."]
-    # Nothing bounds the peak of plans that move storages away.
-    proven = bound_peak(graph) if method == "exact" and moves is None else 0
+    proven = 0 if method != "exact" else bound_peak(graph) if moves is None else bound_peak_with_moves(graph)
     if method == "exact" and moves is not None:
-        proven = bound_peak_with_moves(graph)
         lines = [f"no plan found fits budget={asked}: the leanest, other tiers used, needs {found}."]
         if proven > budget_bytes:
             floor = f"{format_bytes(proven)} ({proven} bytes)"
