@@ -315,7 +315,9 @@ class Search:
         result = self._fastest_choice(pool, budget_bytes)
         enough_ms = bound_time(self.graph, self.costs, budget_bytes).step_ms + _NEAR * self.costs.plain_step_ms
         for length in _LONGER:
-            if result.best_within(budget_bytes) <= enough_ms or (longer := self._pool_of(length)) is None:
+            # Near the least peak there may be nothing yet: that is for ways that replay an op more than once.
+            near = not enough_ms < result.best_within(budget_bytes) < math.inf
+            if near or (longer := self._pool_of(length)) is None:
                 break
             other = self._fastest_choice(longer, budget_bytes)
             if other.best_within(budget_bytes) < result.best_within(budget_bytes):
