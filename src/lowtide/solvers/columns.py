@@ -272,13 +272,17 @@ class Decomposition:
         return choice
 
     def leanest(self, node_limit: int) -> Choice:
-        """The choice of columns with the least peak that is found: the same each time, so no time limits it."""
+        """The choice of columns with the least peak that is found: the same each time, so no time limits it.
+
+        What Python holds until forward ends is left out: local search goes on from here, and from a start that minds it
+        came no lower (bf16 autocast: 20.6 % of the plain step's activation memory, and 20.5 %).
+        """
         nothing = self.graph.resident_bytes
         for _ in range(_LEAN_ROUNDS):
-            master = _Master(self, nothing)
+            master = _Master(self, nothing, split=False)
             if not self._shorten(master, master.program.relax()):
                 break
-        master = _Master(self, nothing)
+        master = _Master(self, nothing, split=False)
         answer = master.program.minimise(gap=1e-4, slack=0.0, node_limit=node_limit, time_limit_s=math.inf)
         return self._choice(master.chosen(answer.values), 0.0)
 
@@ -402,7 +406,7 @@ class Worth:
 class _Master:
     """The choice of columns as a program."""
 
-    def __init__(self, pool: Decomposition, budget_bytes: int) -> None:
+    def __init__(self, pool: Decomposition, budget_bytes: int, *, split: bool | None = None) -> None:
         self.pool, self.program = pool, Program()
         self._limit = budget_bytes / pool.byte_unit
         self.ms_unit = pool.total_ms / 1e3
@@ -411,7 +415,7 @@ class _Master:
         self.z = [[self.program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns] for kind in pool.kinds]
         self.ways = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
         self._forward: tuple[list[int], list[int]] | None = None
-        if pool.split:
+        if pool.split if split is None else split:
             self._forward = self._rows(lambda c: c.late_bytes, lambda peaks: peaks[0])
             self._backward = self._rows(lambda c: c.kept_bytes, lambda peaks: peaks[1])
         else:
