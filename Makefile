@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-planner overhead zoo clean
+.PHONY: help demo test check bench bench-planner offload overhead zoo clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ bench: .venv/.ready  ## methods side by side on a decoder
 
 bench-planner: .venv/.ready  ## the planner on many architectures
 	$(BIN)/python benchmarks/planner.py
+
+offload: .venv/.ready  ## elapsed time with tensors on disk, or kept inexactly
+	$(BIN)/python benchmarks/offload.py
 
 overhead: .venv/.ready  ## what the tape costs an op
 	$(BIN)/python benchmarks/overhead.py

@@ -39,6 +39,7 @@ import zoo_models
 import zoo_page
 from provenance import provenance
 from torch import nn
+from zoo_batches import loss_of
 
 import lowtide
 from lowtide.garbage import no_garbage_collection
@@ -204,8 +205,7 @@ def prepare(specimen: zoo_models.Specimen, variant: str) -> tuple[nn.Module, Cal
 
     def step(model: nn.Module, batch: dict) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant == "bfloat16 autocast"):
-            output = model(**batch)
-            return output.logits.float().square().mean() if output.loss is None else output.loss
+            return loss_of(model(**batch))
 
     return model, step
 

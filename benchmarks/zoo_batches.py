@@ -12,10 +12,20 @@ from zoo_configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
 
 TOKENS, ROWS = 16, 2
 Batch = dict[str, Any]
+OUTPUTS = ("logits", "last_hidden_state")
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The model's own loss, or one of what it returns instead."""
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    returned = next((v for n in OUTPUTS if (v := getattr(output, n, None)) is not None), None)
+    return None if returned is None else returned.float().square().mean()
 
 
 def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
-    """The first of ``batches`` for which ``model`` returns a loss; if none, the first with logits.
+    """The first of ``batches`` for which ``model`` returns a loss; if none, the first with something to make one of.
 
     Raises:
         Exception: the model's own for the first batch, if it takes none.
@@ -31,7 +41,7 @@ def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
             continue
         if getattr(output, "loss", None) is not None:
             return batch
-        if lossless is None and getattr(output, "logits", None) is not None:
+        if lossless is None and loss_of(output) is not None:
             lossless = batch
     if lossless is not None:
         return lossless

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from steps import drop_everything
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.tracing.operators import draws
@@ -40,3 +41,24 @@ def test_an_operator_draws_unless_its_dropout_is_zero():
     assert draws(torch.ops.aten.rand.default, ([2],), {})
     assert draws(attention, (q, q, q, 0.5), {}) and draws(attention, (q, q, q), {"dropout_p": 0.5})
     assert not draws(attention, (q, q, q, 0.0), {}) and not draws(attention, (q, q, q), {})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_graphs_that_a_checkpoint_region_makes_in_backward_hold_nothing_afterwards(reentrant):
+    class Regions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=False)
+            return x
+
+    model, x = Regions(), torch.randn(64, 8, requires_grad=True)
+    graph = lowtide.trace(model, x)
+    plan = lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")
+
+    proof = lowtide.verify(model, x, plan, rounds=0)
+
+    assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes

@@ -83,6 +83,8 @@ class Recorder(TorchDispatchMode):
         self._before_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter's bytes, and as they were
         self._sums: dict[int, tuple[int, ...]] = {}  # the engine's own additions of gradients
         self._nodes: list[Any] = []  # in the order in which they ran
+        self._inner_nodes: list[Any] = []  # likewise, of a graph that backward itself made
+        self._made_in_forward = 0  # nodes
         self._made_under: dict[int | None, int | None] = {}  # storage -> autograd node that was running
         self._children: dict[tuple[int, str], int] = {}
         self._stack = [0]
@@ -435,6 +437,7 @@ class Recorder(TorchDispatchMode):
 
     def start_backward(self) -> None:
         self._backward = True
+        self._made_in_forward = torch._C._autograd._get_sequence_nr()
 
     def stop(self) -> None:
         """Stop recording, and put back the parameters that the step wrote: a rehearsal leaves no trace."""
@@ -456,16 +459,27 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return None
-        if not self._nodes or self._nodes[-1] is not node:
-            self._nodes.append(node)
-        return node._sequence_nr()
+        number: int = node._sequence_nr()
+        nodes = self._nodes
+        if number >= self._made_in_forward:
+            nodes = self._inner_nodes
+        elif self._inner_nodes:  # that graph has run, and holds its inputs with their gradients
+            _let_go(self._inner_nodes)
+        if not nodes or nodes[-1] is not node:
+            nodes.append(node)
+        return number
 
     def forget_nodes(self) -> None:
         """Let the nodes that were asked for go, from the loss on. Call it when nothing else holds the loss."""
-        # Python's object of a node frees the next node's, recursively: a chain of 50,000 of them overflows the stack.
-        self._nodes.reverse()
-        while self._nodes:
-            self._nodes.pop()
+        _let_go(self._inner_nodes)
+        _let_go(self._nodes)
+
+
+def _let_go(nodes: list[Any]) -> None:
+    # Python's object of a node frees the next node's, recursively: a chain of 50,000 of them overflows the stack.
+    nodes.reverse()
+    while nodes:
+        nodes.pop()
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:
