@@ -74,12 +74,15 @@ class Limits:
         node_limit: Branch-and-bound nodes of one MILP.
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
         effort: Of local search, 1 being all that it may simulate.
+        longer: Whether to try segments of several layers where one layer a segment leaves a plan far from its bound;
+            not with less than all effort.
     """
 
     time_limit_s: float = 60.0
     node_limit: int = 1000
     gap: float | None = None
     effort: float = 1.0
+    longer: bool = True
 
 
 def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Draft:
@@ -314,7 +317,7 @@ class Search:
         """A layer a segment; several, where that leaves the plan far from what no plan can beat."""
         result = self._fastest_choice(pool, budget_bytes)
         enough_ms = bound_time(self.graph, self.costs, budget_bytes).step_ms + _NEAR * self.costs.plain_step_ms
-        for length in _LONGER:
+        for length in _LONGER if self.limits.longer and self.limits.effort >= 1 else ():
             # Near the least peak there may be nothing yet: that is for ways that replay an op more than once.
             near = not enough_ms < result.best_within(budget_bytes) < math.inf
             if near or (longer := self._pool_of(length)) is None:
