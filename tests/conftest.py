@@ -8,7 +8,7 @@ import torch
 from steps import drop_everything, is_clean
 from torch import nn
 
-from lowtide import api
+from lowtide import planning
 
 _numbers = itertools.count()
 
@@ -22,7 +22,7 @@ def _own_cache(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def drops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits drop every storage that may be dropped."""
-    monkeypatch.setattr(api, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(planning, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import unit_costs
 
 import lowtide
-from lowtide import api
+from lowtide import planning
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
@@ -186,7 +186,7 @@ def train(
     **options: Any,
 ) -> dict:  # fmt: skip
     """A few steps of a sharded model; fitted where there is a ``budget``."""
-    api.measure = an_ms_an_op
+    planning.measure = an_ms_an_op
     torch.manual_seed(0)
     net = Net(words=words)
     shard(net, **options)
@@ -232,7 +232,7 @@ def facts(fit: lowtide.Fit, batch: Any = None) -> dict[str, Any]:
 
 def with_a_budget(rank: int, *of: Any) -> Plan | str:
     """The plan where each rank has a budget of its own; the least bytes where there is none."""
-    api.measure = an_ms_an_op
+    planning.measure = an_ms_an_op
     net = Net()
     each_layer(net)
     try:
@@ -281,7 +281,7 @@ def in_stages(rank: int, schedule: str) -> tuple[dict, dict]:
 
 
 def _pipeline(rank: int, schedule: str, mesh: DeviceMesh, budget: Any, microbatches: int = 4) -> dict:
-    api.measure = an_ms_an_op
+    planning.measure = an_ms_an_op
     torch.manual_seed(0)
     number = mesh["stage"].get_local_rank()
     stage = Stage(Net(depth=6), number)

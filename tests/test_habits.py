@@ -290,10 +290,10 @@ def test_a_fitted_model_inside_another_model_trains_exactly():
 
 
 def test_planning_in_the_middle_of_a_graph_runs_backward_through_it_without_the_guard(monkeypatch):
-    from lowtide import api
+    from lowtide import planning
     from lowtide.tracing import tracer
 
-    for module in (api, tracer):
+    for module in (planning, tracer):
         monkeypatch.setattr(module, "without_history", lambda batch: batch)
     inner = Mlp()
     lowtide.fit(inner, X, budget="70%")

@@ -266,7 +266,7 @@ def accelerator(gpu, monkeypatch):
     def costs(graph, *, tiers=(), scratch_dir=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
-    monkeypatch.setattr("lowtide.api.measure", costs)
+    monkeypatch.setattr("lowtide.planning.measure", costs)
     monkeypatch.setattr("lowtide.api.usable", lambda device, **settings: usable("cuda", **settings))
     monkeypatch.setattr("lowtide.tape.places.check_tier", lambda tier, device: None)
     return gpu

@@ -304,7 +304,7 @@ def dear(monkeypatch):
     def costs(graph, *, tiers=(), scratch_dir=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, FAST))
 
-    monkeypatch.setattr("lowtide.api.measure", costs)
+    monkeypatch.setattr("lowtide.planning.measure", costs)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -22,7 +22,7 @@ def dear(monkeypatch):
     def costs(graph, *, tiers=(), scratch_dir=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
-    monkeypatch.setattr("lowtide.api.measure", costs)
+    monkeypatch.setattr("lowtide.planning.measure", costs)
 
 
 def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:

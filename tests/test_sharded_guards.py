@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
 import lowtide
-from lowtide import api
+from lowtide import planning
 from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.tape import tape
@@ -187,7 +187,7 @@ def test_gradients_that_fsdp_has_not_reduced_yet_outlive_a_rehearsal():
 
 
 def test_a_shape_that_was_not_fitted_is_saved_whole_and_said_so(monkeypatch):
-    monkeypatch.setattr(api, "measure", sharded.an_ms_an_op)
+    monkeypatch.setattr(planning, "measure", sharded.an_ms_an_op)
     model = net()
     with lowtide.fit(model, (IDS,), budget="95%") as fit:
         torch.manual_seed(3)

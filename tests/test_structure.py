@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 STAGES = (
     "errors", "units", "garbage", "explanation", "graph", "transfers", "plan", "simulator", "solvers", "meters",
     "scratch", "packing", "costs", "tracing", "tape", "verifier", "agreement", "runtime", "doctor", "integrations",
-    "inference", "reports",
+    "inference", "reports", "planning",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "__main__", "api", "cli", "demo")

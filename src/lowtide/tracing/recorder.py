@@ -234,17 +234,17 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _look_at(self, tensor: torch.Tensor) -> None:
-        """Raises: UnsupportedModelError: what autograd has stored was given other memory through ``.data``."""
+        """Raises: UnsupportedModelError: what has been read was given other memory through ``.data``."""
         number = self._looks.before(tensor)
         if number is None:
             return
         self.fix(number, "was given other memory or another shape through .data")
         self._looks.made(tensor, number)
-        if number in self.saved:
+        if number in self.saved or self._readers.get(number):
             raise UnsupportedModelError(
                 f"in module {self._path() or '(the step)'} a tensor of shape {list(tensor.shape)} was assigned to "
-                "(x.data = ...) after autograd had stored it.\n  Its backward would read the new data, which no "
-                "version tells of.\nAssign to the name (x = ...), or to .data before anything reads x."
+                "(x.data = ...) after an operator had read it.\n  Its backward and its replay would read the new data, "
+                "which no version tells of.\nAssign to the name (x = ...), or to .data before anything reads x."
             )
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
