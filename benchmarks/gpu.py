@@ -164,7 +164,7 @@ class Case:
         import lowtide
 
         graph = lowtide.trace(self.model, self.batch, step=lambda model, batch: model(**batch).loss)
-        return graph, lowtide.measure(graph, tiers=(self.tier,))
+        return graph, lowtide.measure(graph, tiers=(self.tier,), anew=True)
 
     def _planned(
         self, name: str, graph: Any, op_costs: Any, budget: int | str, offload: tuple[str, ...]

@@ -206,7 +206,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
                                "cross_num_key_value_heads": HEADS, "num_key_value_heads": HEADS},
             "encoder_config": {"num_key_value_heads": HEADS}},
     "granite_speech5_encoder": {"num_key_value_heads": HEADS},
-    "mimi": {"num_filters": 4, "num_residual_layers": 1, "codebook_size": 16, "codebook_dim": 8, "num_quantizers": 4,
+    "mimi": {"num_filters": 4, "num_residual_layers": 1, "codebook_size": 16, "codebook_dim": 8, "num_quantizers": 8,
              "vector_quantization_hidden_dimension": 8, "upsample_groups": HIDDEN, "num_key_value_heads": HEADS},
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},

@@ -86,8 +86,8 @@ def _carried_out(equal: list[dict]) -> str:
     if without:
         proven = sum(line["floor"] > HALF for line in without)
         text += (
-            f" In {len(without)} variants the tightest budget known is above 50 %, so that there is no plan at 50 %: "
-            f"of {proven} that is proven. What is in the way there: {_in_the_way(without)}."
+            f" In {len(without)} variants the tightest budget known is above 50 %, so none was tried at 50 %: "
+            f"of {proven} it is proven that there is none. What is in the way there: {_in_the_way(without)}."
         )
     return text
 

@@ -1,5 +1,6 @@
 """One plan that saves, recomputes and moves: with a fast link much moves, with a slow one nothing does."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from moves import movable
-from toys import chain, decoder, decoder_costs, linear_tanh
+from toys import Step, chain, decoder, decoder_costs, linear_tanh
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import DISK, HOST, Costs, Link
@@ -20,6 +21,7 @@ from lowtide.solvers.front_door import solve
 from lowtide.solvers.highs import Answer, Program
 from lowtide.solvers.joint import Joint
 from lowtide.solvers.schedule import schedule
+from lowtide.solvers.structure import close, recomputable
 from lowtide.transfers import Moves
 
 
@@ -177,6 +179,47 @@ def test_the_same_question_gets_the_same_plan():
     one, two = (solve(graph, costs, "45%", offload=("disk",)) for _ in range(2))
 
     assert one.decisions == two.decisions
+
+
+def tiny(seed):
+    """A step of five to seven ops with a link, and a budget."""
+    chance = random.Random(seed)
+    step = Step()
+    made = [step.parameter()]
+    for _ in range(chance.randint(5, 7)):
+        reads = chance.sample(made[-3:], min(len(made[-3:]), chance.choice([1, 1, 2])))
+        made.append(step.op(*reads, makes=(chance.randint(4, 12) * 100,), saves=chance.choice(["reads", "makes"])))
+    graph = step.graph()
+    rate = chance.choice([5e3, 2e4, 5e4, 1e5, 3e5])
+    op_ms = tuple(float(chance.randint(1, 9)) for _ in graph.ops)
+    costs = Costs(op_ms, mode_us=1.0, record_us=1.0, replay_us=1.0, links={DISK: Link(rate, rate)})
+    return graph, costs, int(chance.choice([0.5, 0.6, 0.7, 0.8]) * simulate_actions(graph, costs, {}).peak_bytes)
+
+
+def best_of_all(graph, costs, budget):
+    """The least step time of every way to save, recompute or move each storage; infinite where none fits."""
+    found, free = [math.inf], recomputable(graph)
+    stored = movable(graph)
+    for fates in itertools.product(("save", "recompute", DISK_OFFLOAD), repeat=len(stored)):
+        asked = dict(zip(stored, fates, strict=True))
+        recomputed = [s for s, fate in asked.items() if fate == "recompute"]
+        if free.issuperset(recomputed):
+            moved = {s: fate for s, fate in asked.items() if fate == DISK_OFFLOAD}
+            line = schedule(graph, costs, {**close(graph, recomputed), **moved}, {}, budget)
+            found += [line.timeline.step_ms] if line.peak_bytes <= budget else []
+    return min(found)
+
+
+def test_on_tiny_steps_it_is_hardly_ever_slower_than_the_best_of_all():
+    ratios = []
+    for seed in range(60):
+        graph, costs, budget = tiny(seed)
+        best_ms = best_of_all(graph, costs, budget) if len(movable(graph)) <= 6 else math.inf
+        if math.isfinite(best_ms):
+            ratios.append(solve(graph, costs, budget, offload=("disk",)).predicted_step_ms / best_ms)
+
+    assert len(ratios) > 15 and max(ratios) < 1.05
+    assert sum(ratio <= 1.0001 for ratio in ratios) >= 0.8 * len(ratios)
 
 
 def test_the_plan_does_not_depend_on_how_fast_the_machine_is(monkeypatch):

@@ -22,7 +22,7 @@ from lowtide import planning
 from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.tape import tape
-from lowtide.tracing import gathering, operators, recorder, sharding, subclasses
+from lowtide.tracing import gathering, kinds, operators, sharding, subclasses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(0, sharded.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -147,11 +147,11 @@ def test_a_unit_that_is_not_gathered_in_backward_is_not_replayed():
 
 def test_watching_ends_with_the_plan():
     model = net()
-    kinds = [type(unit) for unit in sharding.units_of(model)]
+    types = [type(unit) for unit in sharding.units_of(model)]
     with lowtide.apply(model, harshest(model)):
-        assert all(type(unit) is not kind for unit, kind in zip(sharding.units_of(model), kinds, strict=True))
+        assert all(type(unit) is not kind for unit, kind in zip(sharding.units_of(model), types, strict=True))
 
-    assert [type(unit) for unit in sharding.units_of(model)] == kinds
+    assert [type(unit) for unit in sharding.units_of(model)] == types
     assert not any(name.startswith("_lowtide") for unit in sharding.units_of(model) for name in vars(unit))
 
 
@@ -347,7 +347,7 @@ def summed_in_place(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_a_collective_is_given_counts_as_written(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(recorder, "writes_unsaid", lambda func: False)
+        monkeypatch.setattr(kinds, "writes_unsaid", lambda func: False)
     graph = lowtide.trace(Parts(summed_in_place), X)
     given = {s for op in graph.ops if op.name.startswith("c10d.allreduce_") for s in op.reads}
 

@@ -216,8 +216,10 @@ class Planner:
             if not on_any(planned.group, allowance > 0 and ((waiting > 0 and not stuck) or unproven)):
                 break
             tape = Tape(program, model, planned.tape.tiers)
-            tape.audit = Audit(program, max(allowance, 0) // 2, differed.append)
-            tape.beside_bytes = max(allowance, 0) // 2 if unproven else 0
+            # Memory comes in pieces: what is kept beside never takes all that is free.
+            share_bytes = max(allowance, 0) // (3 if unproven else 2)
+            tape.audit = Audit(program, share_bytes, differed.append)
+            tape.beside_bytes = share_bytes if unproven else 0
             tape.errors = program.errors
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):

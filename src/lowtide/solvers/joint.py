@@ -32,6 +32,7 @@ from lowtide.solvers.elsewhere import elsewhere
 from lowtide.solvers.exact import Limits, Search
 from lowtide.solvers.schedule import Scheduled, event_times, schedule
 from lowtide.solvers.segments import turn_event
+from lowtide.solvers.trades import traded
 from lowtide.transfers import Moves
 
 _LOADS: tuple[float, ...] = (0.5, 1.0, 1.5)  # of what the links can carry without a wait
@@ -139,7 +140,8 @@ class Joint:
             best = min(tried, key=lambda j: j.rank)
             if self.capacities:
                 self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
-            return self._exactly(min(tried, key=lambda j: j.rank), budget_bytes).draft
+            best = self._exactly(min(tried, key=lambda j: j.rank), budget_bytes)
+            return self._traded(best, budget_bytes).draft
         return self._at_the_least(budget_bytes)
 
     def _at_the_least(self, budget_bytes: int) -> Draft:
@@ -215,6 +217,25 @@ class Joint:
                 if trial.timeline.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
                     judged = trial
         return judged
+
+    def _traded(self, best: _Judged, budget_bytes: int) -> _Judged:
+        if not self.capacities:
+            return best
+        sizes = {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
+
+        def fits(actions: Mapping[int, str]) -> bool:
+            moved = dict.fromkeys(sizes, 0)
+            for s, action in actions.items():
+                if TIER_OF.get(action) in moved:
+                    moved[TIER_OF[action]] += self.graph.storages[s].bytes
+            return all(moved[tier] <= most for tier, most in sizes.items())
+
+        def rank(found: Scheduled) -> tuple[float, int]:
+            return _Judged(best.draft, found.timeline).rank
+
+        moves = self._assign(self.large)
+        other = self._judge(traded(self.graph, self.costs, best.draft, budget_bytes, moves, fits, rank))
+        return other if other.timeline.peak_bytes <= budget_bytes and other.rank < best.rank else best
 
     def _kept(self, like: _Judged) -> list[int]:
         return [s for s in self.large if like.draft.actions.get(s, SAVE) != RECOMPUTE]
