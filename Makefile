@@ -12,7 +12,7 @@ demo: .venv/.ready  ## the main job on a real model, on this machine
 	$(BIN)/lowtide demo
 
 test: .venv/.ready  ## every test
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 check: .venv/.ready  ## format, lint, types, the pages' numbers
 	$(BIN)/ruff format --check .
