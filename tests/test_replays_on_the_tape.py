@@ -183,7 +183,7 @@ def three_backwards() -> tuple[list[dict[str, Any]], list[int], int]:
         found.append(outcome(model, loss))
         counts.append(len(seen))
         seen.clear()
-        left += sum(isinstance(o, values.Value) and getattr(o, "tensor", None) is not None for o in gc.get_objects())
+        left += sum(isinstance(o, values.Value) and o.tensor is not None for o in gc.get_objects())
     return found, counts, left
 
 

@@ -43,6 +43,7 @@ class Copy(Recipe):
     def __init__(self, number: int, move: Move, run: Ambient) -> None:
         self.number, self.move, self.run = number, move, run
         self.inputs = ()
+        self.tensor = None  # its Value has it
         self.passing_runs = 0  # it is fetched for good
         self.ticket: Ticket | None = None
         self.had_in = _NONE

@@ -49,6 +49,7 @@ class Recipe(Value):
     def __init__(self, number: int, slot: Slot, args: Sequence[Any], kwargs: dict, run: Ambient) -> None:
         self.number, self.slot, self.run = number, slot, run
         self.passing_runs = slot.passing_runs
+        self.tensor = None
         self.outputs: Sequence[weakref.ref[Value]] | None = None
         self.rng: GeneratorState | None = None
         self.on_audit: Callable[[bool], None] | None = None
