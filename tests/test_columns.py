@@ -11,16 +11,18 @@ from test_solvers import small_graphs
 from toys import decoder, decoder_costs, linear_tanh, unit_costs
 
 from lowtide.graph.step_graph import UNPACK
-from lowtide.plan import RECOMPUTE
+from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import simulate_actions
 from lowtide.solvers import exact
 from lowtide.solvers.bound import bound_time
+from lowtide.solvers.classics import classic
 from lowtide.solvers.columns import Decomposition
 from lowtide.solvers.exact import Limits, Search
 from lowtide.solvers.excerpt import Excerpts
 from lowtide.solvers.front_door import solve
 from lowtide.solvers.segments import segments, windows, worth_replaying
-from lowtide.solvers.structure import close
+from lowtide.solvers.stretches import Stretches
+from lowtide.solvers.structure import close, layers, readers
 
 
 def cut_up(graph, costs, segment_of=None):
@@ -72,15 +74,16 @@ def test_an_excerpt_of_any_stretch_peaks_where_the_step_does(graph, data):
 def test_columns_add_up():
     """A plan's peak over the whole step is what its columns say, whichever segments it touches."""
     graph, costs, pool, plain = decoder_pool(6)
-    pool.solve(plain // 2, 0.01, 0.0, 100, 10.0)
+    pool.solve(plain // 2, 0.0, math.inf)
     seen = 0
     for pick in range(max(len(k.columns) for k in pool.different)):
         columns = [k.columns[(pick + i) % len(k.columns)] for i, k in enumerate(pool.kinds)]
+        chosen = list(zip(pool.stretches, columns, strict=True))
         saved, claimed = 0, 0
-        for segment, column in enumerate(columns):
-            claimed = max(claimed, max(pool.peaks(segment, column)) - saved)
-            saved += pool.kinds[segment].plain.kept_bytes - column.kept_bytes
-        actions = pool.actions(columns)
+        for stretch, column in chosen:
+            claimed = max(claimed, max(stretch.peaks(column)) - saved)
+            saved += stretch.kind.plain.kept_bytes - column.kept_bytes
+        actions = pool.actions(chosen)
         seen += any(a == RECOMPUTE for a in actions.values())
         line = simulate_actions(graph, costs, actions)
         assert line.peak_bytes == claimed
@@ -93,10 +96,10 @@ def test_columns_add_up():
 def test_equal_layers_are_planned_once():
     """Twice the layers ask for hardly more pricing: time grows with the number of different ones."""
     priced = []
-    for layers in (8, 24):
-        _, _, pool, plain = decoder_pool(layers)
-        assert len(pool.kinds) >= layers and len(pool.different) <= 4
-        assert pool.solve(int(0.4 * plain), 0.01, 0.0, 100, 10.0) is not None
+    for depth in (8, 24):
+        _, _, pool, plain = decoder_pool(depth)
+        assert len(pool.kinds) >= depth and len(pool.different) <= 4
+        assert pool.solve(int(0.4 * plain), 0.0, math.inf) is not None
         priced.append(sum(len(k._priced) for k in pool.different))
     assert priced[1] <= 1.5 * priced[0]
 
@@ -117,11 +120,15 @@ def test_the_bound_of_segments_apart_is_one():
     """No choice of columns that fits is faster than the bound; here all choices of a pool are tried."""
     graph, costs, pool, plain = decoder_pool(3)
     budget = int(0.45 * plain)
-    choice = pool.solve(budget, 0.01, 0.0, 1000, 10.0)
+    choice = pool.solve(budget, 0.0, math.inf)
     fastest = float("inf")
     for columns in itertools.product(*(k.columns[:: max(len(k.columns) // 4, 1)] for k in pool.kinds)):
         ms = sum(c.ms for c in columns)
-        if ms < fastest and simulate_actions(graph, costs, pool.actions(columns)).peak_bytes <= budget:
+        if (
+            ms < fastest
+            and simulate_actions(graph, costs, pool.actions(zip(pool.stretches, columns, strict=True))).peak_bytes
+            <= budget
+        ):
             fastest = ms
     chosen = simulate_actions(graph, costs, choice.actions)
     chosen_ms = chosen.recompute_ms - costs.mode_us / 1e3 * len(graph.forward_ops)
@@ -145,7 +152,7 @@ def vars_of(graph):
 
 def test_actions_of_a_pool_are_closed():
     graph, _, pool, plain = decoder_pool(6)
-    choice = pool.solve(int(0.4 * plain), 0.01, 0.0, 100, 10.0)
+    choice = pool.solve(int(0.4 * plain), 0.0, math.inf)
     again = close(graph, [s for s, a in choice.actions.items() if a == RECOMPUTE and s in graph.stored],
                   [s for s, a in choice.actions.items() if a != RECOMPUTE and s not in graph.stored])  # fmt: skip
     assert again == choice.actions
@@ -161,19 +168,72 @@ def test_columns_count_what_python_holds_until_forward_ends():
     """Autocast's copies of weights: dropped ones still live in forward, and at the turn they do not."""
     search, budget = autocast_search(0.5)
 
-    choice = search.pool.solve(budget, 0.01, 0.0, 1000, math.inf)
+    choice = search.pool.solve(budget, 0.0, math.inf)
 
     assert search.pool.split
     assert search.judge(choice.actions, choice.replays).peak_bytes <= budget
+
+
+def single_layers(search, budget):
+    """The best plan with a layer a segment."""
+    return search._fastest_choice(lambda asked, deadline: search.pool.solve(asked, 0.0, deadline), budget)
 
 
 def test_two_layers_a_segment_find_what_one_cannot():
     """A layer's input made again out of what the layer before it keeps."""
     search, budget = autocast_search(0.5)
 
-    one, both = search._fastest_choice(search.pool, budget), search.fastest(budget)
+    one, both = single_layers(search, budget), search.fastest(budget)
 
     saved_ms = one.best_within(budget) - both.best_within(budget)
     assert saved_ms > 0.005 * search.costs.plain_step_ms
     bound_ms = bound_time(search.graph, search.costs, budget).step_ms
     assert both.best_within(budget) <= 1.005 * bound_ms
+
+
+def test_stretches_are_longer_where_backward_has_released_more():
+    """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
+    graph, costs = load_case("decoder126")
+    search = Search(graph, costs, Limits())
+    budget = search.judge(classic(graph, "full")).peak_bytes
+    one = single_layers(search, budget)
+    bound = bound_time(graph, costs, budget)
+
+    choice = search._stretches.choose(budget, bound.ms_per_byte, math.inf)
+
+    judged = search.judge(choice.actions, choice.replays)
+    assert judged.peak_bytes <= budget
+    assert judged.timeline.step_ms < one.best_within(budget) - 0.025 * costs.plain_step_ms
+    layer_of, ends = layers(graph), {}
+    for storage, action in choice.actions.items():
+        op = graph.storages[storage].op
+        if action == SAVE and layer_of.get(op) is not None and crosses(graph, storage, layer_of):
+            ends[layer_of[op]] = storage
+    gaps = [b - a for a, b in itertools.pairwise(sorted(ends))]
+    assert len(ends) < 60
+    assert sum(gaps[:5]) > 2 * sum(gaps[-5:])
+
+
+def crosses(graph, storage, layer_of):
+    """Whether the next layer reads what this one makes."""
+    mine = layer_of[graph.storages[storage].op]
+    return any(layer_of.get(op) == mine + 1 for op in readers(graph).get(storage, ()))
+
+
+def test_stretches_add_up():
+    """A stretch peaks where the step does, wherever it lies, and takes what its column says."""
+    graph, costs, pool, plain = decoder_pool(9)
+    pool.solve(plain // 2, 0.0, math.inf)
+    stretches = Stretches(pool)
+    assert stretches.choose(plain // 2, 0.01, math.inf) is not None
+    tried = 0
+    for stretch in stretches._up_to(4):
+        for column in stretch.kind.columns[::3]:
+            line = simulate_actions(graph, costs, pool.actions([(stretch, column)]), pool.replays([(stretch, column)]))
+            assert max(stretch.peaks(column)) <= line.peak_bytes
+            if max(stretch.peaks(column)) > plain:
+                assert max(stretch.peaks(column)) == line.peak_bytes
+            mode_ms = costs.mode_us / 1e3 * len(graph.forward_ops) * bool(column.ms)
+            assert line.recompute_ms - mode_ms == pytest.approx(column.ms)
+            tried += 1
+    assert tried > 30

@@ -13,207 +13,99 @@ peaks at peak_l - sum_{j<l} saved_j, because backward comes to it when only the 
 Where Python holds something until the forward pass ends (autocast's copies of weights), a column saves less by the end
 of the forward pass than at the turn, and there are two rows of each kind: one for forward, one for backward.
 
-The duals of the relaxation price kept bytes and peak bytes for each segment; the segment's own MILP (``peak_model.py``)
-finds the column that is best at those prices, until none is better; local search makes leaner ones of it, which may
-replay an op more than once (``leaner.py``). Equal segments share their columns, so time grows with the number of
+The duals of the relaxation price kept bytes and peak bytes for each segment; a column that is best at those prices is
+added until none is better (``kinds.py``). Equal segments share their columns, so time grows with the number of
 different ones. The relaxation's value, corrected by what pricing left open, is a bound on all plans that replay inside
-segments, each op once.
+segments, each op once. What is chosen in the end is the fastest way through all segments (``labels.py``), which may as
+well run several of them as one (``stretches.py``).
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.simulator import simulate_actions
-from lowtide.solvers.classics import classic
-from lowtide.solvers.excerpt import Content, Excerpt, Excerpts
-from lowtide.solvers.groups import Sketch
-from lowtide.solvers.highs import Program, Relaxed, left_s
-from lowtide.solvers.leaner import Judged, leaner
-from lowtide.solvers.peak_model import PeakModel, Prices
+from lowtide.solvers.excerpt import Content, Excerpts
+from lowtide.solvers.highs import Program, Relaxed
+from lowtide.solvers.kinds import Column, Kind, Worth
+from lowtide.solvers.labels import Ways, fastest, least_bytes
 from lowtide.solvers.segments import Windows
 from lowtide.solvers.structure import close
+
+T = TypeVar("T")
 
 _ROUNDS = 15  # of pricing
 _HARD_ROUNDS = 3  # likewise, where memory is still short when quick columns have run out
 _LEAN_ROUNDS = 5  # likewise, for the least peak: it is where local search begins
-_PRICING_NODES = 5
-_PRICING_GAP = 1e-2  # finer columns cost twice the time, and no plan of a case was better by more than 0.02 %
 _ENOUGH = 5e-3  # of the recompute time: columns that promise less are not looked for
 _POINTS = 36  # between the known columns, over all kinds
 _FEWEST_POINTS = 4  # of one kind
 _POINTS_SIZE = 140  # larger kinds (``Sketch.size``) get fewer: one point takes them longer
-_LOCAL_ROUNDS = 4  # of cuts in one pricing
-_LEANER_EVENTS = 80_000  # simulated, at most, to make one column leaner
 _USED = 1e-6  # of a segment: columns with a smaller share do not count
-_LEANER_PRICE = 2.0  # of what a byte of peak is worth: changes up to this are looked at
-
-
-@dataclass(frozen=True)
-class Column:
-    """One way to run a segment of one kind.
-
-    Attributes:
-        actions: By storage of the kind's excerpt. ``replays``: of those that may run again more than once.
-        ms: Replays and their recording.
-        kept_bytes: At the turn. ``late_bytes``: late in the forward pass.
-        peaks: Absolute bytes in the forward and in the backward window, ballast of the kind's excerpt included.
-    """
-
-    actions: dict[int, str]
-    ms: float
-    kept_bytes: int
-    late_bytes: int
-    peaks: tuple[int, int]
-    replays: dict[int, int] = field(default_factory=dict)
-
-
-class Kind:
-    """Segments that are the same, and the columns known for them."""
-
-    def __init__(self, excerpt: Excerpt) -> None:
-        self.excerpt = excerpt
-        self.sketch = Sketch(excerpt.graph, excerpt.costs)
-        self.mode_ms = excerpt.costs.mode_us / 1e3 * len(excerpt.graph.forward_ops)
-        self.columns: list[Column] = []
-        self._known: set[tuple] = set()
-        self._priced: dict[Prices, float] = {}
-        self._densified: set[tuple[float, bool]] = set()
-        self._rounded: set[Prices] = set()
-        self._leaned: dict[tuple, float] = {}  # at what worth of a byte
-        self.plain = self.column(close(excerpt.graph, ()))
-        self.add(self.plain)
-        self.add(self.column(classic(excerpt.graph, "selective")))
-        # Of what is kept, the part that no decision moves.
-        model = PeakModel(self.sketch, None, prices=Prices(1.0, 0.0, excerpt.turn))
-        self.always_kept_bytes = self.plain.kept_bytes - model.kept_bytes(excerpt.turn)
-        self.always_late_bytes = self.plain.late_bytes - model.kept_bytes(excerpt.late)
-
-    def column(self, actions: dict[int, str]) -> Column:
-        """Judge ``actions`` on the excerpt."""
-        return self._column(Judged(actions, simulate_actions(self.excerpt.graph, self.excerpt.costs, actions)))
-
-    def _column(self, judged: Judged) -> Column:
-        late, turn, line = self.excerpt.late, self.excerpt.turn, judged.timeline
-        ms = line.recompute_ms - (self.mode_ms if line.recompute_ms else 0.0)
-        live, peaks = line.live_bytes, line.event_peak_bytes
-        highest = max(peaks[:turn]), max(peaks[turn:])
-        return Column(judged.actions, ms, live[turn - 1], live[late - 1], highest, judged.replays)
-
-    def add(self, column: Column) -> bool:
-        """Take ``column`` into the pool; return whether it is new."""
-        if self._key(column) in self._known:
-            return False
-        self._known.add(self._key(column))
-        self.columns.append(column)
-        return True
-
-    @staticmethod
-    def _key(column: Column) -> tuple:
-        return round(column.ms, 9), column.kept_bytes, column.late_bytes, column.peaks
-
-    def lean(self, column: Column, ms_per_byte: float) -> bool:
-        """Add columns with lower peaks than ``column``, as far as a byte is worth it; return whether there were any."""
-        if self._leaned.get(self._key(column), 0.0) >= ms_per_byte / _LEANER_PRICE:
-            return False
-        self._leaned[self._key(column)] = ms_per_byte
-        graph, costs = self.excerpt.graph, self.excerpt.costs
-        start = Judged(column.actions, simulate_actions(graph, costs, column.actions, column.replays), column.replays)
-        path = leaner(graph, costs, start, most_ms_per_byte=_LEANER_PRICE * ms_per_byte, events=_LEANER_EVENTS)
-        return any([self.add(self._column(judged)) for judged in path[1:]])
-
-    def price(self, worth: Worth, deadline: float) -> float:
-        """Add the best column at these prices; return a lower bound of what any costs at them, in milliseconds."""
-        prices = self._prices(worth, digits=6)
-        if prices not in self._priced:
-            self._priced[prices] = self._solve(prices, deadline)
-        return self._priced[prices]
-
-    def _prices(self, worth: Worth, *, digits: int) -> Prices:
-        """Rounded, so that what hardly differs is solved once."""
-        kept_ms, peak_ms, late_ms = (float(f"{ms:.{digits}g}") for ms in (worth.kept_ms, worth.peak_ms, worth.late_ms))
-        forward_ms = None if worth.forward_ms is None else float(f"{worth.forward_ms:.{digits}g}")
-        return Prices(kept_ms, peak_ms, self.excerpt.turn, late_ms, self.excerpt.late, forward_ms)
-
-    def densify(self, peak_ms: float, late: bool, points: int, deadline: float) -> bool:
-        """Add columns between the known ones: prices alone never name a point inside the hull; return whether it did.
-
-        The fastest ways to keep no more than so much, at a price of the peak; ``late``: late in the forward pass.
-        """
-        key = float(f"{peak_ms:.3g}"), late
-        if key in self._densified:
-            return False
-        self._densified.add(key)
-        before = len(self.columns)
-        at = self.excerpt.late if late else self.excerpt.turn
-        always = self.always_late_bytes if late else self.always_kept_bytes
-        kept = [c.late_bytes if late else c.kept_bytes for c in (self.plain, *self.columns)]
-        for part in range(1, points + 1):
-            most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - always
-            self._solve(Prices(0.0, key[0], at, most_kept_bytes=most), deadline)
-        return len(self.columns) > before
-
-    def round(self, worth: Worth) -> None:
-        """Add the column that the relaxation rounds to at these prices: quick, and not the best."""
-        prices = self._prices(worth, digits=2)
-        if prices in self._rounded:
-            return
-        self._rounded.add(prices)
-        model = PeakModel(self.sketch, None, prices=prices)
-        values = model.program.relax().values
-        if len(values):
-            self.add(self.column(close(self.excerpt.graph, *model.choice(values))))
-
-    def _solve(self, prices: Prices, deadline: float) -> float:
-        model = PeakModel(self.sketch, None, prices=prices)
-        bound = 0.0
-        for round_ in range(_LOCAL_ROUNDS):
-            answer = model.program.minimise(
-                gap=_PRICING_GAP, slack=0.0, node_limit=_PRICING_NODES, time_limit_s=left_s(deadline), light=True
-            )
-            if round_ == 0:
-                bound = max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
-            if not len(answer.values):
-                break
-            actions = close(self.excerpt.graph, *model.choice(answer.values))
-            line = simulate_actions(self.excerpt.graph, self.excerpt.costs, actions)
-            self.add(self._column(Judged(actions, line)))
-            claimed = model.claimed_peak_bytes(answer.values)
-            if prices.peak_ms == 0 or line.peak_bytes <= claimed:
-                break
-            event = line.peak_event
-            during = [r.op for r in line.replays if r.event == event and r.peak_bytes == line.peak_bytes]
-            model.forbid(answer.values, event, during[-1] if during else None, line.peak_bytes)
-        # The model counts peaks from the resident bytes on, and kept bytes as far as there is a choice.
-        bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.excerpt.graph.resident_bytes
-        return bound + prices.kept_ms * self.always_kept_bytes + prices.late_ms * self.always_late_bytes
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One column per segment, as actions and replays of the whole step; ``bound_ms`` of recompute time."""
+    """A column for each stretch, as actions and replays of the whole step.
+
+    Attributes:
+        ms: Of recompute time. ``bound_ms``: no choice of the pool has less.
+        longest: Segments of the longest stretch.
+    """
 
     actions: dict[int, str]
     replays: dict[int, int]
+    ms: float
     bound_ms: float
+    longest: int
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Segments in a row that are run as one, in a way of ``kind``; mostly there is one."""
+
+    run: range
+    kind: Kind
+    ballast_bytes: tuple[int, int]
+
+    def peaks(self, column: Column) -> tuple[int, int]:
+        """Under ``column``, forward and backward, while the others save everything."""
+        reference = self.kind.excerpt.ballast_bytes
+        forward, backward = (p + a - b for p, a, b in zip(column.peaks, self.ballast_bytes, reference, strict=True))
+        return forward, backward
+
+    def ways(self, split: bool) -> Ways:
+        """All its columns; not ``split``: what is saved late in forward is what is saved at the turn."""
+        columns, plain = self.kind.columns, self.kind.plain
+        forward, backward = np.array([self.peaks(c) for c in columns]).T
+        saved = np.array([plain.kept_bytes - c.kept_bytes for c in columns])
+        late = np.array([plain.late_bytes - c.late_bytes for c in columns]) if split else 0 * saved
+        if not split:
+            forward, backward = 0 * forward, np.maximum(forward, backward)
+        ms = np.array([c.ms for c in columns])
+        return Ways(self.run.start, self.run.stop, ms, saved, late, backward, forward)
 
 
 class Decomposition:
-    """The pool of one step; asking for several budgets shares it."""
+    """The pool of one step; asking for several budgets shares it.
+
+    Attributes:
+        kinds: By segment. ``different``: each of them once. ``stretches``: the segments one by one.
+        worths: What the last relaxation paid, by segment.
+    """
 
     def __init__(self, graph: StepGraph, costs: Costs, segment_of: dict[int, int], windows: list[Windows]) -> None:
         self.graph = graph
-        source = Excerpts(graph, costs, segment_of, windows)
-        self.excerpts = [source.cut(segment) for segment in range(len(windows))]
+        self.source = Excerpts(graph, costs, segment_of, windows)
+        self._excerpts = [self.source.cut(segment) for segment in range(len(windows))]
         self._begin()
 
     def afresh(self) -> Decomposition:
@@ -224,34 +116,28 @@ class Decomposition:
 
     def _begin(self) -> None:
         kinds: dict[Content, Kind] = {}
-        self.kinds: list[Kind] = []
-        for excerpt in self.excerpts:
+        self.stretches: list[Stretch] = []
+        for segment, excerpt in enumerate(self._excerpts):
             if excerpt.content not in kinds:
                 kinds[excerpt.content] = Kind(excerpt)
-            self.kinds.append(kinds[excerpt.content])
+            one = range(segment, segment + 1)
+            self.stretches.append(Stretch(one, kinds[excerpt.content], excerpt.ballast_bytes))
+        self.kinds = [stretch.kind for stretch in self.stretches]
         self.different = list(kinds.values())
+        self.worths: list[Worth] = []
         self.total_ms = sum(g.ms for k in self.kinds for g in k.sketch.groups) or 1.0
         self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)
-
-    def peaks(self, segment: int, column: Column) -> tuple[int, int]:
-        """Of ``segment`` under ``column``, forward and backward, while the others save everything."""
-        mine, reference = self.excerpts[segment].ballast_bytes, self.kinds[segment].excerpt.ballast_bytes
-        forward, backward = (p + a - b for p, a, b in zip(column.peaks, mine, reference, strict=True))
-        return forward, backward
 
     @property
     def split(self) -> bool:
         """Whether some column saves less late in the forward pass than at the turn."""
-        return any(
-            k.plain.late_bytes - c.late_bytes != k.plain.kept_bytes - c.kept_bytes
-            for k in self.different
-            for c in k.columns
-        )
+        return any(k.split for k in self.different)
 
-    def solve(self, budget_bytes: int, gap: float, slack_ms: float, node_limit: int, deadline: float) -> Choice | None:
+    def solve(self, budget_bytes: int, slack_ms: float, deadline: float) -> Choice | None:
         """The best choice of columns; None if segments cannot be run in so little, or time is up before one is found.
 
         Args:
+            slack_ms: A choice so near the bound is good enough.
             deadline: When to be done, by ``time.perf_counter()``; what that cuts off differs from run to run.
         """
         bound_ms, prices = self._generate(budget_bytes, deadline)
@@ -259,19 +145,20 @@ class Decomposition:
         for finer in (False, True):
             if finer and not self._densify(prices, deadline):
                 break
-            master = _Master(self, budget_bytes)
-            master.program.upper[master.shortage] = 0.0  # else a few bytes could be bought within the gap
-            answer = master.program.minimise(
-                gap=gap, slack=slack_ms / master.ms_unit, node_limit=node_limit, time_limit_s=left_s(deadline)
-            )
-            if not len(answer.values):
-                break
-            choice = self._choice(master.chosen(answer.values), bound_ms)
-            if answer.objective * master.ms_unit <= bound_ms + slack_ms:
+            choice = self.choose(budget_bytes, self.stretches, bound_ms)
+            if choice is None or choice.ms <= bound_ms + slack_ms:
                 break
         return choice
 
-    def leanest(self, node_limit: int) -> Choice:
+    def choose(self, budget_bytes: int, stretches: Sequence[Stretch], bound_ms: float) -> Choice | None:
+        """The fastest way through all segments in ways that ``stretches`` know; None where none fits."""
+        split = self.split or any(s.kind.split for s in stretches)
+        picks = fastest(len(self.kinds), [s.ways(split) for s in stretches], budget_bytes)
+        if picks is None:
+            return None
+        return self._choice([(stretches[n], stretches[n].kind.columns[pick]) for n, pick in picks], bound_ms)
+
+    def leanest(self) -> Choice:
         """The choice of columns with the least peak that is found: the same each time, so no time limits it.
 
         What Python holds until forward ends is left out: local search goes on from here, and from a start that minds it
@@ -282,9 +169,10 @@ class Decomposition:
             master = _Master(self, nothing, split=False)
             if not self._shorten(master, master.program.relax()):
                 break
-        master = _Master(self, nothing, split=False)
-        answer = master.program.minimise(gap=1e-4, slack=0.0, node_limit=node_limit, time_limit_s=math.inf)
-        return self._choice(master.chosen(answer.values), 0.0)
+        ways = [s.ways(split=False) for s in self.stretches]
+        picks = fastest(len(ways), ways, least_bytes(len(ways), ways))
+        assert picks is not None
+        return self._choice([(self.stretches[n], self.kinds[n].columns[pick]) for n, pick in picks], 0.0)
 
     def _shorten(self, master: _Master, relaxed: Relaxed) -> bool:
         """Where memory is short whatever is chosen: add columns that are quickly found; return whether there were any.
@@ -324,12 +212,13 @@ class Decomposition:
                 if hard_rounds < 0:
                     break
             peak_prices = {}
+            self.worths = [master.prices(segment, relaxed.duals) for segment in range(len(self.kinds))]
             found, open_ms = False, 0.0
-            for segment, kind in enumerate(self.kinds):
-                worth = master.prices(segment, relaxed.duals)
+            for stretch, worth in zip(self.stretches, self.worths, strict=True):
+                kind = stretch.kind
                 peak_prices.setdefault(kind, set()).add((worth.peak_ms, worth.late_ms > worth.kept_ms))
                 before = len(kind.columns)
-                forward, backward = self.peaks(segment, kind.plain)
+                forward, backward = stretch.peaks(kind.plain)
                 cost_ms = kind.price(worth, deadline)
                 if worth.forward_ms is not None:
                     cost_ms += worth.forward_ms * (forward - kind.plain.peaks[0])
@@ -357,54 +246,34 @@ class Decomposition:
                     worth[kind, place] = max(worth.get((kind, place), 0.0), peak_ms)
         return any([kind.lean(kind.columns[place], peak_ms) for (kind, place), peak_ms in worth.items()])
 
-    def _choice(self, columns: list[Column], bound_ms: float) -> Choice:
-        return Choice(self.actions(columns), self.replays(columns), bound_ms)
+    def _choice(self, chosen: list[tuple[Stretch, Column]], bound_ms: float) -> Choice:
+        actions, replays = self.actions(chosen), self.replays(chosen)
+        longest = max(len(stretch.run) for stretch, _ in chosen)
+        return Choice(actions, replays, sum(c.ms for _, c in chosen), bound_ms, longest)
 
-    def actions(self, columns: Iterable[Column]) -> dict[int, str]:
+    def actions(self, chosen: Iterable[tuple[Stretch, Column]]) -> dict[int, str]:
         """Actions of the whole step."""
         recomputed, kept = [], []
-        for excerpt, column in zip(self.excerpts, columns, strict=True):
-            for storage, action in column.actions.items():
-                if storage >= len(excerpt.storages):
-                    continue
-                whole = excerpt.storages[storage]
-                if action == RECOMPUTE and whole in self.graph.stored:
-                    recomputed.append(whole)
-                elif action == SAVE and whole not in self.graph.stored:
-                    kept.append(whole)
+        for stretch, column in chosen:
+            for storage, action in self._whole(stretch, column.actions):
+                if action == RECOMPUTE and storage in self.graph.stored:
+                    recomputed.append(storage)
+                elif action == SAVE and storage not in self.graph.stored:
+                    kept.append(storage)
         return close(self.graph, recomputed, kept)
 
-    def replays(self, columns: Iterable[Column]) -> dict[int, int]:
+    def replays(self, chosen: Iterable[tuple[Stretch, Column]]) -> dict[int, int]:
         """Of the whole step, where more than once."""
-        found: dict[int, int] = {}
-        for excerpt, column in zip(self.excerpts, columns, strict=True):
-            found.update(_whole(excerpt.storages, column.replays))
-        return dict(sorted(found.items()))
+        return dict(sorted(pair for stretch, column in chosen for pair in self._whole(stretch, column.replays)))
 
-
-def _whole(storages: tuple[int, ...], replays: Mapping[int, int]) -> dict[int, int]:
-    return {storages[s]: count for s, count in replays.items() if s < len(storages)}
-
-
-@dataclass(frozen=True)
-class Worth:
-    """What the relaxation pays, milliseconds per byte.
-
-    Attributes:
-        kept_ms: Of what a segment keeps at the turn. ``late_ms``: late in the forward pass.
-        peak_ms: Of its peak. ``forward_ms``: of the peak in its forward window; None where both have one row.
-        column_ms: What a column may cost at these prices without being worth it; not per byte.
-    """
-
-    kept_ms: float
-    late_ms: float
-    peak_ms: float
-    forward_ms: float | None
-    column_ms: float
+    def _whole(self, stretch: Stretch, of_storages: Mapping[int, T]) -> Iterable[tuple[int, T]]:
+        """What is said of an excerpt's storages, said of the step's."""
+        storages = [s for part in self.source.storages_of(stretch.run) for s in part]
+        return ((storages[s], said) for s, said in of_storages.items() if s < len(storages))
 
 
 class _Master:
-    """The choice of columns as a program."""
+    """The relaxed choice of columns: some of each."""
 
     def __init__(self, pool: Decomposition, budget_bytes: int, *, split: bool | None = None) -> None:
         self.pool, self.program = pool, Program()
@@ -412,7 +281,7 @@ class _Master:
         self.ms_unit = pool.total_ms / 1e3
         # Running short is possible and dear, so that the relaxation always has prices.
         self.shortage = self.program.column(1e4, upper=float("inf"))
-        self.z = [[self.program.column(c.ms / self.ms_unit, integer=True) for c in kind.columns] for kind in pool.kinds]
+        self.z = [[self.program.column(c.ms / self.ms_unit) for c in kind.columns] for kind in pool.kinds]
         self.ways = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
         self._forward: tuple[list[int], list[int]] | None = None
         if pool.split if split is None else split:
@@ -428,9 +297,10 @@ class _Master:
         pool, program, unit = self.pool, self.program, self.pool.byte_unit
         peaks, sums = [], []
         before = None
-        for segment, (kind, z) in enumerate(zip(pool.kinds, self.z, strict=True)):
+        for stretch, z in zip(pool.stretches, self.z, strict=True):
+            kind = stretch.kind
             after = program.column(upper=float("inf"))
-            terms = {c: peak_of(pool.peaks(segment, col)) / unit for c, col in zip(z, kind.columns, strict=True)}
+            terms = {c: peak_of(stretch.peaks(col)) / unit for c, col in zip(z, kind.columns, strict=True)}
             less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
             peaks.append(program.row({**terms, **less}, upper=self._limit))
             known: dict[int, float] = {} if before is None else {before: -1.0}
@@ -457,7 +327,3 @@ class _Master:
 
     def short(self, values: np.ndarray) -> bool:
         return bool(values[self.shortage] * self.pool.byte_unit > 0.5)
-
-    def chosen(self, values: np.ndarray) -> list[Column]:
-        """The column of each segment."""
-        return [k.columns[int(np.argmax(values[z]))] for k, z in zip(self.pool.kinds, self.z, strict=True)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,7 +35,7 @@ from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline
 from lowtide.solvers.bound import bound_peak, bound_time
 from lowtide.solvers.classics import classic_actions, offers
-from lowtide.solvers.columns import Decomposition
+from lowtide.solvers.columns import Choice, Decomposition
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.groups import Sketch
 from lowtide.solvers.highs import Answer, left_s
@@ -42,6 +43,7 @@ from lowtide.solvers.leaner import Judged, judge, leaner
 from lowtide.solvers.offers import Offer, fastest_within, leanest, stored_at_the_turn
 from lowtide.solvers.peak_model import PeakModel
 from lowtide.solvers.segments import segments, windows, worth_replaying
+from lowtide.solvers.stretches import Stretches
 from lowtide.solvers.structure import close, droppable
 
 _ROUNDS = 12
@@ -50,18 +52,22 @@ _WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, who
 _UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
 _WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
 _FEWEST_SEGMENTS = 3  # that planning them apart is worth it
-_LONGER = (2,)  # layers a segment, where one leaves the plan far from the bound
-_FEWEST_LONGER = 3  # segments of so many layers
 _NEAR = 0.004  # of the step, above the bound: near enough to it
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 _STEP_GAP = 0.0025  # of the step time, likewise
 _CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
 _LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
+_ABOVE = (0.02, 0.03, 0.05)  # of activation memory: budgets above the one asked for, to come down from
+_ABOVE_EVENTS = 1_200_000  # simulated, at most, to come down from one of them
+_ABOVE_TRIES = 150  # that have to be possible in so many
 _ROUNDED_EVENTS = 2_000_000  # likewise, to bring what a relaxation rounds to within the budget
 _HOPELESS = 0.05  # of the step time above the relaxation's bound: rounding that gets there has gone astray
 _SHARES = (0.25, 0.5, 0.75)  # what a relaxation keeps by less than this is recomputed
 _LEAN_SIZE = 600  # steps up to this size (``Sketch.size``) ask a MILP for the least peak, larger ones its relaxation
 _LEAN_NODES = 10  # there good answers come from the root, a proof from thousands of nodes
+
+
+Choose = Callable[[int, float], "Choice | None"]  # within so many bytes, until so late
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,6 @@ class Search:
         self.sketch = Sketch(graph, costs) if len(ops) <= _WHOLE_OPS else None
         self.fine = self.sketch is not None and self.sketch.fine
         self.pool = None if self._one_model_does() else self._pool(ops)
-        self._longer: dict[int, Decomposition | None] = {}
         if self.pool is None and (self.sketch is None or self.sketch.size > _UNLIKE_SIZE):
             self.sketch = Sketch(graph, costs, reach=0)
         self.plain = self.judge(close(graph, ()))
@@ -314,36 +319,65 @@ class Search:
         return ms - bound_ms <= max(slack_ms, gap * (ms - self.floor_ms))
 
     def _fastest_of_pools(self, pool: Decomposition, budget_bytes: int) -> _Result:
-        """A layer a segment; several, where that leaves the plan far from what no plan can beat."""
-        result = self._fastest_choice(pool, budget_bytes)
-        enough_ms = bound_time(self.graph, self.costs, budget_bytes).step_ms + _NEAR * self.costs.plain_step_ms
-        for length in _LONGER if self.limits.longer and self.limits.effort >= 1 else ():
-            # Near the least peak there may be nothing yet: that is for ways that replay an op more than once.
-            near = not enough_ms < result.best_within(budget_bytes) < math.inf
-            if near or (longer := self._pool_of(length)) is None:
-                break
-            other = self._fastest_choice(longer, budget_bytes)
-            if other.best_within(budget_bytes) < result.best_within(budget_bytes):
-                result = other
+        """A layer a segment; stretches of several, where that leaves the plan far from what no plan can beat."""
+        slack_ms = self._tolerances()[1]
+
+        def one_by_one(asked_bytes: int, deadline: float) -> Choice | None:
+            return pool.solve(asked_bytes, slack_ms, deadline)
+
+        result = self._fastest_choice(one_by_one, budget_bytes)
+        if not self.limits.longer or self.limits.effort < 1:
+            return result
+        bound = bound_time(self.graph, self.costs, budget_bytes)
+        enough_ms = bound.step_ms + _NEAR * self.costs.plain_step_ms
+        # Near the least peak there may be nothing yet: that is for ways that replay an op more than once.
+        if not enough_ms < result.best_within(budget_bytes) < math.inf:
+            return result
+
+        def in_stretches(asked_bytes: int, deadline: float) -> Choice | None:
+            return self._stretches.choose(asked_bytes, bound.ms_per_byte, deadline)
+
+        longer = self._fastest_choice(in_stretches, budget_bytes)
+        if longer.best_within(budget_bytes) < result.best_within(budget_bytes):
+            result = longer
+        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
+        if result.best_within(budget_bytes) > enough_ms and not deep:
+            result.judged.extend(self._from_above(in_stretches, budget_bytes, result.best_within(budget_bytes)))
         return result
 
-    def _pool_of(self, length: int) -> Decomposition | None:
-        """With so many layers a segment; None where that leaves few segments, or large ones."""
-        if length not in self._longer:
-            segment_of = segments(self.graph, worth_replaying(self.graph), length=length)
-            found = windows(self.graph, segment_of)
-            enough = found is not None and len(found) >= _FEWEST_LONGER
-            pool = Decomposition(self.graph, self.costs, segment_of, found) if enough and found else None
-            self._longer[length] = pool
-        return self._longer[length]
+    def _from_above(self, choose: Choose, budget_bytes: int, most_ms: float) -> list[Judged]:
+        """Faster ways than ``most_ms``: what larger budgets choose, changed a little until it is within this one.
 
-    def _fastest_choice(self, pool: Decomposition, budget_bytes: int) -> _Result:
+        Columns know neither every way to run a segment nor replays across their borders; a change may be either.
+        """
+        found: list[Judged] = []
+        activations = self.plain.peak_bytes - self.graph.resident_bytes
+        for share in _ABOVE:
+            choice = choose(budget_bytes + int(share * activations), math.inf)
+            if choice is None:
+                continue
+            start = self.judge(choice.actions, choice.replays)
+            path = leaner(
+                self.graph, self.costs, start, target_bytes=budget_bytes, most_ms=most_ms,
+                events=self._events(_ABOVE_EVENTS),
+            )  # fmt: skip
+            if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
+                found.append(path[-1])
+                most_ms = path[-1].timeline.step_ms
+        return found
+
+    @cached_property
+    def _stretches(self) -> Stretches:
+        assert self.pool is not None
+        return Stretches(self.pool)
+
+    def _fastest_choice(self, choose: Choose, budget_bytes: int) -> _Result:
         """Segments planned apart: what the judge finds above the budget is asked for less."""
         judged: list[Judged] = []
         bound_ms, asked_bytes = self.floor_ms, budget_bytes
         deadline = time.perf_counter() + self.limits.time_limit_s
         for round_ in range(_ROUNDS):
-            choice = pool.solve(asked_bytes, *self._tolerances(), self.limits.node_limit, deadline)
+            choice = choose(asked_bytes, deadline)
             if choice is None:
                 break
             if round_ == 0:
@@ -369,7 +403,7 @@ class Search:
         """Candidates for the least peak."""
         if self.pool is not None:
             # Not out of the pool that other budgets have filled: what is found must not depend on what came before.
-            choice = self.pool.afresh().leanest(self.limits.node_limit)
+            choice = self.pool.afresh().leanest()
             return [self.judge(choice.actions, choice.replays)]
         assert self.sketch is not None
         model = PeakModel(self.sketch, None)

@@ -3,7 +3,8 @@
 The excerpt has the segment's forward ops, the backward ops of its window, and the events of both. What other segments
 hold meanwhile is there as ballast: storages that a pretended op makes where a window begins and that die when the real
 ones do. So, as long as every other segment saves everything, memory inside the windows is the whole step's, to the
-byte (``tests/test_columns.py``), and how a segment's actions change it can be added up over segments.
+byte (``tests/test_columns.py``), and how a segment's actions change it can be added up over segments. Several segments
+in a row can be cut out as one.
 
 What ties a segment to others is fixed: a storage that another segment's backward asks for, or that outlives its own
 segment's backward, is saved. An activation made elsewhere that autograd does not store may be kept for replays, which
@@ -12,7 +13,7 @@ is then paid for here.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -61,11 +62,13 @@ class Excerpt:
     Attributes:
         content: The excerpt; its first storages are the segment's own.
         storages: Id in the whole graph of each of the segment's storages, by id in the excerpt; imports included.
+        own: How many of them, the first ones, the segment makes.
         ballast_bytes: What is left of others all through the forward window, and all through the backward window.
     """
 
     content: Content
     storages: tuple[int, ...]
+    own: int
     ballast_bytes: tuple[int, int]
     whole: StepGraph
     whole_costs: Costs
@@ -139,10 +142,45 @@ class Excerpts:
         self.dies.update((s, _NEVER) for s in self.born if s not in freed)
         self._first_unpack = {s: events[0] for s, events in unpacked.items()}
 
-    def tied(self, storage: int, segment: int) -> str:
-        """Why ``storage`` has to be saved for the sake of other segments; "" if it has not."""
-        window = self.windows[segment]
-        if any(self.segment_of.get(op) != segment for op in self._readers.get(storage, ())):
+    def window(self, run: range) -> Windows:
+        """Of the segments of ``run`` as one."""
+        first, last = self.windows[run.start], self.windows[run.stop - 1]
+        return Windows((first.forward[0], last.forward[1]), (last.backward[0], first.backward[1]))
+
+    def storages_of(self, run: range) -> tuple[list[int], list[int]]:
+        """What ops of ``run`` make; what they read that others make, autograd does not store, and a replay would keep.
+
+        Both in the order in which an excerpt has them.
+        """
+        own = [s for segment in run for op in self.ops_of[segment] for s in self.graph.ops[op].makes]
+        read = (s for segment in run for s in self._imports[segment])
+        return own, list(dict.fromkeys(s for s in read if self._maker_segment(s) not in run))
+
+    @cached_property
+    def _imports(self) -> list[list[int]]:
+        """By segment."""
+        graph, found = self.graph, []
+        for segment, ops in enumerate(self.ops_of):
+            read = dict.fromkeys(s for op in ops for s in graph.ops[op].reads)
+            found.append(
+                [
+                    s
+                    for s in read
+                    if self._maker_segment(s) not in (None, segment)
+                    and graph.storages[s].kind == "activation"
+                    and s not in graph.stored
+                ]
+            )
+        return found
+
+    def _maker_segment(self, storage: int) -> int | None:
+        op = self.graph.storages[storage].op
+        return None if op is None else self.segment_of.get(op, -1)
+
+    def tied(self, storage: int, run: range) -> str:
+        """Why ``storage`` has to be saved for the sake of segments beside ``run``; "" if it has not."""
+        window = self.window(run)
+        if any(self.segment_of.get(op) not in run for op in self._readers.get(storage, ())):
             return "read by another segment" if storage in self.graph.stored else ""
         asked = self._first_unpack.get(storage, window.backward[0])
         if not window.backward[0] <= asked < window.backward[1]:
@@ -151,6 +189,18 @@ class Excerpts:
         if any(at >= window.backward[1] for at in self.events_of.get(storage, ())):
             return "outlives its segment"
         return ""
+
+    def ballast_bytes(self, run: range) -> tuple[int, int]:
+        """What others hold all through the forward window of ``run``, and all through its backward window."""
+        own, imports = self.storages_of(run)
+        window = self.window(run)
+        return self.staying_bytes(window.forward, own, imports), self.staying_bytes(window.backward, own, imports)
+
+    def staying_bytes(self, window: tuple[int, int], own: Iterable[int], imports: Iterable[int]) -> int:
+        """What lives all through ``window`` and is neither ``own`` nor among ``imports``."""
+        storages = self.graph.storages
+        mine = [s for s in (*own, *imports) if self.born[s] < window[0] <= self.dies[s]]
+        return self.alive_bytes[window[0]] - sum(storages[s].bytes for s in {*self.passing(window), *mine})
 
     @cached_property
     def turn(self) -> int:
@@ -192,19 +242,21 @@ class Excerpts:
 
     def passing(self, window: tuple[int, int]) -> list[int]:
         """Storages that are alive where ``window`` begins and not where it ends, by birth."""
-        return self._passing[window[0]] if window[0] < window[1] else []
+        begins = self._starts[bisect_left(self._starts, window[0]) : bisect_left(self._starts, window[1])]
+        found = [s for begin in begins for s in self._passing[begin] if self.born[s] < window[0]]
+        return sorted(found, key=self.born.__getitem__) if len(begins) > 1 else found
 
-    def cut(self, segment: int) -> Excerpt:
-        """The excerpt of ``segment``."""
-        return _Cut(self, segment).excerpt()
+    def cut(self, first: int, count: int = 1) -> Excerpt:
+        """The excerpt of ``count`` segments as one."""
+        return _Cut(self, range(first, first + count)).excerpt()
 
 
 class _Cut:
     """Builds one excerpt."""
 
-    def __init__(self, source: Excerpts, segment: int) -> None:
-        self.source, self.segment = source, segment
-        self.graph, self.window = source.graph, source.windows[segment]
+    def __init__(self, source: Excerpts, run: range) -> None:
+        self.source, self.run = source, run
+        self.graph, self.window = source.graph, source.window(run)
         self.storages: list[tuple[int, str, str]] = []
         self.names: dict[int, int] = {}  # storage in the whole graph -> in the excerpt
         self.ops: list[tuple] = []
@@ -218,17 +270,17 @@ class _Cut:
 
     def excerpt(self) -> Excerpt:
         graph, source = self.graph, self.source
-        ops = source.ops_of[self.segment]
-        own = [s for op in ops for s in graph.ops[op].makes]
-        imports = self._imports(ops, set(own))
+        ops = [op for segment in self.run for op in source.ops_of[segment]]
+        own, imports = source.storages_of(self.run)
+        brought = set(imports)
         for s in (*own, *imports):
             storage = graph.storages[s]
-            fixed = storage.fixed or (_IMPORTED if s in imports else source.tied(s, self.segment))
+            fixed = storage.fixed or (_IMPORTED if s in brought else source.tied(s, self.run))
             self._add(s, storage.bytes, storage.kind, fixed)
             self.whole_ids.append(s)
-        forward_bytes = self._ballast(self.window.forward, set(own), imports)
+        forward_bytes = self._ballast(self.window.forward, own, imports)
         self._play(self.window.forward, ops)
-        self._end_ballast(self.window.forward, skip=set(own) | set(imports))
+        self._end_ballast(self.window.forward, skip={*own, *imports})
         late = max(source.late, self.window.forward[1])
         self._play((self.window.forward[1], late), ())
         self._late = len(self.events)
@@ -236,24 +288,11 @@ class _Cut:
         turn = len(self.events)
         self._play((source.turn, self.window.backward[0]), ())
         backward = len(self.events)
-        backward_bytes = self._ballast(self.window.backward, {*own, *imports}, ())
+        backward_bytes = self._ballast(self.window.backward, [*own, *imports], [])
         self._play(self.window.backward, self._backward_ops())
-        self._end_ballast(self.window.backward, skip=set(own) | set(imports))
+        self._end_ballast(self.window.backward, skip={*own, *imports})
         self._play((self.window.backward[1], len(graph.events)), ())
-        return self._finish(turn, backward, (forward_bytes, backward_bytes))
-
-    def _imports(self, ops: list[int], own: set[int]) -> dict[int, None]:
-        """Activations from elsewhere that autograd does not store and a replay here would have to keep."""
-        graph = self.graph
-        return {
-            s: None
-            for op in ops
-            for s in graph.ops[op].reads
-            if s not in own
-            and graph.storages[s].op is not None
-            and graph.storages[s].kind == "activation"
-            and s not in graph.stored
-        }
+        return self._finish(turn, backward, len(own), (forward_bytes, backward_bytes))
 
     def _backward_ops(self) -> list[int]:
         return [
@@ -269,20 +308,19 @@ class _Cut:
             self.names[whole] = number
         return number
 
-    def _ballast(self, window: tuple[int, int], own: set[int], imports: dict[int, None] | tuple) -> int:
+    def _ballast(self, window: tuple[int, int], own: list[int], imports: list[int]) -> int:
         """A pretended op that makes what others hold where ``window`` begins; return the bytes that stay throughout."""
         source, storages = self.source, self.graph.storages
-        passing = source.passing(window)
-        mine = [s for s in (*own, *imports) if source.born[s] < window[0] <= source.dies[s]]
-        staying = source.alive_bytes[window[0]] - sum(storages[s].bytes for s in {*passing, *mine})
+        mine = {*own, *imports}
         makes = []
-        others = [s for s in passing if s not in own and s not in imports and storages[s].bytes]
-        for s in sorted([*others, *(s for s in mine if s in imports)], key=source.born.__getitem__):
-            makes.append(self.names[s] if s in imports else self._add(s, storages[s].bytes, "backward"))
+        others = [s for s in source.passing(window) if s not in mine and storages[s].bytes]
+        alive = [s for s in imports if source.born[s] < window[0] <= source.dies[s]]
+        for s in sorted([*others, *alive], key=source.born.__getitem__):
+            makes.append(self.names[s] if s in mine else self._add(s, storages[s].bytes, "backward"))
         self.rest = self._add(None, 0, "backward")
         makes.append(self.rest)
         self._run((_BALLAST, window[0] >= source.turn, (), tuple(makes), 0, 0, None), 0.0)
-        return staying
+        return source.staying_bytes(window, own, imports)
 
     def _end_ballast(self, window: tuple[int, int], skip: set[int]) -> None:
         self.events.append((FREE, self.rest))
@@ -361,10 +399,10 @@ class _Cut:
                 self.events[at : at + length] = sorted(self.events[at : at + length])
             at += length
 
-    def _finish(self, turn: int, backward: int, ballast: tuple[int, int]) -> Excerpt:
+    def _finish(self, turn: int, backward: int, own: int, ballast: tuple[int, int]) -> Excerpt:
         self._sort_frees()
         content = Content(
             tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events),
             self._late, turn, backward,
         )  # fmt: skip
-        return Excerpt(content, tuple(self.whole_ids), ballast, self.graph, self.source.costs)
+        return Excerpt(content, tuple(self.whole_ids), own, ballast, self.graph, self.source.costs)
