@@ -124,7 +124,7 @@ class Decomposition:
             self.stretches.append(Stretch(one, kinds[excerpt.content], excerpt.ballast_bytes))
         self.kinds = [stretch.kind for stretch in self.stretches]
         self.different = list(kinds.values())
-        self.worths: list[Worth] = []
+        self.worths = [Worth(0.0, 0.0, 0.0, None, 0.0)] * len(self.kinds)
         self.total_ms = sum(g.ms for k in self.kinds for g in k.sketch.groups) or 1.0
         self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)
 
