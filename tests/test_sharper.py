@@ -11,6 +11,7 @@ from toys import unit_costs
 
 from lowtide.plan import RECOMPUTE
 from lowtide.simulator import simulate_actions
+from lowtide.solvers import guided as guided_module
 from lowtide.solvers import relaxation
 from lowtide.solvers import sharper as sharper_module
 from lowtide.solvers.bound import bound_time
@@ -39,7 +40,7 @@ def far_from_any_plan(monkeypatch):
     """Bounds are always sharpened, and small graphs are cut into slots as large ones are."""
     monkeypatch.setattr(relaxation, "_TINY", 0)
     monkeypatch.setattr(sharper_module, "_HOPELESS", 100.0)
-    monkeypatch.setattr(sharper_module, "_APART", 0)  # many slots
+    monkeypatch.setattr(guided_module, "_APART", 0)  # many slots
 
 
 @pytest.mark.usefixtures("far_from_any_plan")

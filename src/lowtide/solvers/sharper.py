@@ -17,28 +17,22 @@ tried. The bound depends on the plan that is known, and may rise with the budget
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
-import numpy as np
-
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.bound import TOLERANCE, Bound, watched_ms
 from lowtide.solvers.certain import certain
+from lowtide.solvers.guided import crowded
 from lowtide.solvers.relaxation import Relaxation
-from lowtide.solvers.structure import close
 
 _NEAR = 0.0098  # of the step: a plan this near to its bound is near enough
 _HOPELESS = 0.05  # likewise: one this far from it is not brought that near
 _ROUNDS = 4
 _WORK = 300_000  # rows of a program times nodes of its search
-_MOST_ROWS = 7000
-_SLOTS_A_ROUND = 2
-_APART = 3  # stages that are crowded together: one slot is enough for them
+_MOST_ROWS = 10_000
 
 
 def sharper(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: float, bound: Bound) -> Bound:
@@ -70,36 +64,8 @@ def sharper(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: float, 
         if answer.status == "infeasible":
             break
         values = answer.values if len(answer.values) else program.relax().values
-        more = _crowded(graph, costs, model, values, budget_bytes) if len(values) else []
+        more = crowded(graph, costs, model, values, budget_bytes) if len(values) else []
         if not more:
             break
         slots.update(more)
     return replace(bound, step_ms=best_ms)
-
-
-def _crowded(graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarray, budget_bytes: int) -> list[int]:
-    """Stages without a slot in which what ``values`` say needs most memory above the budget; apart from each other."""
-    certain, ended = model.certain, {stage for grid in model.grid.values() for stage in grid[:-1]}
-    dropped = [x for x, column in model.s.items() if values[column] < 0.5 and x in graph.stored]
-    kept = [x for x, column in model.s.items() if values[column] >= 0.5 and x not in graph.stored]
-    actions = close(graph, dropped, kept)
-    peaks = simulate_actions(graph, costs, actions, _counts(graph, model, values, actions)).event_peak_bytes
-    highest: dict[int, int] = {}
-    for event, peak in enumerate(peaks):
-        stage = certain.stage_of(event)
-        if peak > budget_bytes and stage >= 0:
-            highest[stage] = 0 if stage in ended else max(highest.get(stage, 0), peak)
-    runs: list[list[int]] = []
-    for stage in sorted(highest):
-        if runs and stage - runs[-1][-1] <= _APART:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    tops = [top for top in (max(run, key=lambda t: highest[t]) for run in runs) if highest[top]]
-    return sorted(tops, key=lambda t: -highest[t])[:_SLOTS_A_ROUND]
-
-
-def _counts(graph: StepGraph, model: Relaxation, values: np.ndarray, actions: Mapping[int, str]) -> dict[int, int]:
-    """How often ``values`` make each recomputed storage again."""
-    times = {op: max(round(float(sum(values[column] for column in columns))), 1) for op, columns in model.N.items()}
-    return {x: times[op] for op in times for x in graph.ops[op].makes if actions.get(x) == RECOMPUTE}
