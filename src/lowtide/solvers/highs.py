@@ -123,6 +123,7 @@ class Program:
             solver.setOptionValue("mip_heuristic_run_rens", False)
         if first:
             solver.setOptionValue("mip_max_improving_sols", 1)
+            solver.setOptionValue("mip_allow_restart", False)
             solver.setOptionValue("mip_heuristic_effort", 0.0)
             solver.setOptionValue("mip_heuristic_run_rins", False)
             solver.setOptionValue("mip_heuristic_run_rens", False)
