@@ -53,7 +53,7 @@ from lowtide.solvers.relaxation import Relaxation
 
 MOVES_HOLD_FOR = "every plan that saves, recomputes or moves, whenever it does; what links can carry counts, not when"
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
-_TOLERANCE = 1e-6  # of the objective: HiGHS's own, with room
+TOLERANCE = 1e-6  # of the objective: HiGHS's own, with room
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allo
     sure = certain_with_moves(graph) if allowed else certain(graph)
     if sure.floor_bytes.max() > budget_bytes:
         return Bound(math.inf, 0.0)
-    # Something is recomputed or moved, so the tape watches all of forward.
-    floor_ms = costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
+    floor_ms = watched_ms(graph, costs)
     model = Relaxation(sure, costs, budget_bytes, allowed)
     answer = model.program.relax()
     if math.isnan(answer.objective):
@@ -105,7 +104,12 @@ def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allo
     if math.isinf(answer.objective):
         return Bound(math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
-    return Bound(floor_ms + max(answer.objective * (1 - _TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
+    return Bound(floor_ms + max(answer.objective * (1 - TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
+
+
+def watched_ms(graph: StepGraph, costs: Costs) -> float:
+    """Return the step time beside replays where something is recomputed or moved: the tape watches all of forward."""
+    return costs.plain_step_ms + costs.mode_us / 1e3 * len(graph.forward_ops)
 
 
 @once_per_graph
@@ -123,5 +127,5 @@ def bound_peak(graph: StepGraph) -> int:
     answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return least
-    claimed = answer.objective * (1 - _TOLERANCE) * model.byte_unit
+    claimed = answer.objective * (1 - TOLERANCE) * model.byte_unit
     return max(least, graph.resident_bytes + math.floor(claimed))

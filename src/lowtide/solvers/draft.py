@@ -19,6 +19,7 @@ from lowtide.solvers.bound import (
     bound_time,
 )
 from lowtide.solvers.evidence import bottleneck, evidence
+from lowtide.solvers.sharper import sharper
 from lowtide.transfers import Moves
 from lowtide.units import format_bytes
 
@@ -45,9 +46,20 @@ class Draft:
 
 
 def finish(
-    graph: StepGraph, costs: Costs, draft: Draft, *, method: str, budget_bytes: int | None, start_s: float
+    graph: StepGraph,
+    costs: Costs,
+    draft: Draft,
+    *,
+    method: str,
+    budget_bytes: int | None,
+    start_s: float,
+    sharpen: bool = False,
 ) -> Plan:
-    """Simulate ``draft`` and write it down; ``start_s`` is ``time.perf_counter()`` when solving began.
+    """Simulate ``draft`` and write it down.
+
+    Args:
+        start_s: ``time.perf_counter()`` when solving began.
+        sharpen: Where the bound is far, take the time to bring it nearer.
 
     Raises:
         LowtideError: a solver came with a draft above its budget.
@@ -80,6 +92,8 @@ def finish(
             )
         )
     bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, draft.allowed)
+    if sharpen and bound is not None and budget_bytes is not None and not draft.allowed:
+        bound = sharper(graph, costs, budget_bytes, timeline.step_ms, bound)
     bound_ms = None if bound is None else bound.step_ms
     searched = {}
     if draft.bound_ms is not None:

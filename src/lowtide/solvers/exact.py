@@ -38,6 +38,7 @@ from lowtide.solvers.classics import classic_actions, offers
 from lowtide.solvers.columns import Choice, Decomposition
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.groups import Sketch
+from lowtide.solvers.guided import guided
 from lowtide.solvers.highs import Answer, left_s
 from lowtide.solvers.leaner import Judged, judge, leaner
 from lowtide.solvers.offers import Offer, fastest_within, leanest, stored_at_the_turn
@@ -53,6 +54,7 @@ _UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
 _WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
 _FEWEST_SEGMENTS = 3  # that planning them apart is worth it
 _NEAR = 0.004  # of the step, above the bound: near enough to it
+_FAR = 0.02  # likewise: too far for a sharper bound alone to close
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 _STEP_GAP = 0.0025  # of the step time, likewise
 _CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
@@ -60,6 +62,7 @@ _LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
 _ABOVE = (0.02, 0.03, 0.05)  # of activation memory: budgets above the one asked for, to come down from
 _ABOVE_EVENTS = 1_200_000  # simulated, at most, to come down from one of them
 _ABOVE_TRIES = 150  # that have to be possible in so many
+_GUIDED_EVENTS = 4_000_000  # likewise, from one start that the bound's relaxation points to
 _ROUNDED_EVENTS = 2_000_000  # likewise, to bring what a relaxation rounds to within the budget
 _HOPELESS = 0.05  # of the step time above the relaxation's bound: rounding that gets there has gone astray
 _SHARES = (0.25, 0.5, 0.75)  # what a relaxation keeps by less than this is recomputed
@@ -343,6 +346,12 @@ class Search:
         deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
         if result.best_within(budget_bytes) > enough_ms and not deep:
             result.judged.extend(self._from_above(in_stretches, budget_bytes, result.best_within(budget_bytes)))
+        most_ms = result.best_within(budget_bytes)
+        if most_ms > bound.step_ms + _FAR * self.costs.plain_step_ms:
+            events = self._events(_GUIDED_EVENTS)
+            result.judged.extend(
+                guided(self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events)
+            )
         return result
 
     def _from_above(self, choose: Choose, budget_bytes: int, most_ms: float) -> list[Judged]:

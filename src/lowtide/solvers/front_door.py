@@ -110,7 +110,8 @@ def _solve(
     else:
         offered = offers(graph, costs, method, n=n, ratio=ratio)
         draft = fastest(graph, costs, offered, budget_bytes, method=method)
-    return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s)
+    sharpen = method == "exact"
+    return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s, sharpen=sharpen)
 
 
 def allowed_by(

@@ -92,13 +92,21 @@ class Program:
         )
 
     def minimise(
-        self, *, gap: float, slack: float, node_limit: int, time_limit_s: float, light: bool = False
+        self,
+        *,
+        gap: float,
+        slack: float,
+        node_limit: int,
+        time_limit_s: float,
+        light: bool = False,
+        first: bool = False,
     ) -> Answer:
         """Solve; the same program and node limit give the same answer as long as time does not run out.
 
         Args:
             light: Without presolve and the searches of neighbourhoods that are programs of their own: half the time on
                 small programs of which the root says nearly all, and no way to go for large ones.
+            first: Stop at the first solution, and do not look hard for one: for a proof that there is none.
         """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
@@ -111,6 +119,12 @@ class Program:
         solver.setOptionValue("time_limit", time_limit_s)
         if light:
             solver.setOptionValue("presolve", "off")
+            solver.setOptionValue("mip_heuristic_run_rins", False)
+            solver.setOptionValue("mip_heuristic_run_rens", False)
+        if first:
+            solver.setOptionValue("mip_max_improving_sols", 1)
+            solver.setOptionValue("mip_allow_restart", False)
+            solver.setOptionValue("mip_heuristic_effort", 0.0)
             solver.setOptionValue("mip_heuristic_run_rins", False)
             solver.setOptionValue("mip_heuristic_run_rens", False)
         solver.passModel(self._model())

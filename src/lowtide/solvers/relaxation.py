@@ -22,7 +22,10 @@ from lowtide.solvers.certain import Certain, Span
 from lowtide.solvers.highs import INFINITY, Program
 
 _TINY = 400  # ops x stages up to which each stage has its slot
-_MOMENTS = 48  # memory rows for backward; never chosen by the budget, so that the bound falls as it grows
+_MOMENTS = (
+    96  # memory rows for backward of a large step; never chosen by the budget, so that the bound falls as it grows
+)
+_SMALL = 2500  # ops up to which a step gets them all
 
 
 class Relaxation:
@@ -31,6 +34,7 @@ class Relaxation:
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
         allowed: What plans may move or keep inexactly; ``certain`` has to know of it too.
+        slots: Further stages that end a slot.
 
     Attributes:
         program: The objective is recompute time in ``ms_unit``, or the peak beyond what is resident in ``byte_unit``.
@@ -38,9 +42,15 @@ class Relaxation:
     """
 
     def __init__(
-        self, certain: Certain, costs: Costs, budget_bytes: int | None, allowed: Allowed | None = None
+        self,
+        certain: Certain,
+        costs: Costs,
+        budget_bytes: int | None,
+        allowed: Allowed | None = None,
+        *,
+        slots: Iterable[int] = (),
     ) -> None:
-        self.certain, self.costs, self.budget_bytes = certain, costs, budget_bytes
+        self.certain, self.costs, self.budget_bytes, self._slots = certain, costs, budget_bytes, frozenset(slots)
         self.graph, self.program = certain.graph, Program()
         self._later = partial(self.program.row, lazy=True)
         self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
@@ -71,7 +81,8 @@ class Relaxation:
             stages = tuple(range(len(certain.stages)))
         elif certain.stages:
             turn = certain.stages[0]
-            stages = (certain.stage_of(turn + int(certain.plain_bytes[turn:].argmax())),)
+            peak = certain.stage_of(turn + int(certain.plain_bytes[turn:].argmax()))
+            stages = tuple(sorted({peak, *self._slots}))
         self.grid: dict[int, tuple[int, ...]] = {}
         for op in certain.useful:
             since, until = certain.since[op], certain.until[op]
@@ -276,7 +287,8 @@ class Relaxation:
                 highest = int(floor[event])
                 chosen.append(event)
         backward = [e for e in peaks if e >= turn]
-        for part in np.array_split(np.array(backward, dtype=int), max(min(_MOMENTS, len(backward)), 1)):
+        parts = len(backward) if len(self.graph.ops) <= _SMALL else min(_MOMENTS, len(backward))
+        for part in np.array_split(np.array(backward, dtype=int), max(parts, 1)):
             if len(part):
                 chosen.append(int(part[most[part].argmax()]))
         limit = self.budget_bytes if self.budget_bytes is not None else int(floor.max())
