@@ -343,15 +343,15 @@ class Search:
         longer = self._fastest_choice(in_stretches, budget_bytes)
         if longer.best_within(budget_bytes) < result.best_within(budget_bytes):
             result = longer
-        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
-        if result.best_within(budget_bytes) > enough_ms and not deep:
-            result.judged.extend(self._from_above(in_stretches, budget_bytes, result.best_within(budget_bytes)))
         most_ms = result.best_within(budget_bytes)
+        found: list[Judged] = []
         if most_ms > bound.step_ms + _FAR * self.costs.plain_step_ms:
             events = self._events(_GUIDED_EVENTS)
-            result.judged.extend(
-                guided(self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events)
-            )
+            found = guided(self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events)
+        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
+        if most_ms > enough_ms and not (found or deep):
+            found = self._from_above(in_stretches, budget_bytes, most_ms)
+        result.judged.extend(found)
         return result
 
     def _from_above(self, choose: Choose, budget_bytes: int, most_ms: float) -> list[Judged]:
