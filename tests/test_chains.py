@@ -125,6 +125,16 @@ def test_ten_steps_with_three_snapshots_are_taken_at_0_4_and_7():
     assert extra_steps(10, 3) == 15 and comb(3 + 2, 3) == 10  # β(3, 2): each step at most twice
 
 
+def test_fifty_steps_with_seven_snapshots_take_the_105_forward_steps_that_a_published_run_counts():
+    """``numfwd`` of Revolve as Argonne's Checkpointing.jl counts it.
+
+    https://github.com/Argonne-National-Laboratory/Checkpointing.jl, test/runtests.jl
+    """
+    again = [step for step in revolve_schedule(50, 7) if step.kind in (CK, EMPTY)]
+
+    assert len(again) == extra_steps(50, 7) == 105
+
+
 # Rotor
 
 
