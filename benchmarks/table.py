@@ -46,6 +46,7 @@ def main() -> int:
         Page(ROOT / "README.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
+        Page(ROOT / "docs" / "planner.md", "times", RESULTS / "planner_time_cpu.jsonl", times_table),
     ):
         after = page.written()
         if page.path.read_text() == after:
@@ -276,6 +277,40 @@ def planner_cells(case: str, lines: list[dict]) -> list[str]:
         f"{100 * max(line['peak_error'] for line in ran):.4f}",
         "equal" if equal else "**differ**",
     ]
+
+
+def times_table(lines: list[dict]) -> str:
+    """One row per case: overhead as predicted / as measured by budget, and how sure that is."""
+    budgets = ("50%", "36%", "25%", FULLS_PEAK, "full checkpointing")
+    columns = ("case", "plain", *(b.replace("%", " %") for b in budgets), "spread", "control")
+    rows = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    timed = [line for line in lines if "overhead" in line]
+    for case in dict.fromkeys(line["case"] for line in timed):
+        by = {line["budget"]: line for line in timed if line["case"] == case}
+        control = by.pop("none")
+        spread = statistics.median(half_range(line["overhead_quartiles"]) for line in by.values())
+        cells = [times_cell(by[b]) if b in by else "-" for b in budgets]
+        cells += [f"{spread:.1f}", f"{100 * control['overhead']:+.1f}"]
+        rows.append(f"| {case} | {control['plain_ms']:.0f} ms | {' | '.join(cells)} |")
+    off = sorted(abs(line["points_off"]) for line in timed if line["budget"] != "none")
+    near = sum(points <= 3 for points in off)
+    first = timed[0]
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in timed))
+    note = (
+        f"{near} of {len(off)} plans are within 3 points of what they predict; median {statistics.median(off):.1f}, "
+        f"worst {off[-1]:.1f}. Medians of {first['rounds']} rounds. {first['device']}, {first['threads']} thread, "
+        f"torch {first['torch']}, commit {commits}."
+    )
+    return "\n".join([*rows, "", note])
+
+
+def times_cell(line: dict) -> str:
+    return f"{100 * line['predicted_overhead']:+.1f} / {100 * line['overhead']:+.1f}"
+
+
+def half_range(quartiles: list[float]) -> float:
+    """Half of what lies between the quartiles, in points."""
+    return 100 * (quartiles[1] - quartiles[0]) / 2
 
 
 if __name__ == "__main__":

@@ -270,6 +270,17 @@ def test_no_published_method_is_below_it_on_real_steps(name):
 # What a plan and an error say of them
 
 
+def test_in_a_small_step_every_moment_of_backward_counts(monkeypatch):
+    graph, costs = load_case("vit")
+    plain = simulate(graph, costs, {}).peak_bytes
+    budget = graph.resident_bytes + int(0.36 * (plain - graph.resident_bytes))
+    every = bound_time(graph, costs, budget).step_ms
+    monkeypatch.setattr(relaxation, "_SMALL", 0)
+
+    again, _ = load_case("vit")  # nothing remembered
+    assert every > bound_time(again, costs, budget).step_ms + 0.001 * costs.plain_step_ms
+
+
 def test_a_plan_carries_the_bound_of_all_plans_and_says_so(small_decoder):
     graph, costs = small_decoder
     plan, classic = solve(graph, costs, "50%"), solve(graph, costs, "90%", method="full")

@@ -125,6 +125,16 @@ def test_ten_steps_with_three_snapshots_are_taken_at_0_4_and_7():
     assert extra_steps(10, 3) == 15 and comb(3 + 2, 3) == 10  # β(3, 2): each step at most twice
 
 
+def test_fifty_steps_with_seven_snapshots_take_the_105_forward_steps_that_a_published_run_counts():
+    """``numfwd`` of Revolve as Argonne's Checkpointing.jl counts it.
+
+    https://github.com/Argonne-National-Laboratory/Checkpointing.jl, test/runtests.jl
+    """
+    again = [step for step in revolve_schedule(50, 7) if step.kind in (CK, EMPTY)]
+
+    assert len(again) == extra_steps(50, 7) == 105
+
+
 # Rotor
 
 
@@ -218,6 +228,27 @@ def test_rotor_on_equal_steps_that_hold_one_history_at_a_time_is_revolve(snapsho
         # Revolve has the input of the chain among its snapshots, rotor that of the stage whose history is being made.
         limit = snapshots + history
         assert tabulate(uniform(steps, history), limit).least_ms(limit) == 2 * steps + extra_steps(steps, snapshots)
+
+
+def test_rotor_takes_the_times_of_the_authors_own_code():
+    """What ``_compute_table`` of rotor gives for a chain whose outputs are all of size 1, by memory limit.
+
+    https://gitlab.inria.fr/hiepacs/rotor, in the copy of https://github.com/hpcaitech/ColossalAI (``solver_rotor``). It
+    counts the gradient of a stage's input in that stage's backward, and ends with a stage for the loss.
+    """
+    forward, backward = [3, 1, 4, 1, 5, 9, 2, 6, 0], [5, 3, 5, 8, 9, 7, 9, 3, 2]
+    outputs, saved = [1] * 8 + [0], [3, 8, 4, 6, 2, 6, 4, 3, 0]
+    stages = [
+        Stage(float(f), float(b), out, kept, out, backward_overhead_bytes=1)
+        for f, b, out, kept in zip(forward, backward, outputs, saved, strict=True)
+    ]
+    theirs = {11: 109, 12: 106, 13: 102, 14: 99, 15: 97, 16: 93, 18: 91, 19: 90, 20: 89, 22: 88, 23: 86, 26: 84, 31: 83}
+
+    table = tabulate(stages, 40)
+
+    assert table.least_ms(10) == inf
+    assert {limit: table.least_ms(limit) for limit in theirs} == theirs
+    assert table.least_ms(37) == 83 and table.least_ms(38) == sum(forward) + sum(backward) == 82
 
 
 def test_rotor_with_room_for_everything_runs_each_stage_once():

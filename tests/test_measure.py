@@ -61,6 +61,16 @@ def test_the_overhead_of_a_dispatch_mode_is_measured_in_microseconds():
     assert costs.record_us > 0 and costs.replay_us > 0
 
 
+def test_the_tapes_own_work_costs_more_where_ops_leave_caches_full_of_their_data():
+    def like(storage_bytes):
+        return measure(graph_of(mm(8), storage_bytes=storage_bytes))
+
+    small, large = like(4096), like(2**24)
+
+    assert large.mode_us > small.mode_us
+    assert large.record_us > small.record_us and large.replay_us > small.replay_us
+
+
 def test_what_can_be_measured_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

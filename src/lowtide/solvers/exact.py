@@ -34,7 +34,7 @@ from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulator import Timeline
 from lowtide.solvers.bound import bound_peak, bound_time
-from lowtide.solvers.classics import classic_actions, offers
+from lowtide.solvers.classics import BUDGETED, classic_actions, offers
 from lowtide.solvers.columns import Choice, Decomposition
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.groups import Sketch
@@ -55,6 +55,7 @@ _WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as
 _FEWEST_SEGMENTS = 3  # that planning them apart is worth it
 _NEAR = 0.004  # of the step, above the bound: near enough to it
 _FAR = 0.02  # likewise: too far for a sharper bound alone to close
+_LISTED_OPS = 5000  # steps up to this size are held against every plan of the classics
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 _STEP_GAP = 0.0025  # of the step time, likewise
 _CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
@@ -165,6 +166,7 @@ class Search:
             return self._near_the_least(budget_bytes)
         best = min(fitting, key=lambda j: j.rank)
         best = min((best, *self._classics_that_may_beat(best, budget_bytes)), key=lambda j: j.rank)
+        best = min((best, *self._offered(budget_bytes)), key=lambda j: j.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
         best = self._cleaned(best, budget_bytes)
         return self.draft(best, status, min(result.bound_ms, best.timeline.step_ms))
@@ -208,6 +210,22 @@ class Search:
             return [*offers(self.graph, self.costs, "rotor"), *offers(self.graph, self.costs, "revolve")]
         except ValueError:  # no layer repeats
             return []
+
+    @cached_property
+    def _budgeted(self) -> list[list[Offer]]:
+        """What each classic with a plan for every budget would do, where listing that takes little time."""
+        found = []
+        for method in BUDGETED if len(self.graph.ops) <= _LISTED_OPS else ():
+            try:
+                found.append(offers(self.graph, self.costs, method))
+            except ValueError:  # no layer repeats
+                continue
+        return found
+
+    def _offered(self, budget_bytes: int) -> list[Judged]:
+        """Their plans for this budget: a search that stops within its tolerance may stop just above one."""
+        drafts = [fastest_within(self.graph, self.costs, offered, budget_bytes) for offered in self._budgeted]
+        return [self.judge(draft.actions, draft.replays) for draft in drafts if draft is not None]
 
     @cached_property
     def classics(self) -> list[Judged]:
@@ -271,9 +289,17 @@ class Search:
     def fastest(self, budget_bytes: int) -> _Result:
         """Solve, judge, cut, until the judge agrees."""
         if self.pool is not None:
-            return self._fastest_of_pools(self.pool, budget_bytes)
+            result = self._fastest_of_pools(self.pool, budget_bytes)
+            if self.limits.gap != 0 or result.proven or self.sketch is None:
+                return result
+            # No excess is tolerated: what a pool has no columns for, a model of all layers at once may find.
+            whole = self._fastest_of_model(Sketch(self.graph, self.costs, reach=0), budget_bytes)
+            return min(result, whole, key=lambda r: r.best_within(budget_bytes))
         assert self.sketch is not None
-        model = PeakModel(self.sketch, budget_bytes)
+        return self._fastest_of_model(self.sketch, budget_bytes)
+
+    def _fastest_of_model(self, sketch: Sketch, budget_bytes: int) -> _Result:
+        model = PeakModel(sketch, budget_bytes)
         judged, bound_ms = ([], self.floor_ms) if self.fine else self._rounded(model, budget_bytes)
         if any(self._near_enough(j, bound_ms) for j in judged):
             return _Result(judged, True, bound_ms)
@@ -343,15 +369,15 @@ class Search:
         longer = self._fastest_choice(in_stretches, budget_bytes)
         if longer.best_within(budget_bytes) < result.best_within(budget_bytes):
             result = longer
-        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
-        if result.best_within(budget_bytes) > enough_ms and not deep:
-            result.judged.extend(self._from_above(in_stretches, budget_bytes, result.best_within(budget_bytes)))
         most_ms = result.best_within(budget_bytes)
+        found: list[Judged] = []
         if most_ms > bound.step_ms + _FAR * self.costs.plain_step_ms:
             events = self._events(_GUIDED_EVENTS)
-            result.judged.extend(
-                guided(self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events)
-            )
+            found = guided(self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events)
+        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
+        if most_ms > enough_ms and not (found or deep):
+            found = self._from_above(in_stretches, budget_bytes, most_ms)
+        result.judged.extend(found)
         return result
 
     def _from_above(self, choose: Choose, budget_bytes: int, most_ms: float) -> list[Judged]:

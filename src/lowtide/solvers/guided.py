@@ -27,7 +27,7 @@ from lowtide.solvers.relaxation import Relaxation
 from lowtide.solvers.structure import close
 
 _MOST_OPS = 2500
-_ROUNDS = 4
+_ROUNDS = 3
 _SHARES = (0.25, 0.5)  # what is kept by less than this is recomputed
 _MOST_ABOVE = 0.2  # of the budget's activations: a start further above is too far
 _SLOTS_A_ROUND = 2
