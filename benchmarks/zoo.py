@@ -46,7 +46,8 @@ from lowtide.garbage import no_garbage_collection
 from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.draft import Draft, finish
 from lowtide.solvers.evidence import bottleneck
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
+from lowtide.solvers.quest import Limits
 from lowtide.solvers.structure import close
 
 HERE = Path(__file__).parent

@@ -8,8 +8,9 @@ from test_case_graphs import EXPECTED, load_case
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.classics import BUDGETED, CLASSICS
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
 from lowtide.solvers.front_door import solve
+from lowtide.solvers.quest import Limits
 
 SEARCHED = ("toy", "chain48", "decoder8_512", "decoder8_4096", "vit", "lora")  # the others take minutes
 DEEP = ("decoder32", "decoder100", "decoder126")  # there it takes seconds to list what the knapsack and rotor would do

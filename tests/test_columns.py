@@ -17,9 +17,10 @@ from lowtide.solvers import exact
 from lowtide.solvers.bound import bound_time
 from lowtide.solvers.classics import classic
 from lowtide.solvers.columns import Decomposition
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
 from lowtide.solvers.excerpt import Excerpts
 from lowtide.solvers.front_door import solve
+from lowtide.solvers.quest import Limits
 from lowtide.solvers.segments import segments, windows, worth_replaying
 from lowtide.solvers.stretches import Stretches
 from lowtide.solvers.structure import close, layers, readers
@@ -168,15 +169,15 @@ def test_columns_count_what_python_holds_until_forward_ends():
     """Autocast's copies of weights: dropped ones still live in forward, and at the turn they do not."""
     search, budget = autocast_search(0.5)
 
-    choice = search.pool.solve(budget, 0.0, math.inf)
+    choice = search.apart.pool.solve(budget, 0.0, math.inf)
 
-    assert search.pool.split
+    assert search.apart.pool.split
     assert search.judge(choice.actions, choice.replays).peak_bytes <= budget
 
 
 def single_layers(search, budget):
     """The best plan with a layer a segment."""
-    return search._fastest_choice(lambda asked, deadline: search.pool.solve(asked, 0.0, deadline), budget)
+    return search.apart.best_choice(lambda asked, deadline: search.apart.pool.solve(asked, 0.0, deadline), budget)
 
 
 def test_two_layers_a_segment_find_what_one_cannot():
@@ -199,7 +200,7 @@ def test_stretches_are_longer_where_backward_has_released_more():
     one = single_layers(search, budget)
     bound = bound_time(graph, costs, budget)
 
-    choice = search._stretches.choose(budget, bound.ms_per_byte, math.inf)
+    choice = search.apart.stretches.choose(budget, bound.ms_per_byte, math.inf)
 
     judged = search.judge(choice.actions, choice.replays)
     assert judged.peak_bytes <= budget

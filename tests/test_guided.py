@@ -9,11 +9,11 @@ from test_case_graphs import load_case
 from test_solvers import small_cases
 
 from lowtide.simulator import simulate, simulate_actions
-from lowtide.solvers import exact as exact_module
 from lowtide.solvers import guided as guided_module
 from lowtide.solvers.bound import bound_time
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
 from lowtide.solvers.guided import guided
+from lowtide.solvers.quest import Limits
 
 
 @settings(max_examples=100, deadline=None)
@@ -53,7 +53,7 @@ def test_where_layers_planned_apart_stay_far_from_the_bound_exact_asks_its_relax
     graph, costs = load_case("autocast")
     budget = at_36_percent(graph, costs)
     apart = Search(graph, costs, Limits()).within(budget)
-    monkeypatch.setattr(exact_module, "_FAR", exact_module._NEAR)
+    monkeypatch.setattr(apart_module, "_FAR", apart_module._NEAR)
 
     search = Search(graph, costs, Limits())
     asked = search.within(budget)

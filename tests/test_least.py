@@ -8,9 +8,10 @@ from toys import decoder, decoder_costs
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulator import simulate, simulate_actions
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
 from lowtide.solvers.front_door import solve
 from lowtide.solvers.leaner import judge, leaner
+from lowtide.solvers.quest import Limits
 from lowtide.solvers.structure import close
 
 

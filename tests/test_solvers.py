@@ -16,8 +16,9 @@ from lowtide.solvers import groups, peak_model
 from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.classics import BUDGETED, classic
 from lowtide.solvers.draft import Draft, finish
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
 from lowtide.solvers.front_door import METHODS, solve
+from lowtide.solvers.quest import Limits
 from lowtide.solvers.structure import close, layers, recomputable
 
 
@@ -256,7 +257,7 @@ def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     wasteful = search.judge(classic(graph, "full"))
     budget = graph.resident_bytes + 2 * (wasteful.peak_bytes - graph.resident_bytes)
 
-    thrifty = search.save_what_fits(wasteful, budget)
+    thrifty = search.quest.save_what_fits(wasteful, budget)
 
     assert thrifty.peak_bytes <= budget and thrifty.timeline.step_ms < wasteful.timeline.step_ms
     dropped = [s for s, action in thrifty.actions.items() if action == RECOMPUTE and s in graph.stored]

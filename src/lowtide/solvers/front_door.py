@@ -15,9 +15,10 @@ from lowtide.simulator import simulate_actions
 from lowtide.solvers.away import Allowed
 from lowtide.solvers.classics import BUDGETED, CLASSICS, offers
 from lowtide.solvers.draft import finish
-from lowtide.solvers.exact import Limits, exact
+from lowtide.solvers.exact import exact
 from lowtide.solvers.joint import joint
 from lowtide.solvers.offers import fastest
+from lowtide.solvers.quest import Limits
 from lowtide.units import parse_budget
 
 METHODS = ("exact", *CLASSICS)

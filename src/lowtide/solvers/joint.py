@@ -29,7 +29,8 @@ from lowtide.solvers.away import Allowed
 from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.elsewhere import elsewhere
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
+from lowtide.solvers.quest import Limits
 from lowtide.solvers.schedule import Scheduled, event_times, schedule
 from lowtide.solvers.segments import turn_event
 from lowtide.solvers.trades import traded

@@ -12,9 +12,10 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.draft import finish
-from lowtide.solvers.exact import Limits, Search
+from lowtide.solvers.exact import Search
 from lowtide.solvers.front_door import Offload, allowed_by
 from lowtide.solvers.joint import Joint
+from lowtide.solvers.quest import Limits
 
 
 @dataclass(frozen=True)
