@@ -9,6 +9,7 @@ from test_case_graphs import load_case
 from test_solvers import small_cases
 
 from lowtide.simulator import simulate, simulate_actions
+from lowtide.solvers import apart as apart_module
 from lowtide.solvers import guided as guided_module
 from lowtide.solvers.bound import bound_time
 from lowtide.solvers.exact import Search
