@@ -150,7 +150,7 @@ class Search:
     def _budgeted(self) -> list[list[Offer]]:
         """What each classic with a plan for every budget would do, where listing that takes little time."""
         found = []
-        for method in BUDGETED if len(self.graph.ops) <= _LISTED_OPS else ():
+        for method in BUDGETED if self.limits.listed and len(self.graph.ops) <= _LISTED_OPS else ():
             try:
                 found.append(offers(self.graph, self.costs, method))
             except ValueError:  # no layer repeats

@@ -59,7 +59,8 @@ def frontier(
     if points < 2:
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
     allowed = allowed_by(graph, costs, offload, lossy)
-    limits = Limits(longer=False)  # many points, so each of them quickly: ``solve`` may find a little more at one
+    # Many points, so each of them quickly: ``solve`` may find a little more at one.
+    limits = Limits(longer=False, listed=False)
     search: Search | Joint = Joint(graph, costs, limits, allowed) if allowed else Search(graph, costs, limits)
     least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
     # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.

@@ -31,6 +31,8 @@ class Limits:
         effort: Of local search, 1 being all that it may simulate.
         longer: Whether to try segments of several layers where one layer a segment leaves a plan far from its bound;
             not with less than all effort.
+        listed: Whether to look at what each published method has for the very budget; only steps that are not too large
+            for it.
     """
 
     time_limit_s: float = 60.0
@@ -38,6 +40,7 @@ class Limits:
     gap: float | None = None
     effort: float = 1.0
     longer: bool = True
+    listed: bool = True
 
 
 @dataclass(frozen=True)
