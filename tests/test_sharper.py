@@ -5,12 +5,11 @@ import math
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_bound import some_plans
 from test_case_graphs import load_case
 from test_solvers import oracle, small_cases, small_graphs
 from toys import unit_costs
 
-from lowtide.plan import RECOMPUTE
-from lowtide.simulator import simulate_actions
 from lowtide.solvers import guided as guided_module
 from lowtide.solvers import relaxation
 from lowtide.solvers import sharper as sharper_module
@@ -18,7 +17,6 @@ from lowtide.solvers.bound import bound_time
 from lowtide.solvers.front_door import solve
 from lowtide.solvers.highs import Program
 from lowtide.solvers.sharper import sharper
-from lowtide.solvers.structure import close, recomputable
 
 
 def overruled(graph, costs, found, worse):
@@ -61,14 +59,7 @@ def test_no_random_actions_with_any_number_of_replays_beat_the_sharper_bound():
     @given(graph=small_graphs(most_ops=14), data=st.data())
     def holds(graph, data):
         costs = unit_costs(graph, record_us=300.0)
-        free = sorted(recomputable(graph))
-        found = set()
-        for _ in range(5):
-            picked = {s for s in free if data.draw(st.booleans())}
-            actions = close(graph, picked & graph.stored, picked - graph.stored)
-            replays = {s: data.draw(st.integers(1, 3)) for s, action in actions.items() if action == RECOMPUTE}
-            line = simulate_actions(graph, costs, actions, replays)
-            found.add((line.step_ms, line.peak_bytes))
+        found = some_plans(graph, costs, data)
         assume(found)
 
         assert overruled(graph, costs, found, 1.1) == []

@@ -22,7 +22,7 @@ from functools import cached_property
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import LOSSY, Costs
-from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
+from lowtide.graph.step_graph import UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
 from lowtide.solvers.away import Allowed
@@ -33,6 +33,7 @@ from lowtide.solvers.exact import Search
 from lowtide.solvers.quest import Limits
 from lowtide.solvers.schedule import Scheduled, event_times, schedule
 from lowtide.solvers.segments import turn_event
+from lowtide.solvers.structure import made_and_asked
 from lowtide.solvers.trades import traded
 from lowtide.transfers import Moves
 
@@ -211,7 +212,7 @@ class Joint:
         """With whatever was packed and need not be as it is, the largest first."""
         packed = [s for s, a in judged.draft.actions.items() if TIER_OF.get(a) in LOSSY]
         for storage in sorted(packed, key=lambda s: (-self.graph.storages[s].bytes, s)):
-            made, needed = self._spans
+            made, needed = made_and_asked(self.graph)
             peaks = judged.timeline.event_peak_bytes[made[storage] : needed[storage] + 1]
             if budget_bytes - max(peaks) >= self.graph.storages[storage].bytes // 4:
                 trial = self._judge(replace(judged.draft, actions={**judged.draft.actions, storage: SAVE}))
@@ -307,7 +308,7 @@ class Joint:
         """Those of ``storages`` that links of ``load`` times the speed carry off in time, and back in time."""
         graph, links = self.graph, self.costs.links
         at_ms = event_times(graph, self.costs, timeline)
-        made, needed = self._spans
+        made, needed = made_and_asked(self.graph)
         largest = max((graph.storages[s].bytes for s in storages), default=0)
         carried: dict[int, str] = {}
         free_ms = dict.fromkeys(self.capacities, 0.0)
@@ -327,15 +328,3 @@ class Joint:
             else:
                 free_ms[tier] = end_ms
         return carried
-
-    @cached_property
-    def _spans(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Event at which each stored storage is made, and at which backward first asks for it."""
-        made: dict[int, int] = {}
-        needed: dict[int, int] = {}
-        for event, (kind, number) in enumerate(self.graph.events):
-            if kind == RUN:
-                made.update(dict.fromkeys(self.graph.ops[number].makes, event))
-            elif kind == UNPACK:
-                needed.setdefault(self.graph.saved[number], event)
-        return made, needed

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers.bound import watched_ms
 from lowtide.solvers.leaner import Judged, judge
-from lowtide.solvers.structure import close
+from lowtide.solvers.structure import close, made_and_asked
 
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 STEP_GAP = 0.0025  # of the step time, likewise
@@ -98,7 +98,7 @@ class Quest:
         graph, ops = self.graph, self.costs.op_ms
         dropped = [s for s, action in judged.actions.items() if action == RECOMPUTE and s in graph.stored]
         kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
-        made, asked = self._spans()
+        made, asked = made_and_asked(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
         tries = self.events(CLEAN_UP_EVENTS) // max(len(graph.events), 1)
         peaks = np.array(judged.timeline.event_peak_bytes)
@@ -114,14 +114,3 @@ class Quest:
             if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
                 judged, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
         return judged
-
-    def _spans(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Event at which each stored storage is made, and at which backward first asks for it."""
-        made: dict[int, int] = {}
-        asked: dict[int, int] = {}
-        for event, (kind, number) in enumerate(self.graph.events):
-            if kind == RUN:
-                made.update(dict.fromkeys(self.graph.ops[number].makes, event))
-            elif kind == UNPACK:
-                asked.setdefault(self.graph.saved[number], event)
-        return made, asked

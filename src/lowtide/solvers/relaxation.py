@@ -22,10 +22,8 @@ from lowtide.solvers.certain import Certain, Span
 from lowtide.solvers.highs import INFINITY, Program
 
 _TINY = 400  # ops x stages up to which each stage has its slot
-_MOMENTS = (
-    96  # memory rows for backward of a large step; never chosen by the budget, so that the bound falls as it grows
-)
-_SMALL = 2500  # ops up to which a step gets them all
+_MOMENTS = 96  # memory rows for backward; never chosen by the budget, so that the bound falls as it grows
+_SMALL = 2500  # ops up to which a step gets one for every moment
 
 
 class Relaxation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from lowtide.graph.step_graph import UNPACK, Op, StepGraph, once_per_graph
+from lowtide.graph.step_graph import RUN, UNPACK, Op, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE
 
 _MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
@@ -75,6 +75,19 @@ def readers(graph: StepGraph) -> dict[int, list[int]]:
         for storage in dict.fromkeys(op.reads):
             found.setdefault(storage, []).append(op.id)
     return found
+
+
+@once_per_graph
+def made_and_asked(graph: StepGraph) -> tuple[dict[int, int], dict[int, int]]:
+    """Event at which each storage is made, and at which backward first asks for it."""
+    made: dict[int, int] = {}
+    asked: dict[int, int] = {}
+    for event, (kind, number) in enumerate(graph.events):
+        if kind == RUN:
+            made.update(dict.fromkeys(graph.ops[number].makes, event))
+        elif kind == UNPACK:
+            asked.setdefault(graph.saved[number], event)
+    return made, asked
 
 
 @once_per_graph
