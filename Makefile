@@ -26,7 +26,7 @@ bench: .venv/.ready  ## methods side by side on a decoder
 bench-planner: .venv/.ready  ## the planner on many architectures
 	$(BIN)/python benchmarks/planner.py
 
-offload: .venv/.ready  ## elapsed time with tensors on disk, or kept inexactly
+offload: .venv/.ready  ## elapsed time with tensors on disk
 	$(BIN)/python benchmarks/offload.py
 
 overhead: .venv/.ready  ## what the tape costs an op

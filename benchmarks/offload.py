@@ -1,4 +1,4 @@
-"""Elapsed time of a decoder's step with tensors on disk, or kept inexactly, beside recomputing alone: JSON lines.
+"""Elapsed time of a decoder's step with tensors on disk beside recomputing alone: JSON lines.
 
     python benchmarks/offload.py              4 layers, hidden 256, batch 4 x 256; a few minutes
     python benchmarks/offload.py --quick      a toy, to see that it runs
@@ -26,7 +26,7 @@ from provenance import provenance
 RESULTS = Path(__file__).parent / "results" / "offload_cpu.jsonl"
 SEED = 0
 FRACTIONS = ("50%", "36%", "25%")
-WAYS = {"recompute": {}, "disk": {"offload": ("disk",)}, "int8": {"lossy": "int8"}}
+WAYS = {"recompute": {}, "disk": {"offload": ("disk",)}}
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ class Bench:
 
         # The loss alone comes back: a caller that held the output would keep the logits through backward.
         graph = lowtide.trace(self.model, self.batch, step=lambda model, batch: model(**batch).loss)
-        costs = lowtide.measure(graph, tiers=("disk", "int8"), anew=True)
+        costs = lowtide.measure(graph, tiers=("disk",), anew=True)
         methods = self._methods(graph, costs)
         reference = self._outcome(methods[0])
         found = {id(m): self._outcome(m) if m is not methods[0] else reference for m in methods if m.status == "ok"}
@@ -117,7 +117,7 @@ class Bench:
                 except lowtide.BudgetInfeasibleError:
                     methods.append(Method(name, way, status="no plan"))
                     continue
-                methods.append(Method(name, way, plan, Places(lossy=plan.lossy).held(plan)))
+                methods.append(Method(name, way, plan, Places().held(plan)))
         return methods
 
     def _least(self, graph, costs, options: dict) -> int:
@@ -152,7 +152,6 @@ class Bench:
 
     def _line(self, method: Method, graph, outcome, reference, plain: Method) -> dict:
         from lowtide.tracing.state import same_bits
-        from lowtide.verifier import gradient_errors
 
         line: dict = {"budget": method.budget, "way": method.way, "status": method.status}
         if outcome is None:
@@ -167,7 +166,6 @@ class Bench:
             "elapsed_ratio": statistics.median(ratios),
             "elapsed_ratio_quartiles": _quartiles(ratios),
             "bitwise_equal": not differing,
-            "gradient_error": gradient_errors(reference[1], gradients, differing)[0],
         }
         if method.plan is not None:
             plan = method.plan
@@ -176,7 +174,6 @@ class Bench:
                 "predicted_overhead": plan.predicted_overhead,
                 "gap": plan.gap,
                 "moved_bytes": plan.bytes_by_action["disk_offload"],
-                "packed_bytes": plan.bytes_by_action["save_int8"],
                 "solve_s": plan.solve_s,
             }
         return line

@@ -174,7 +174,7 @@ def points_off(lines: list[dict]) -> str:
     return f"{statistics.median(off):.1f} points (median), {off[-1]:.1f} at most"
 
 
-OFFLOAD_WAYS = {"recompute": "recomputing alone", "disk": "with the disk", "int8": 'with `lossy="int8"`'}
+OFFLOAD_WAYS = {"recompute": "recomputing alone", "disk": "with the disk"}
 
 
 def offload_table(lines: list[dict]) -> str:
@@ -188,28 +188,26 @@ def offload_table(lines: list[dict]) -> str:
             f"**{case}**, plain step {plain['elapsed_ms']:.0f} ms, activations "
             f"{plain['activation_bytes'] / MIB:.1f} MiB; elapsed time more than that, predicted / measured",
             "",
-            "| activations | " + " | ".join(OFFLOAD_WAYS.values()) + " | moved | packed | gradients off |",
-            "|---|" + "---:|" * (len(OFFLOAD_WAYS) + 3),
+            "| activations | " + " | ".join(OFFLOAD_WAYS.values()) + " | moved |",
+            "|---|" + "---:|" * (len(OFFLOAD_WAYS) + 1),
         ]
         for budget in dict.fromkeys(line["budget"] for line in mine if line["budget"]):
             ways = {way: found[budget, way] for way in OFFLOAD_WAYS}
             shares = [f"{100 * line['fraction']:.1f} %" for line in ways.values() if "fraction" in line]
-            disk, packed = ways["disk"], ways["int8"]
-            error = "-" if not packed.get("gradient_error") else f"{100 * packed['gradient_error']:.2f} %"
             cells = [offload_cell(line) for line in ways.values()]
-            amounts = [f"{disk.get('moved_bytes', 0) / MIB:.1f} MiB", f"{packed.get('packed_bytes', 0) / MIB:.1f} MiB"]
+            moved = f"{ways['disk'].get('moved_bytes', 0) / MIB:.1f} MiB"
             name = budget.replace("%", " %") if "%" in budget else f"{budget}: {', '.join(shares) or '-'}"
-            rows.append(f"| {name} | {' | '.join([*cells, *amounts, error])} |")
+            rows.append(f"| {name} | {' | '.join([*cells, moved])} |")
         rows.append("")
     first = lines[0]
     store, fetch, _ = first["links"]["disk"]
     rows.append(
         f"Medians of {first['rounds']} interleaved rounds, of the ratio to the plain step; ± half the quartile range. "
         f"Disk ({first['file_system']}) measured at {store / 1e9:.2f} GB/s out and {fetch / 1e9:.2f} GB/s back. "
-        f"Gradients bitwise equal in all but the last column. {first['device']}, {first['threads']} thread, torch "
+        f"Gradients bitwise equal in all of them. {first['device']}, {first['threads']} thread, torch "
         f"{first['torch']}, commit {first['commit']}."
     )
-    if any(not line.get("bitwise_equal", True) and line["way"] != "int8" for line in lines):
+    if any(not line.get("bitwise_equal", True) for line in lines):
         raise SystemExit("gradients differ where they must not: no table is made of that.")
     return "\n".join(rows)
 

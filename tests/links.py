@@ -32,7 +32,7 @@ class VirtualTier:
         self.free_ms = {"store": 0.0, "fetch": 0.0}
         self.transfers: list[list] = []
 
-    def store(self, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> VirtualTicket:
+    def store(self, storage: torch.UntypedStorage) -> VirtualTicket:
         return VirtualTicket(self, storage)
 
     def send(self, direction: str, size: int, ready_ms: float) -> list:

@@ -110,19 +110,6 @@ def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(
     assert "scratch_dir='/not/there' cannot hold a scratch file" in capsys.readouterr().err
 
 
-def test_fit_keeps_activations_inexactly_where_that_is_allowed_and_says_how_far_off_it_is(capsys, scripts, monkeypatch):
-    def costs(graph, *, tiers=(), scratch_dir=None):  # ops are dear and packing is not
-        return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
-
-    monkeypatch.setattr("lowtide.planning.measure", costs)
-    code = main(["fit", "train.py:setup", "--budget", "60%", "--lossy", "int8", "--verify", "--json"])
-    found = json.loads(capsys.readouterr().out)
-
-    assert code == 0 and found["counts"]["save_int8"] > 0
-    assert found["proof"]["loss_bitwise_equal"] and not found["proof"]["gradients_bitwise_equal"]
-    assert 0 < found["proof"]["gradient_error"] < 0.1
-
-
 def test_fit_as_json_is_one_object_whatever_the_script_prints(capsys):
     code = main(["fit", "train.py:with_step", "--budget", "60%", "--verify", "--json"])
 
@@ -209,7 +196,7 @@ def test_a_step_that_differs_is_a_finding(capsys, monkeypatch):
         ),
         (
             ["report", "not_a_plan.json"],
-            "not a plan: field 'version' is not 1 or 2. Make the plan again with this lowtide.",
+            "not a plan: field 'version' is not 1. Make the plan again with this lowtide.",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -6,17 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_joint import case
-from test_lossy import floats
 from test_solvers import small_graphs
 from toys import chain, unit_costs
 
-from lowtide.graph.costs import DISK, HOST, INT8, Link
-from lowtide.graph.lossy import packable
+from lowtide.graph.costs import DISK, HOST, Link
 from lowtide.graph.step_graph import UNPACK
-from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, RECOMPUTE, SAVE_INT8
+from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, RECOMPUTE
 from lowtide.simulator import simulate, simulate_actions
 from lowtide.solvers import away
-from lowtide.solvers.away import Allowed
 from lowtide.solvers.bound import bound_peak_with_moves, bound_time
 from lowtide.solvers.certain import Certain, certain_with_moves
 from lowtide.solvers.front_door import solve
@@ -25,31 +22,24 @@ from lowtide.transfers import Moves
 
 
 def random_plans(graph, costs, data, count=5):
-    """Step time and peak of plans that save, recompute, move and pack as it comes."""
+    """Step time and peak of plans that save, recompute and move as it comes."""
     movable = sorted(certain_with_moves(graph).movable)
     unpacks = sum(kind == UNPACK for kind, _ in graph.events)
-    packed = packable(graph)
     for _ in range(count):
-        moved = {s: data.draw(st.sampled_from(["", DISK_OFFLOAD, CPU_OFFLOAD, SAVE_INT8])) for s in movable}
-        moved = {s: a for s, a in moved.items() if a and (a != SAVE_INT8 or s in packed)}
-        inexact = {s for s, a in moved.items() if a == SAVE_INT8}
-        read = {m for op in graph.forward_ops if not inexact.isdisjoint(op.reads) for m in op.makes}
-        picked = {s for s in sorted(recomputable(graph)) if data.draw(st.booleans())} - moved.keys() - read
+        moved = {s: data.draw(st.sampled_from(["", DISK_OFFLOAD, CPU_OFFLOAD])) for s in movable}
+        moved = {s: a for s, a in moved.items() if a}
+        picked = {s for s in sorted(recomputable(graph)) if data.draw(st.booleans())} - moved.keys()
         actions = {**close(graph, picked & graph.stored, picked - graph.stored), **moved}
-        actions = {s: "save" if s in read and a == RECOMPUTE else a for s, a in actions.items()}
         replays = {s: data.draw(st.integers(1, 3)) for s, a in actions.items() if a == RECOMPUTE}
-        away_from = {
-            s: data.draw(st.integers(0, unpacks - 1)) for s in moved if s not in inexact and data.draw(st.booleans())
-        }
+        away_from = {s: data.draw(st.integers(0, unpacks - 1)) for s in moved if data.draw(st.booleans())}
         line = simulate_actions(graph, costs, actions, replays, Moves(data.draw(st.integers(0, 40)), away_from))
         yield line.step_ms, line.peak_bytes
 
 
 def beaten(graph, costs, found):
-    allowed = Allowed({DISK: None, HOST: None}, dict.fromkeys(packable(graph), SAVE_INT8))
     wrong = []
     for ms, peak in found:
-        bound = bound_time(graph, costs, max(peak, 1), allowed)
+        bound = bound_time(graph, costs, max(peak, 1), {DISK: None, HOST: None})
         wrong += [(ms, peak, bound)] if bound.step_ms > ms + 1e-6 or peak < bound_peak_with_moves(graph) else []
     return wrong
 
@@ -58,15 +48,14 @@ def linked(graph, data):
     speeds = st.sampled_from([0.5e3, 3e3, 20e3, 1e6])
     links = {
         tier: Link(data.draw(speeds), data.draw(speeds), data.draw(st.sampled_from([0.0, 0.7])))
-        for tier in (DISK, HOST, INT8)
+        for tier in (DISK, HOST)
     }
     return unit_costs(graph, record_us=300.0, mode_us=50.0, replay_us=100.0, links=links)
 
 
 @settings(max_examples=150, deadline=None)
 @given(graph=small_graphs(most_ops=10), data=st.data())
-def test_no_plan_that_moves_packs_and_replays_as_it_comes_beats_the_bound(graph, data):
-    graph = floats(graph)
+def test_no_plan_that_moves_and_replays_as_it_comes_beats_the_bound(graph, data):
     costs = linked(graph, data)
 
     assert beaten(graph, costs, random_plans(graph, costs, data)) == []
@@ -80,8 +69,7 @@ def test_a_bound_that_claims_too_much_is_caught(monkeypatch, wrong):
     budget = plain.peak_bytes - 4 * 8
     line = simulate(graph, costs, solve(graph, costs, budget, offload=("disk",)))
     assert line.step_ms < plain.step_ms + 0.1
-    allowed = Allowed({DISK: None})
-    assert bound_time(graph, costs, budget, allowed).step_ms <= line.step_ms
+    assert bound_time(graph, costs, budget, {DISK: None}).step_ms <= line.step_ms
 
     if wrong == "no time hides transfers":
         moments = away.Away._moments
@@ -94,7 +82,7 @@ def test_a_bound_that_claims_too_much_is_caught(monkeypatch, wrong):
     else:
         monkeypatch.setitem(vars(graph), "lowtide.solvers.certain.certain_with_moves", Certain(graph))
 
-    assert bound_time(graph, costs, budget, allowed).step_ms > line.step_ms + 0.5
+    assert bound_time(graph, costs, budget, {DISK: None}).step_ms > line.step_ms + 0.5
 
 
 def test_a_link_that_carries_next_to_nothing_leaves_the_bound_of_recomputing_alone():
@@ -102,7 +90,7 @@ def test_a_link_that_carries_next_to_nothing_leaves_the_bound_of_recomputing_alo
     peak = simulate_actions(graph, costs, {}).peak_bytes
     budget = graph.resident_bytes + int(0.45 * (peak - graph.resident_bytes))
 
-    alone, joint = bound_time(graph, costs, budget), bound_time(graph, costs, budget, Allowed({DISK: None}))
+    alone, joint = bound_time(graph, costs, budget), bound_time(graph, costs, budget, {DISK: None})
 
     assert costs.plain_step_ms < joint.step_ms <= alone.step_ms and joint.step_ms > 0.99 * alone.step_ms
 
@@ -116,7 +104,7 @@ def test_the_bound_rises_as_links_slow_down_and_as_less_may_be_moved():
         times.append(plan.bound_ms)
         assert plan.bound_ms <= plan.predicted_step_ms and plan.gap >= 0
     graph, costs = case(10)
-    little = bound_time(graph, costs, plan.budget_bytes, Allowed({DISK: 20_000})).step_ms
+    little = bound_time(graph, costs, plan.budget_bytes, {DISK: 20_000}).step_ms
 
     assert times == sorted(times) and times[-1] > times[0] and little > times[0]
 
@@ -125,5 +113,5 @@ def test_what_no_plan_can_have_is_infinite():
     graph, costs = case(1)
     least = bound_peak_with_moves(graph)
 
-    assert math.isinf(bound_time(graph, costs, least - 1, Allowed({DISK: None})).step_ms)
-    assert math.isfinite(bound_time(graph, costs, least, Allowed({DISK: None})).step_ms)
+    assert math.isinf(bound_time(graph, costs, least - 1, {DISK: None}).step_ms)
+    assert math.isfinite(bound_time(graph, costs, least, {DISK: None}).step_ms)

@@ -1,6 +1,7 @@
 """What the judge says of storages that are moved to another tier, against timelines computed by hand."""
 
 import dataclasses
+import json
 from itertools import pairwise
 
 import pytest
@@ -215,6 +216,17 @@ def test_a_damaged_fetch_is_refused():
 
     with pytest.raises(GraphFormatError, match=r"decisions\[0\]"):
         Plan.from_json(bad.to_json())
+
+
+@pytest.mark.parametrize("action", ["save_int8", "save_fp8"])
+def test_a_plan_that_keeps_storages_inexactly_is_refused_whatever_version_it_says(action):
+    body = json.loads(hand_made(chain(3), {1: DISK_OFFLOAD, 2: SAVE}).to_json())
+    body["decisions"][0][1] = action
+
+    with pytest.raises(GraphFormatError, match=r"decisions\[0\]"):
+        Plan.from_json(json.dumps(body))
+    with pytest.raises(GraphFormatError, match="field 'version' is not 1"):
+        Plan.from_json(json.dumps(body | {"version": 2}))  # as such plans were written
 
 
 def test_explain_shows_what_links_carry_over_the_step():

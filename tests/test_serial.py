@@ -81,6 +81,7 @@ DEFECTS = [
     ("parameter with a maker", ["storages", 0, 2], 0, "storages[0].op"),
     ("activation without a maker", ["storages", 2, 2], None, "storages[2].op"),
     ("storage row too short", ["storages", 2], [1, "input"], "storages[2]"),
+    ("storage that may be kept inexactly", ["storages", 2], [1, "activation", 0, 0, "", "float32"], "storages[2]"),
     ("negative workspace", ["ops", 0, 6], -64, "ops[0].workspace_bytes"),
     ("negative RNG state", ["ops", 0, 7], -1, "ops[0].rng_bytes"),
     ("negative resident", ["resident", "batch"], -5, "resident.batch"),
@@ -213,4 +214,11 @@ def test_costs_of_another_kind_are_refused_by_name(field, value):
     body = serial.costs_to_dict(Costs(op_ms=(1.0,))) | {field: value}
 
     with pytest.raises(GraphFormatError, match=f"not costs: field '{field}'"):
+        serial.costs_from_dict(body)
+
+
+def test_costs_of_packing_are_refused_by_name():
+    body = serial.costs_to_dict(Costs(op_ms=(1.0,))) | {"links": {"int8": [1e9, 1e9, 0.0]}}
+
+    with pytest.raises(GraphFormatError, match="field 'links' is 'int8', not one of host, disk"):
         serial.costs_from_dict(body)

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "garbage", "explanation", "graph", "transfers", "plan", "lifetimes", "simulator", "solvers",
-    "meters", "scratch", "packing", "costs", "tracing", "tape", "verifier", "agreement", "runtime", "doctor",
+    "meters", "scratch", "costs", "tracing", "tape", "verifier", "agreement", "runtime", "doctor",
     "integrations", "inference", "reports", "planning",
 )  # fmt: skip
 # They put the stages together, so they see all of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from lowtide.plan import Plan
 from lowtide.planning import Planned, Planner, Settings
 from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
-from lowtide.solvers.front_door import lossy_form
 from lowtide.tape import attach
 from lowtide.tape.places import usable
 from lowtide.tape.program import Node
@@ -129,9 +128,6 @@ class Fit:
             shapes=len(self._by_call),
             trace_s=planned.trace_s,
             measure_s=planned.measure_s,
-            inexact=planned.program.inexact(),
-            gradient_error=proof.gradient_error if proof else None,
-            worst_gradient=proof.worst_gradient if proof else "",
         )
         return fit_report(self.plan, planned.graph, measured, warnings=tuple(self.warnings))
 
@@ -264,7 +260,6 @@ def fit(
     disk_budget: int | str | None = None,
     checksums: bool = False,
     host_budget: int | str | None = "auto",
-    lossy: str | Mapping[str, str] | None = None,
     **options: Any,
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -289,9 +284,6 @@ def fit(
         host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; None: nothing
             moves. ``"auto"``: half of what is available, shared among the ranks of this machine, and none where that
             cannot be used (a warning then says why) or where several ranks train the model together: name an amount.
-        lossy: Off by default, since gradients are then no longer the plain step's to the last bit. ``"int8"`` or
-            ``"fp8"``: floating activations may be kept as a byte an element; ``{"int8": "layers.*.mlp*"}``: of modules
-            whose path is like that. ``report()`` and ``verify()`` say how far off that is.
 
     Returns:
         A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
@@ -319,9 +311,6 @@ def fit(
     settings.unasked = host_budget == "auto" and scratch_dir is None and disk_budget is None
     if offload:
         settings.options = {**options, "offload": offload}
-    if lossy is not None:
-        settings.places = replace(settings.places, lossy=lossy_form(lossy)[0])
-        settings.options = {**settings.options, "lossy": lossy}
     fitted._remember(fitted._planner.make(batch, step))
     if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
         fitted._batch = batch

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
-from lowtide.graph.costs import LOSSY
 from lowtide.units import parse_budget
 
 if TYPE_CHECKING:
@@ -98,9 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         "--scratch-dir", metavar="DIR", type=Path, help="tensors of a model on CPU may move to a file here"
     )
     fit.add_argument("--disk-budget", metavar="BYTES", help='most of it, "20GiB"; default nine tenths of what is free')
-    fit.add_argument(
-        "--lossy", choices=LOSSY, help="activations may be kept as a byte an element; gradients then differ"
-    )
     fit.add_argument("--verify", action="store_true", help="run plain and planned step, compare every bit, time both")
     fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
     fit.add_argument("--save-graph", metavar="GRAPH.json", type=Path, help="write the traced step")
@@ -153,7 +149,6 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
         fit: Fit = lowtide.fit(
             model, batch, step=step, budget=budget, method=args.method,
             scratch_dir=args.scratch_dir, disk_budget=None if args.disk_budget is None else _budget(args.disk_budget),
-            lossy=args.lossy,
         )  # fmt: skip
     except LowtideError:
         raise
@@ -216,8 +211,7 @@ def _findings(proof: Verification | None, plan: Plan) -> list[str]:
     if proof is None:
         return []
     found = []
-    allowed = bool(proof.inexact) and proof.loss_bitwise_equal and proof.buffers_bitwise_equal
-    if not proof.equal and not allowed:
+    if not proof.equal:
         found.append(f"the planned step differs from the plain one in {', '.join(proof.differing)}.")
     if plan.budget_bytes is not None and not proof.note and proof.measured_peak_bytes > plan.budget_bytes:
         over = proof.measured_peak_bytes - plan.budget_bytes

@@ -35,8 +35,8 @@ class Holder:
     """Storages that live at the peak, of like origin.
 
     Attributes:
-        kind: ``saved`` for backward or a replay, ``packed`` likewise and inexactly, ``replayed``, ``leaving`` for
-            another tier or ``fetched`` from there, made in ``backward``, or still ``in use`` in forward.
+        kind: ``saved`` for backward or a replay, ``replayed``, ``leaving`` for another tier or ``fetched`` from there,
+            made in ``backward``, or still ``in use`` in forward.
         module, op: What makes them, with numbered siblings and overloads together.
     """
 

@@ -11,8 +11,6 @@
 - The unpack of a value that is not materialised runs a *burst*: every pending recipe it needs, in program order.
 - A moved storage is a value too, and its recipe is its copy elsewhere: it reads nothing, and a fetch makes the value
   for good. ``transfers.py`` has the rules of when copies settle and fetches start.
-- A storage kept inexactly is moved to packed bytes in the same memory: at once when it is complete, and back when it is
-  needed, by the stream that computes. Its packed bytes count from then until then. No recipe reads it.
 - The last planned replay makes the values for good and drops the recipe's references at once. An earlier one is a
   *passing* replay: it makes only what the burst asked for, and each such value goes when the last recipe of the burst
   that reads it has run. The value that backward asked for is *lent*: it goes when backward drops what it was handed,
@@ -26,8 +24,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
-from lowtide.graph.costs import LOSSY
-from lowtide.graph.lossy import packed_bytes, packing_bytes, unpacking_bytes
 from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.transfers import NEEDED, RAN, REPLAYED, SENT, SETTLED, STARTED, Logged, Moves
@@ -73,7 +69,6 @@ class _Index:
     def __init__(self, graph: StepGraph) -> None:
         self.start = graph.resident_bytes
         self.bytes = [s.bytes for s in graph.storages]
-        self.dtype = [s.dtype for s in graph.storages]
         self.maker = [-1 if s.op is None else s.op for s in graph.storages]
         self.saved = list(graph.saved)
         self.makes = [op.makes for op in graph.ops]
@@ -89,11 +84,6 @@ class _Index:
                 self.complete[op.finishes] = op.id
         backward = (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward)
         self.backward_at = next(backward, len(graph.events))
-
-    def packing(self, storage: int) -> tuple[int, int, int]:
-        """Bytes that ``storage`` takes packed, that packing it needs meanwhile, and that unpacking it does."""
-        size, dtype = self.bytes[storage], self.dtype[storage]
-        return packed_bytes(size, dtype), packing_bytes(size, dtype), unpacking_bytes(size, dtype)
 
 
 @once_per_graph
@@ -123,8 +113,7 @@ class Run:
         self.outgoing_bytes = 0
         self.incoming: set[int] = set()  # on their way back, and not waited for yet
         self.fetched = 0
-        self.packed: dict[int, int] = {}  # kept inexactly -> bytes that takes
-        self.high = 0  # most bytes live in the present event, as far as fetches and packing raised them
+        self.high = 0  # most bytes live in the present event, as far as fetches raised them
         self.log: list[Logged] = []
         self.records: dict[int, int] = {}  # op -> recipes and copies noted when it ran
         self.recipes = {index.maker[s] for s in self.recomputed}  # ops that leave a recipe
@@ -150,7 +139,7 @@ class Run:
         self.peaks: list[int] = []
         self.replays: list[Replay] = []
         self.watched = -1  # the bytes at which to note what lives
-        self.seen: tuple[dict[int, int], dict[int, int], dict[int, int]] | None = None
+        self.seen: tuple[dict[int, int], dict[int, int]] | None = None
 
     def look(self, replayed_op: int | None) -> None:
         """Note what lives, originals and what replays made, the outputs of ``replayed_op`` among these."""
@@ -159,7 +148,7 @@ class Run:
         replayed = {s: size[s] for s in sorted(self.materialised)}
         for s in () if replayed_op is None else self.index.makes[replayed_op]:
             replayed[s] = replayed.get(s, 0) + size[s]  # a lent value is there already
-        self.seen = originals, replayed, dict(self.packed)
+        self.seen = originals, replayed
 
     def play(self, events: tuple[tuple[int, int], ...]) -> None:
         index, valued = self.index, self.valued
@@ -233,11 +222,7 @@ class Run:
         if self.moved:
             self.log.append(Logged(RAN, op, event))
             for storage in self.sets_out.get(op, ()):
-                if self.moved[storage] in LOSSY:
-                    self.pack(storage, event)
-                else:
-                    self.send(storage, event)
-            peak, self.high = max(peak, self.high), 0
+                self.send(storage, event)
         return peak
 
     # Moved storages
@@ -254,23 +239,6 @@ class Run:
         maker = self.index.maker[storage]
         self.records[maker] = self.records.get(maker, 0) + 1
         self.log.append(Logged(SENT, storage, event))
-
-    def pack(self, storage: int, event: int) -> None:
-        """``storage`` is packed at once; its original goes when Python lets it."""
-        packed, work_bytes, _ = self.index.packing(storage)
-        self.live += packed
-        self.packed[storage] = packed
-        self.reach(self.live + work_bytes)
-        self.recorded += 1
-        maker = self.index.maker[storage]
-        self.records[maker] = self.records.get(maker, 0) + 1
-        self.log += [Logged(SENT, storage, event), Logged(SETTLED, storage, event)]
-
-    def reach(self, count: int) -> None:
-        """So many bytes live for a moment."""
-        self.high = max(self.high, count)
-        if count == self.watched and self.seen is None:
-            self.look(None)
 
     def settle(self, event: int) -> None:
         storage = self.outgoing.popleft()
@@ -290,23 +258,20 @@ class Run:
 
     def start(self, storage: int, event: int) -> None:
         self.live += self.index.bytes[storage]
-        self.reach(self.live + (self.index.packing(storage)[2] if storage in self.packed else 0))
+        self.high = max(self.high, self.live)
+        if self.live == self.watched and self.seen is None:
+            self.look(None)
         self.materialised.add(storage)
         self.incoming.add(storage)
         self.fetched += 1
         self.log.append(Logged(STARTED, storage, event))
-        if storage in self.packed:
-            self.log.append(Logged(NEEDED, storage, event))
 
     def fetch(self, storage: int, event: int) -> None:
         """``storage`` is needed now."""
         if storage not in self.materialised:
             self.start(storage, event)
         self.incoming.discard(storage)
-        if storage in self.packed:
-            self.live -= self.packed.pop(storage)
-        else:
-            self.log.append(Logged(NEEDED, storage, event))
+        self.log.append(Logged(NEEDED, storage, event))
 
     # References
 
@@ -338,7 +303,6 @@ class Run:
                 self.live -= self.index.bytes[storage]
             if storage in self.moved:
                 self.incoming.discard(storage)
-                self.live -= self.packed.pop(storage, 0)
                 continue
             op = self.index.maker[storage]
             if self.state[op] == _PENDING and not any(

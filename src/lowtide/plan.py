@@ -10,16 +10,14 @@ from typing import Any
 
 from lowtide.errors import GraphFormatError
 from lowtide.explanation import Explanation, read_evidence, read_links, weigh
-from lowtide.graph.costs import DISK, FP8, HOST, INT8, LOSSY
+from lowtide.graph.costs import DISK, HOST
 from lowtide.graph.step_graph import Frame, StepGraph
 from lowtide.transfers import Moves
 
-VERSION, LOSSY_VERSION = 1, 2  # the second: of plans that keep something inexactly, which older readers must refuse
+VERSION = 1
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
-SAVE_INT8, SAVE_FP8 = "save_int8", "save_fp8"
-ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD, SAVE_INT8, SAVE_FP8)
-# Where an action moves a storage: packed in the same memory is a tier like others, with no link to wait for.
-TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK, SAVE_INT8: INT8, SAVE_FP8: FP8}
+ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
+TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +176,12 @@ class Plan:
 
     @property
     def tiers(self) -> frozenset[str]:
-        """Where the plan moves storages to: some of ``host`` and ``disk``, or how it packs them: ``int8``, ``fp8``."""
+        """Where the plan moves storages to: some of ``host`` and ``disk``."""
         return frozenset(TIER_OF[d.action] for d in self.decisions if d.action in TIER_OF)
-
-    @property
-    def lossy(self) -> str:
-        """How the plan keeps some storages inexactly, ``int8`` or ``fp8``; "" if gradients are the plain step's."""
-        return next((tier for tier in LOSSY if tier in self.tiers), "")
 
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
-        body["version"] = LOSSY_VERSION if self.lossy else VERSION
+        body["version"] = VERSION
         body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
         body["frames"] = [list(asdict(f).values()) for f in self.frames]
         body["ops"] = [[o.name, o.frame, int(o.dynamic), o.finishes, o.needs] for o in self.ops]
@@ -201,10 +194,9 @@ class Plan:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise GraphFormatError(f"not a plan: the file is not JSON ({error}). Write it with plan.save().") from error
-        if not isinstance(body, dict) or body.pop("version", None) not in (VERSION, LOSSY_VERSION):
+        if not isinstance(body, dict) or body.pop("version", None) != VERSION:
             raise GraphFormatError(
-                f"not a plan: field 'version' is not {VERSION} or {LOSSY_VERSION}. "
-                "Make the plan again with this lowtide."
+                f"not a plan: field 'version' is not {VERSION}. Make the plan again with this lowtide."
             )
         try:
             body["decisions"] = tuple(Decision(*d) for d in body["decisions"])

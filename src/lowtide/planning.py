@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return (*self.options.get("offload", ()), *filter(None, [self.places.lossy]))
+        return tuple(self.options.get("offload", ()))
 
 
 class Planner:
@@ -220,7 +220,6 @@ class Planner:
             share_bytes = max(allowance, 0) // (3 if unproven else 2)
             tape.audit = Audit(program, share_bytes, differed.append)
             tape.beside_bytes = share_bytes if unproven else 0
-            tape.errors = program.errors
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
                 with torch.enable_grad(), tape.region(program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)

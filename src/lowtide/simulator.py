@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.errors import PlanMismatchError
-from lowtide.graph.costs import LOSSY, Costs
-from lowtide.graph.lossy import packable
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.lifetimes import Replay, Run, begin, run_step
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Plan
@@ -61,8 +60,7 @@ class Contents:
     Attributes:
         event: Index into ``StepGraph.events``.
         op: What runs then (or ran last); None at the start of the step. ``replay``: it runs again, in backward.
-        originals: Bytes by storage, of what first runs made. ``replayed``: of what replays made. ``packed``: of what is
-            kept inexactly.
+        originals: Bytes by storage, of what first runs made. ``replayed``: of what replays made.
         peak_bytes: These, what lived before the step, workspace and generator state.
     """
 
@@ -71,7 +69,6 @@ class Contents:
     replay: bool
     originals: dict[int, int]
     replayed: dict[int, int]
-    packed: dict[int, int]
     peak_bytes: int
 
 
@@ -162,11 +159,11 @@ def contents_at_peak(
     if again.seen is None:  # nothing runs at that moment
         again.look(None)
     assert again.seen is not None
-    originals, replayed, packed = again.seen
+    originals, replayed = again.seen
     here = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == peak_bytes]
     runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
     op = here[0] if here else runs[-1] if runs else None
-    return Contents(event, op, bool(here), originals, replayed, packed, peak_bytes)
+    return Contents(event, op, bool(here), originals, replayed, peak_bytes)
 
 
 def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
@@ -189,11 +186,6 @@ def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
                     f"storage {storage_id}: action {action!r} needs the link to the {TIER_OF[action]} tier, and costs "
                     f"knows none.\nMeasure it: lowtide.measure(graph, tiers=({TIER_OF[action]!r},))."
                 )
-            if TIER_OF[action] in LOSSY and storage_id not in packable(graph):
-                raise PlanMismatchError(
-                    f"storage {storage_id} cannot be kept inexactly: it is no floating activation made from what is "
-                    "trained. Save it."
-                )
             continue
         if action != RECOMPUTE:
             raise PlanMismatchError(f"storage {storage_id}: action {action!r} is not known. Use {', '.join(ACTIONS)}.")
@@ -201,7 +193,5 @@ def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
             source = graph.storages[read]
             if source.kind != "activation" and (source.op is not None or source.fixed):
                 why = f"its op reads storage {read}, which {source.fixed or 'is made in backward'}"
-            if TIER_OF.get(actions.get(read, SAVE)) in LOSSY:
-                why = f"its op reads storage {read}, which is kept inexactly"
         if why:
             raise PlanMismatchError(f"storage {storage_id} cannot be recomputed: {why}. Save it.")

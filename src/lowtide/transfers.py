@@ -9,8 +9,6 @@ is, so a predicted peak holds on a slow disk too; the links' speed decides about
 - It comes back once a backward, into memory that counts from the moment the fetch starts: at the unpack with the
   number ``Moves.fetch_at`` (of all that backward unpacks, in order; of several the last made first), or when needed.
 - A link carries one transfer at a time each way, first come, first served.
-- A storage kept inexactly is packed as soon as it is complete and unpacked when it is needed, and the step waits for
-  both: its "link" is the stream that computes.
 """
 
 from __future__ import annotations

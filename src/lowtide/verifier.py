@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,9 +41,6 @@ class Verification:
         predicted_overhead: By the plan.
         audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
         mismatched_ops, unplanned_ops: What the tape met that the plan did not say; saved.
-        inexact: Module path and relative error of each storage that was kept inexactly, worst first.
-        gradient_error: Norm of what differs of all gradients / norm of the plain step's; ``worst_gradient``: the
-            parameter whose own is largest, and that.
         note: What was done differently from the step that was asked for, "" if nothing.
     """
 
@@ -62,9 +58,6 @@ class Verification:
     mismatched_ops: int
     unplanned_ops: int
     note: str = ""
-    inexact: tuple[tuple[str, float], ...] = ()
-    gradient_error: float = 0.0
-    worst_gradient: str = ""
 
     @property
     def equal(self) -> bool:
@@ -79,7 +72,6 @@ def verify(
     step: Step | None = None,
     rounds: int = 3,
     scratch_dir: str | Path | None = None,
-    lossy: str = "",
 ) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
@@ -88,13 +80,13 @@ def verify(
             compared, under a plan of the same fraction made for it, and ``note`` says so.
         step: As for ``trace``; the step the plan was made with.
         rounds: Interleaved timings of both steps, medians compared; 0 times nothing.
-        scratch_dir, lossy: As for ``apply``.
+        scratch_dir: As for ``apply``.
 
     Raises:
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``.
     """
-    return verify_in(Places(scratch_dir, lossy=lossy), model, batch, plan, step=step, rounds=rounds)
+    return verify_in(Places(scratch_dir), model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
@@ -113,7 +105,6 @@ def verify_in(
         plain, _ = _outcome(model, batch, step, None, places, plan.provenance)
         ours, counts = _outcome(model, batch, step, plan, places, plan.provenance)
         differing = [name for name in plain if not _same(plain[name], ours.get(name))]
-        error, worst = gradient_errors(plain, ours, differing)
         del plain, ours
         measured = _peak(model, batch, step, plan, places, device, plan.provenance)
         plain_measured = _peak(model, batch, step, None, places, device, plan.provenance)
@@ -145,41 +136,7 @@ def verify_in(
         mismatched_ops=counts.mismatched,
         unplanned_ops=counts.unplanned,
         note=note,
-        inexact=attach.program_of(plan).inexact(),
-        gradient_error=error,
-        worst_gradient=worst,
     )
-
-
-def gradient_errors(plain: dict[str, Any], ours: dict[str, Any], differing: list[str]) -> tuple[float, str]:
-    """``gradient_error`` and ``worst_gradient`` of a ``Verification``; infinite where one of them has no gradient."""
-    changes, norms, worst, worst_error = [], [], "", 0.0
-    for name, theirs in plain.items():
-        if not name.startswith("gradient of") or theirs is None:
-            continue
-        norm = _norm(theirs)
-        norms.append(norm)
-        if name in differing:
-            mine = ours.get(name)
-            change = math.inf if mine is None else _norm(mine, theirs)
-            changes.append(change)
-            relative = change / norm if norm else math.inf
-            if not relative <= worst_error:  # not a number: nothing is worse
-                worst, worst_error = f"{name.removeprefix('gradient of ')} {relative:.2%}", relative
-    whole = math.hypot(*norms)
-    return (math.hypot(*changes) / whole if whole else math.inf) if changes else 0.0, worst
-
-
-def _norm(a: Any, b: Any = None) -> float:
-    """Of ``a``, or of ``a - b``, in double precision and whatever parts it is made of."""
-    if wraps(type(a)):
-        pairs = zip(parts(a), parts(a) if b is None else parts(b), strict=True)
-        return math.hypot(*(_norm(x, None if b is None else y) for x, y in pairs))
-    x = a.detach().to_dense() if a.layout is not torch.strided else a.detach()
-    x = x.to(torch.complex128 if x.is_complex() else torch.float64)
-    if b is not None:
-        x = x - (b.to_dense() if b.layout is not torch.strided else b)
-    return float(torch.linalg.vector_norm(x))
 
 
 @contextmanager
@@ -215,8 +172,6 @@ def _outcome(
     with rehearsal(model, batch, zero_grads=False, provenance=provenance):
         with torch.enable_grad():
             with attach.applied(model, plan, places) if plan is not None else nullcontext() as applied:
-                if applied is not None:
-                    applied.look_at_errors()
                 loss, output = run_step(model, batch, step)
             loss.backward()
             del output

@@ -11,21 +11,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lowtide.costs import link_cache
 from lowtide.errors import TierError
 from lowtide.graph.costs import DISK, HOST, TIERS, Link
-from lowtide.packing import pack, unpack
 from lowtide.scratch import open_scratch, read_all, write_all
 from lowtide.units import format_bytes
 
 _LARGE, _SMALL = 1 << 25, 1 << 12
-_PACKED_LARGE, _PACKED_SMALL = 1 << 20, 1 << 16  # elements
 _REPEATS = 3
 _known: dict[tuple[str, str, str], Link] = {}
 
@@ -60,30 +56,6 @@ def _written_as(tier: str, device: str, where: Path) -> str | None:
         return link_cache.key_of(tier, device, where)
     except OSError:
         return None
-
-
-def packing_link(form: str, dtype: str, device: str, time_ms: Callable[[Callable[[], Any]], float]) -> Link:
-    """How long storages of ``dtype`` take to be packed as ``form`` and unpacked, as a link.
-
-    Args:
-        time_ms: Times a call.
-
-    Raises:
-        TierError: this torch cannot.
-    """
-    kind = getattr(torch, dtype)
-    store_ms, fetch_ms = [], []
-    for count in (_PACKED_LARGE, _PACKED_SMALL):
-        x = torch.randn(count, device=device).to(kind)
-        packed = pack(x, form)
-        assert packed is not None
-        store_ms.append(time_ms(partial(pack, x, form)))
-        fetch_ms.append(time_ms(partial(unpack, packed, x)))
-    more_bytes = (_PACKED_LARGE - _PACKED_SMALL) * kind.itemsize
-    store, fetch = (1e3 * more_bytes / max(ms[0] - ms[1], 1e-6) for ms in (store_ms, fetch_ms))
-    small_bytes = _PACKED_SMALL * kind.itemsize
-    latency_ms = min(store_ms[1] - 1e3 * small_bytes / store, fetch_ms[1] - 1e3 * small_bytes / fetch)
-    return Link(store, fetch, max(latency_ms, 0.0))
 
 
 def check_tier(tier: str, device: str) -> None:

@@ -17,7 +17,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,12 +27,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import meters
-from lowtide.costs.links import measured_link, packing_link
+from lowtide.costs.links import measured_link
 from lowtide.costs.signatures import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
 from lowtide.errors import LowtideError
 from lowtide.garbage import no_garbage_collection
-from lowtide.graph.costs import LOSSY, Costs, Link
-from lowtide.graph.lossy import packable
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
 
 # The tape's own work beyond the mode's, on a server CPU (benchmarks/overhead.py): per op watched (module calls, what
@@ -77,7 +76,7 @@ def measure(
         repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
         progress: Called with signatures done and signatures in all.
         tiers: Measure the links to these as well: ``host``, ``disk``; once a machine and file system, and kept for a
-            week in the user's cache directory. ``int8``, ``fp8``: how long it takes to pack floats so.
+            week in the user's cache directory.
         scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
         anew: Measure links whatever was measured before.
 
@@ -95,8 +94,7 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
     _require(graph.device)
-    tiers = tuple(tiers)
-    links = {tier: measured_link(tier, graph.device, scratch_dir, anew=anew) for tier in tiers if tier not in LOSSY}
+    links = {tier: measured_link(tier, graph.device, scratch_dir, anew=anew) for tier in tiers}
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
@@ -114,9 +112,6 @@ def measure(
                 failed[index] = f"{ops[0].name}: {_first_line(error)}"
             if progress is not None:
                 progress(done, len(ops_by_signature))
-        for form in tiers:
-            if form in LOSSY:
-                links[form] = _packing(graph, form, clock, repeats)
         warm_us, mode_us = _mode_us(graph, clock)
         if failed or estimated:
             copy_ms = _copy_ms(clock)
@@ -140,15 +135,6 @@ def measure(
         device_name=meters.device_name(graph.device),
         links=links,
     )
-
-
-def _packing(graph: StepGraph, form: str, clock: _Clock, repeats: int) -> Link:
-    """For the dtype that there is most of."""
-    bytes_of: Counter[str] = Counter()
-    for s in sorted(packable(graph)):
-        bytes_of[graph.storages[s].dtype] += graph.storages[s].bytes
-    dtype = bytes_of.most_common(1)[0][0] if bytes_of else "float32"
-    return packing_link(form, dtype, graph.device, lambda call: clock.median_ms(call, repeats, cold=True))
 
 
 def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> float:

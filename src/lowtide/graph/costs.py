@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 HOST, DISK = "host", "disk"  # tiers that a storage can be moved to
 TIERS = (HOST, DISK)
-INT8, FP8 = "int8", "fp8"  # packed in the same memory, inexactly; their "link" is the time that packing takes
-LOSSY = (INT8, FP8)
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Costs:
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
         source: ``measured`` or ``estimated``.
         device_name: Where, or for what.
-        links: By tier (``host``, ``disk``, ``int8``, ``fp8``); of those that were asked for.
+        links: By tier (``host``, ``disk``); of those that were asked for.
     """
 
     op_ms: tuple[float, ...]

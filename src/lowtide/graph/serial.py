@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lowtide.errors import GraphFormatError
-from lowtide.graph.costs import LOSSY, TIERS, Costs, Link
-from lowtide.graph.lossy import ITEM_BYTES
+from lowtide.graph.costs import TIERS, Costs, Link
 from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
@@ -171,7 +170,7 @@ def _links(check: _Checker, rows: Any) -> dict[str, Link]:
     check.that(isinstance(rows, dict), "links", rows, "an object")
     found = {}
     for tier, row in rows.items():
-        check.that(tier in TIERS + LOSSY, "links", tier, f"one of {', '.join(TIERS + LOSSY)}")
+        check.that(tier in TIERS, "links", tier, f"one of {', '.join(TIERS)}")
         name = f"links.{tier}"
         store, fetch, latency = check.row(name, row, "store_bytes_per_s", "fetch_bytes_per_s", "latency_ms")
         check.that(bool(check.time(name, store) and check.time(name, fetch)), name, row, "speeds above 0")
@@ -197,9 +196,6 @@ def _storages(check: _Checker, rows: Any, num_ops: int) -> tuple[Storage, ...]:
     storages = []
     for i, row in enumerate(check.many("storages", rows)):
         where = f"storages[{i}]"
-        dtype = row[5] if isinstance(row, list) and len(row) == 6 else ""  # written only where there is one
-        check.that(dtype == "" or dtype in ITEM_BYTES, f"{where}.dtype", dtype, f"one of {', '.join(ITEM_BYTES)}")
-        row = row[:5] if isinstance(row, list) and len(row) == 6 else row
         size, kind, op, output, fixed = check.row(where, row, "bytes", "kind", "op", "output", "fixed")
         check.that(kind in MADE_KINDS + RESIDENT_KINDS, f"{where}.kind", kind, "a kind of storage")
         if op is not None:
@@ -213,7 +209,6 @@ def _storages(check: _Checker, rows: Any, num_ops: int) -> tuple[Storage, ...]:
                 op=op,
                 output=check.count(f"{where}.output", output),
                 fixed=check.text(f"{where}.fixed", fixed),
-                dtype=dtype,
             )
         )
     return tuple(storages)

@@ -36,7 +36,6 @@ class Storage:
         op: The op that makes it; None when it was there before.
         output: Which of that op's flattened outputs.
         fixed: Why it must be saved if anything needs it ("" when it may be recomputed).
-        dtype: Of its elements, where it is filled with floats that something small could be lost of; else "".
     """
 
     id: int
@@ -45,7 +44,6 @@ class Storage:
     op: int | None = None
     output: int = 0
     fixed: str = ""
-    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +167,7 @@ def to_dict(graph: StepGraph) -> dict:
         "resident": dict(graph.resident),
         "signatures": list(graph.signatures),
         "frames": [[f.parent, f.path, f.ordinal] for f in graph.frames],
-        "storages": [
-            [s.bytes, s.kind, s.op, s.output, s.fixed, *([s.dtype] if s.dtype else [])] for s in graph.storages
-        ],
+        "storages": [[s.bytes, s.kind, s.op, s.output, s.fixed] for s in graph.storages],
         "ops": [
             [o.name, o.frame, int(o.backward), list(o.reads), list(o.makes), list(o.writes),
              o.workspace_bytes, o.rng_bytes, o.signature, int(o.dynamic), o.finishes]

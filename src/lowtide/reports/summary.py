@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from lowtide.explanation import collapse_path, short_op
 from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
 
-_MODULES = 3  # named with their errors
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -27,8 +25,6 @@ class Measured:
         mismatched_ops: Planned ops that did not come as planned; what they make was saved.
         unplanned_ops: Ops that no plan knew; what they make was saved.
         audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
-        inexact: Module path and relative error of each storage kept inexactly, worst first.
-        gradient_error: Of all gradients, relative to the plain step's; ``worst_gradient``: the parameter furthest off.
         shapes: Input shapes that have a plan.
         trace_s, measure_s: How long those took.
     """
@@ -45,9 +41,6 @@ class Measured:
     shapes: int = 1
     trace_s: float | None = None
     measure_s: float | None = None
-    inexact: tuple[tuple[str, float], ...] = ()
-    gradient_error: float | None = None
-    worst_gradient: str = ""
 
     @property
     def overhead_text(self) -> str:
@@ -60,21 +53,8 @@ class Measured:
         audited = f"{self.audited_ops} of {self.dropped_ops} dropped ops replayed and compared bit by bit"
         rows = [("audit", audited)]
         if self.bitwise_equal is not None:
-            allowed = "different, as lossy= allows" if self.inexact else "DIFFERENT"
-            equal = "bitwise equal" if self.bitwise_equal else allowed
+            equal = "bitwise equal" if self.bitwise_equal else "DIFFERENT"
             rows.append(("against plain", f"loss, gradients and buffers {equal}"))
-        if self.inexact:
-            worst: dict[str, float] = {}
-            for path, error in self.inexact:
-                module = collapse_path(path)
-                worst[module] = max(worst.get(module, 0.0), error)
-            shown = ", ".join(f"{error:.2%} in {module}" for module, error in list(worst.items())[:_MODULES])
-            more = f", less in {len(worst) - _MODULES} more modules" if len(worst) > _MODULES else ""
-            storages = _count(len(self.inexact), "storage")
-            rows.append(("kept inexactly", f"{storages}; what packing changed of them at worst: {shown}{more}"))
-            if self.gradient_error is not None:
-                text = f"{self.gradient_error:.2%} off plain's, by that alone; furthest {self.worst_gradient}"
-                rows.append(("gradients", text if self.gradient_error else "plain's to the last bit all the same"))
         drift = f"{self.mismatched_ops} ops not as planned, {self.unplanned_ops} unknown to the plan"
         rows.append(("drift", f"{drift}, in {_count(self.steps, 'step')} of {_count(self.shapes, 'input shape')}"))
         if self.trace_s is not None and self.measure_s is not None:
@@ -158,7 +138,7 @@ def warnings(plan: Plan, measured: Measured | None) -> list[str]:
         return found
     if measured.mismatched_ops or measured.unplanned_ops:
         found.append("Steps differ from the traced one: what did not match was saved, so the peak may be higher.")
-    if measured.bitwise_equal is False and not plan.lossy:
+    if measured.bitwise_equal is False:
         found.append("Gradients differ from the plain step's: do not train with this plan; report the model, please.")
     if plan.budget_bytes is not None and measured.peak_bytes is not None and measured.peak_bytes > plan.budget_bytes:
         found.append("The measured peak is over the budget: lower the budget by the difference.")

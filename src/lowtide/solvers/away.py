@@ -1,15 +1,14 @@
-"""Storages elsewhere, for the bound: columns for what a plan may move or keep inexactly, and what that costs at least.
+"""Storages elsewhere, for the bound: columns for what a plan may move, and what that costs at least.
 
-    o_{x,l}   1: x is away by way of l, a link or a packed form
+    o_{x,l}   1: x is away by way of l, a link
     S_f, S_b  how long the step stands still for transfers before and after backward first asks for something
 
-What is away is there whenever somebody asks, and costs no bytes meanwhile (packed, its packed ones). All transfers off
-are over when backward first asks for anything, and none back begins before, so what of them computation cannot hide is
-waited for, whatever the schedule:
+What is away is there whenever somebody asks, and costs no bytes meanwhile. All transfers off are over when backward
+first asks for anything, and none back begins before, so what of them computation cannot hide is waited for, whatever
+the schedule:
 
     S_f >= sum store_ms o - forward_ms                     for each link; from when the first such storage is made
-    S_b >= sum fetch_ms o - backward_ms - replays          for each link, and likewise for what is needed by a moment;
-                                                           packing and unpacking hide transfers as well
+    S_b >= sum fetch_ms o - backward_ms - replays          for each link, and likewise for what is needed by a moment
     sum m o <= capacity                                    for each link
 
 Known weaknesses: a transfer is charged for nothing in between, no memory is charged for what is on its way, and all
@@ -19,82 +18,49 @@ replays may hide fetches, later ones too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
-from lowtide.graph.costs import LOSSY, Costs, Link
-from lowtide.graph.lossy import packed_bytes
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
-from lowtide.plan import TIER_OF
 from lowtide.solvers.highs import INFINITY, Program
 
 Terms = dict[int, float]
 _MOMENTS = 12  # of backward, by which what is needed has to have come back
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """What a plan may do with storages beside saving and recomputing them.
-
-    Attributes:
-        capacities: Most bytes to move, by tier; None: any number.
-        inexact: Storages that may be kept inexactly, and as what.
-    """
-
-    capacities: Mapping[str, int | None] = field(default_factory=dict)
-    inexact: Mapping[int, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.capacities or self.inexact)
-
-
 class Away:
     """The columns of one program; see the page's head.
 
     Args:
+        capacities: Most bytes to move, by tier; None: any number.
         timed: Time is what is minimised; else moves cost nothing.
 
     Attributes:
-        of: By storage, its columns. ``exact``: those of them that bring back the same bits, for replays to read.
+        columns: By storage and tier.
     """
 
     def __init__(
-        self, program: Program, graph: StepGraph, costs: Costs, allowed: Allowed, movable: Iterable[int],
-        ms_unit: float, *, timed: bool,
+        self, program: Program, graph: StepGraph, costs: Costs, capacities: Mapping[str, int | None],
+        movable: Iterable[int], ms_unit: float, *, timed: bool,
     ) -> None:  # fmt: skip
-        self.program, self.graph, self.costs, self.allowed = program, graph, costs, allowed
+        self.program, self.graph, self.costs, self.capacities = program, graph, costs, capacities
         self.unit = ms_unit
-        self.exact: dict[int, dict[str, int]] = {}
-        self.packed: dict[int, int] = {}
         touched_ms = (costs.record_us + costs.replay_us) / 1e3  # noted when it leaves, and when it comes back
-        for x in sorted(movable):
-            size = graph.storages[x].bytes
-            tiers = [tier for tier in allowed.capacities if tier not in LOSSY]
-            self.exact[x] = {tier: program.column(touched_ms / ms_unit * timed) for tier in tiers}
-            if x in allowed.inexact:
-                link = costs.links[TIER_OF[allowed.inexact[x]]]
-                ms = touched_ms + link.store_ms(size) + link.fetch_ms(size)
-                self.packed[x] = program.column(ms / ms_unit * timed)
+        self.columns = {
+            x: {tier: program.column(touched_ms / ms_unit * timed) for tier in capacities} for x in sorted(movable)
+        }
 
-    def terms(self, storage: int, factor: float, *, exact: bool = False) -> Terms:
-        """``storage`` is away; ``exact``: somewhere that a replay can read it from."""
-        columns = [*self.exact.get(storage, {}).values()]
-        if not exact and storage in self.packed:
-            columns.append(self.packed[storage])
-        return dict.fromkeys(columns, factor)
-
-    def packed_sizes(self) -> Iterable[tuple[int, int, int]]:
-        """Storage, column and packed bytes of what may be kept inexactly."""
-        for x, column in self.packed.items():
-            yield x, column, packed_bytes(self.graph.storages[x].bytes, self.graph.storages[x].dtype)
+    def terms(self, storage: int, factor: float) -> Terms:
+        """``storage`` is away."""
+        return dict.fromkeys(self.columns.get(storage, {}).values(), factor)
 
     def carried(self, replays: Terms) -> None:
         """The rows of the links. ``replays``: what replays take, in the program's unit, by column."""
         graph, costs, program = self.graph, self.costs, self.program
         made, needed, asked_ms, at_ms = self._moments()
-        waits = [program.column(1.0, upper=INFINITY) for _ in range(2)] if self.exact else []
-        for tier, capacity in self.allowed.capacities.items():
+        waits = [program.column(1.0, upper=INFINITY) for _ in range(2)] if self.columns else []
+        for tier, capacity in self.capacities.items():
             link = costs.links[tier]
-            columns = {x: mine[tier] for x, mine in self.exact.items() if tier in mine}
+            columns = {x: mine[tier] for x, mine in self.columns.items()}
             if not columns:
                 continue
             sizes = {x: graph.storages[x].bytes for x in columns}
@@ -104,21 +70,14 @@ class Away:
             stores = {columns[x]: -link.store_ms(sizes[x]) / self.unit for x in columns}
             notes_ms = costs.record_us / 1e3 * (len(graph.forward_ops) + len(columns))
             hidden_ms = asked_ms - min(made[x] for x in columns) + notes_ms
-            packs = {c: link_.store_ms(size) / self.unit for c, size, link_ in self._packing()}
-            program.row({waits[0]: 1.0, **packs, **stores}, lower=-hidden_ms / self.unit)
+            program.row({waits[0]: 1.0, **stores}, lower=-hidden_ms / self.unit)
             by_need = sorted(columns, key=lambda x: needed[x])
             for number in {len(by_need) * (i + 1) // _MOMENTS for i in range(_MOMENTS)} - {0}:
                 some = by_need[:number]
                 fetches = {columns[x]: -link.fetch_ms(sizes[x]) / self.unit for x in some}
                 # To the last of them; a fetch that has come is noted, which takes a moment too.
                 end_ms = at_ms[needed[some[-1]]] - asked_ms + costs.replay_us / 1e3 * len(graph.saved)
-                unpacks = {c: link_.fetch_ms(size) / self.unit for c, size, link_ in self._packing()}
-                program.row({waits[1]: 1.0, **replays, **unpacks, **fetches}, lower=-end_ms / self.unit)
-
-    def _packing(self) -> Iterable[tuple[int, int, Link]]:
-        """Column, bytes and speed of what may be packed: that takes the step's time, and hides transfers too."""
-        for x, column in self.packed.items():
-            yield column, self.graph.storages[x].bytes, self.costs.links[TIER_OF[self.allowed.inexact[x]]]
+                program.row({waits[1]: 1.0, **replays, **fetches}, lower=-end_ms / self.unit)
 
     def _moments(self) -> tuple[dict[int, float], dict[int, int], float, list[float]]:
         """When each storage is complete, the event at which it is first asked for, when the first is, and all times.

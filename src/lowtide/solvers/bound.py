@@ -42,12 +42,12 @@ the least peak the bound stays below what any plan takes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph, once_per_graph
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.away import Allowed
 from lowtide.solvers.certain import certain, certain_with_moves
 from lowtide.solvers.relaxation import Relaxation
 
@@ -69,19 +69,21 @@ class Bound:
     ms_per_byte: float
 
 
-def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allowed | None = None) -> Bound:
+def bound_time(
+    graph: StepGraph, costs: Costs, budget_bytes: int, capacities: Mapping[str, int | None] | None = None
+) -> Bound:
     """Return the least step time that any plan within ``budget_bytes`` can have.
 
     Args:
-        allowed: What plans may do beside saving and recomputing.
+        capacities: Most bytes that plans may move, by tier; None: any number.
 
     Example:
         >>> bound = bound_time(graph, costs, plan.budget_bytes)
         >>> bound.step_ms <= simulate(graph, costs, plan).step_ms
         True
     """
-    if allowed:
-        return _bound_time(graph, costs, budget_bytes, allowed)
+    if capacities:
+        return _bound_time(graph, costs, budget_bytes, capacities)
     # Asked for twice, by whoever looks for a plan and by whoever writes it down.
     known: dict[tuple, Bound] = vars(graph).setdefault(f"{__name__}.bounds", {})
     key = (budget_bytes, costs.op_ms, costs.mode_us, costs.record_us, costs.replay_us)
@@ -90,14 +92,16 @@ def bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allow
     return known[key]
 
 
-def _bound_time(graph: StepGraph, costs: Costs, budget_bytes: int, allowed: Allowed | None) -> Bound:
+def _bound_time(
+    graph: StepGraph, costs: Costs, budget_bytes: int, capacities: Mapping[str, int | None] | None
+) -> Bound:
     if simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes:
         return Bound(costs.plain_step_ms, 0.0)
-    sure = certain_with_moves(graph) if allowed else certain(graph)
+    sure = certain_with_moves(graph) if capacities else certain(graph)
     if sure.floor_bytes.max() > budget_bytes:
         return Bound(math.inf, 0.0)
     floor_ms = watched_ms(graph, costs)
-    model = Relaxation(sure, costs, budget_bytes, allowed)
+    model = Relaxation(sure, costs, budget_bytes, capacities)
     answer = model.program.relax()
     if math.isnan(answer.objective):
         return Bound(floor_ms, 0.0)

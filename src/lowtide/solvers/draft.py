@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError
@@ -10,7 +11,6 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.away import Allowed
 from lowtide.solvers.bound import (
     HOLDS_FOR,
     MOVES_HOLD_FOR,
@@ -33,7 +33,7 @@ class Draft:
         bound_ms: No plan among those that the method looks at has a shorter step; None where it does not know.
         status: ``optimal``, ``feasible`` or ``fixed``, as in ``Plan``.
         moves: When moved storages travel.
-        allowed: What plans that were looked at may do beside saving and recomputing: the bound has to hold for those.
+        capacities: Most bytes that plans that were looked at may move, by tier: the bound has to hold for those.
     """
 
     actions: dict[int, str]
@@ -42,7 +42,7 @@ class Draft:
     provenance: dict[str, str] = field(default_factory=dict)
     replays: dict[int, int] = field(default_factory=dict)
     moves: Moves = field(default_factory=Moves)
-    allowed: Allowed = field(default_factory=Allowed)
+    capacities: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def finish(
@@ -91,8 +91,8 @@ def finish(
                 draft.moves.fetch_at.get(storage_id) if action in TIER_OF else None,
             )
         )
-    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, draft.allowed)
-    if sharpen and bound is not None and budget_bytes is not None and not draft.allowed:
+    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, draft.capacities)
+    if sharpen and bound is not None and budget_bytes is not None and not draft.capacities:
         bound = sharper(graph, costs, budget_bytes, timeline.step_ms, bound)
     bound_ms = None if bound is None else bound.step_ms
     searched = {}
@@ -127,7 +127,7 @@ def finish(
         device=graph.device,
         calls=graph.calls,
         region=graph.region,
-        bound_model="" if bound is None else MOVES_HOLD_FOR if draft.allowed else HOLDS_FOR,
+        bound_model="" if bound is None else MOVES_HOLD_FOR if draft.capacities else HOLDS_FOR,
         window_bytes=draft.moves.window_bytes,
         evidence=evidence(graph, draft.actions, draft.replays, timeline, bound, draft.moves),
         provenance={**graph.provenance, **draft.provenance, **searched},

@@ -5,9 +5,6 @@ Python holds it until its copy has settled, and what comes back is made in backw
 that read it read what costs nothing, since a replay may fetch it. As long as nothing is replayed, memory is to the byte
 what the judge says of the moves (``tests/test_joint.py``); a replay that wants a moved storage before autograd does
 makes it come back earlier, which only the judge sees.
-
-Of what is kept inexactly the packed bytes are another output of the op that completes it, gone when it comes back; what
-reads it cannot be recomputed.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lowtide.graph.costs import LOSSY, Costs
-from lowtide.graph.lossy import packed_bytes, packing_bytes, unpacking_bytes
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Op, StepGraph, Storage
 from lowtide.plan import TIER_OF
 from lowtide.transfers import Moves
@@ -27,29 +23,23 @@ FETCHED = "lowtide.fetch"
 
 def elsewhere(graph: StepGraph, costs: Costs, actions: Mapping[int, str], moves: Moves) -> tuple[StepGraph, Costs]:
     """``graph`` and ``costs`` without what ``actions`` move; storages and ops keep their numbers, new ones follow."""
-    return _Rewrite(graph, {s: TIER_OF[a] for s, a in sorted(actions.items()) if a in TIER_OF}, moves).done(costs)
+    return _Rewrite(graph, sorted(s for s, a in actions.items() if a in TIER_OF), moves).done(costs)
 
 
 class _Rewrite:
-    def __init__(self, graph: StepGraph, moved: Mapping[int, str], moves: Moves) -> None:
+    def __init__(self, graph: StepGraph, moved: list[int], moves: Moves) -> None:
         self.graph, self.moves = graph, moves
         storages, ops = list(graph.storages), list[Op]()
         self.back: dict[int, int] = {}  # moved storage -> what comes back
-        self.packed: dict[int, int] = {}  # kept inexactly -> its packed bytes
         self.fetch_of: dict[int, int] = {}
         fetches: list[Op] = []
         for s in moved:
             op = len(graph.ops) + len(fetches)
             self.back[s], self.fetch_of[s] = len(storages), op
             storages.append(Storage(len(storages), graph.storages[s].bytes, "backward", op))
-            of = graph.storages[s]
-            meanwhile = unpacking_bytes(of.bytes, of.dtype) if moved[s] in LOSSY else 0
-            fetches.append(Op(op, FETCHED, 0, True, (), (self.back[s],), workspace_bytes=meanwhile))
-        inexact = {s for s in moved if moved[s] in LOSSY}
+            fetches.append(Op(op, FETCHED, 0, True, (), (self.back[s],)))
         for op_ in graph.ops:
             if not op_.backward and not self.back.keys().isdisjoint(op_.reads):
-                for made in op_.makes if not inexact.isdisjoint(op_.reads) else ():
-                    storages[made] = replace(storages[made], fixed=storages[made].fixed or "reads what is inexact")
                 op_ = replace(op_, reads=tuple(s for s in op_.reads if s not in self.back))
             ops.append(op_)
         self.saved = tuple(self.back.get(s, s) for s in graph.saved)
@@ -59,10 +49,7 @@ class _Rewrite:
         for s in moved:
             maker = graph.storages[s].op
             assert maker is not None
-            if s in inexact:
-                self._pack(s, complete.get(maker, maker), storages, ops)
-            else:
-                self.sets_out.setdefault(complete.get(maker, maker), []).append(s)
+            self.sets_out.setdefault(complete.get(maker, maker), []).append(s)
         self.storages, self.ops = tuple(storages), (*ops, *fetches)
         self.outgoing: deque[int] = deque()
         self.freed: set[int] = set()
@@ -93,15 +80,6 @@ class _Rewrite:
         rewritten = replace(graph, storages=self.storages, ops=self.ops, saved=self.saved, events=tuple(self.events))
         return rewritten, replace(costs, op_ms=(*costs.op_ms, *(0.0,) * len(self.back)))
 
-    def _pack(self, storage: int, op: int, storages: list[Storage], ops: list[Op]) -> None:
-        """``op`` makes the packed bytes too: no more at once than its own workspace, or theirs, then needs."""
-        of, size = self.graph.storages[storage], len(storages)
-        packed = packed_bytes(of.bytes, of.dtype)
-        self.packed[storage] = size
-        storages.append(Storage(size, packed, "activation", op, len(ops[op].makes), "packed"))
-        work_bytes = max(ops[op].workspace_bytes - packed, packing_bytes(of.bytes, of.dtype))
-        ops[op] = replace(ops[op], makes=(*ops[op].makes, size), workspace_bytes=work_bytes)
-
     def _send(self, storage: int) -> None:
         size = self.storages[storage].bytes
         while self.outgoing and sum(self.storages[s].bytes for s in self.outgoing) + size > self.moves.window_bytes:
@@ -126,19 +104,11 @@ class _Rewrite:
         if storage not in self.there:
             self.there.add(storage)
             self.events.append((RUN, self.fetch_of[storage]))
-            self._unpacked(storage)
 
     def _refer(self, kind: int, storage: int) -> None:
         if kind == UNPACK:
             self._fetch(storage)
         self.refs[storage] += 1 if kind in (PACK, UNPACK) else -1
-        if kind in (DROP, RELEASE) and self.refs[storage] == 0:
-            self._unpacked(storage)
-            if storage in self.there:
-                self.there.discard(storage)
-                self.events.append((FREE, self.back[storage]))
-
-    def _unpacked(self, storage: int) -> None:
-        packed = self.packed.pop(storage, None)
-        if packed is not None:
-            self.events.append((FREE, packed))
+        if kind in (DROP, RELEASE) and self.refs[storage] == 0 and storage in self.there:
+            self.there.discard(storage)
+            self.events.append((FREE, self.back[storage]))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.explanation import collapse_path, short_op
-from lowtide.graph.costs import LOSSY
 from lowtide.graph.step_graph import FREE, Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulator import Contents, Timeline, contents_at_peak
@@ -71,10 +70,8 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> li
     for s, size in peak.originals.items():
         saved = s in freed or (s in graph.stored and actions.get(s, SAVE) == SAVE)
         kind = "backward" if graph.storages[s].kind == "backward" else "saved" if saved else "in use"
-        away = TIER_OF.get(actions.get(s, SAVE))
-        kind = "leaving" if kind == "saved" and away is not None and away not in LOSSY else kind
+        kind = "leaving" if kind == "saved" and actions.get(s) in TIER_OF else kind
         rows.append((kind, s, size))
-    rows += [("packed", s, size) for s, size in peak.packed.items()]
     groups: dict[tuple[str, str, str], list[int]] = {}
     for kind, s, size in rows:
         op = graph.ops[graph.storages[s].op or 0]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 
 from lowtide.garbage import no_garbage_collection
-from lowtide.graph.costs import LOSSY, TIERS, Costs
-from lowtide.graph.lossy import packable
+from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import TIER_OF, Plan
+from lowtide.plan import Plan
 from lowtide.simulator import simulate_actions
-from lowtide.solvers.away import Allowed
 from lowtide.solvers.classics import BUDGETED, CLASSICS, offers
 from lowtide.solvers.draft import finish
 from lowtide.solvers.exact import exact
@@ -37,7 +34,6 @@ def solve(
     node_limit: int = Limits.node_limit,
     gap: float | None = Limits.gap,
     offload: Offload = (),
-    lossy: str | Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every stored storage whether to save, recompute or move it, so that the step fits and is fastest.
 
@@ -53,9 +49,6 @@ def solve(
         node_limit: Branch-and-bound nodes of one solve: the limit that keeps results reproducible.
         offload: Tiers that storages may be moved to (``host``, ``disk``), or how much of each may be used:
             ``{"disk": "20GiB"}``, None for any amount. ``costs`` has to know their links. For ``exact`` only.
-        lossy: Off by default, since gradients are then no longer the plain step's. ``"int8"`` or ``"fp8"``: floating
-            activations may be kept as a byte an element; ``{"int8": "layers.*.mlp*"}``: of modules whose path is like
-            that. ``costs`` has to know how long that takes. For ``exact`` only.
         gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
 
     Returns:
@@ -63,13 +56,13 @@ def solve(
 
     Raises:
         BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
-        ValueError: ``budget``, ``method``, ``n``, ``ratio``, ``offload`` or ``lossy`` makes no sense, or ``method``
-            needs repeated layers and there are none.
+        ValueError: ``budget``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or ``method`` needs
+            repeated layers and there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
     with no_garbage_collection():  # many small objects and hardly a cycle: looking for them was a tenth of the time
-        allowed = allowed_by(graph, costs, offload, lossy, method=method)
-        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), allowed)
+        capacities = capacities_by(costs, offload, method=method)
+        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities)
 
 
 def _solve(
@@ -80,7 +73,7 @@ def _solve(
     n: int | None,
     ratio: float | None,
     limits: Limits,
-    allowed: Allowed,
+    capacities: Mapping[str, int | None],
 ) -> Plan:
     start_s = time.perf_counter()
     if method not in METHODS:
@@ -104,8 +97,8 @@ def _solve(
         raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
     if method == "exact":
         assert budget_bytes is not None
-        if allowed:
-            draft = joint(graph, costs, budget_bytes, limits, allowed.capacities, allowed.inexact)
+        if capacities:
+            draft = joint(graph, costs, budget_bytes, limits, capacities)
         else:
             draft = exact(graph, costs, budget_bytes, limits)
     else:
@@ -115,26 +108,12 @@ def _solve(
     return finish(graph, costs, draft, method=method, budget_bytes=budget_bytes, start_s=start_s, sharpen=sharpen)
 
 
-def allowed_by(
-    graph: StepGraph,
-    costs: Costs,
-    offload: Offload,
-    lossy: str | Mapping[str, str] | None,
-    *,
-    method: str = "exact",
-) -> Allowed:
-    """What ``offload`` and ``lossy`` allow a plan to do.
+def capacities_by(costs: Costs, offload: Offload, *, method: str = "exact") -> dict[str, int | None]:
+    """Most bytes that ``offload`` allows a plan to move, by tier; None: any number.
 
     Raises:
-        ValueError: one of them makes no sense, or ``costs`` does not know how long it takes.
+        ValueError: it makes no sense, or ``costs`` does not know a tier's link.
     """
-    return Allowed(_capacities(costs, method, offload), _inexact(graph, costs, method, lossy))
-
-
-def _capacities(
-    costs: Costs, method: str, offload: Iterable[str] | Mapping[str, int | str | None]
-) -> dict[str, int | None]:
-    """Bytes that may be moved, by tier."""
     asked = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(offload)
     if asked and method != "exact":
         raise ValueError(
@@ -154,41 +133,6 @@ def _capacities(
             raise ValueError(f'offload={offload!r}: {capacity!r} is not an amount. Pass bytes, "20GiB" or None.')
         found[tier] = size
     return found
-
-
-def lossy_form(lossy: str | Mapping[str, str] | None) -> tuple[str, str]:
-    """The form that ``lossy`` allows, "" for none, and the pattern of module paths.
-
-    Raises:
-        ValueError: it makes no sense.
-    """
-    if lossy is None:
-        return "", ""
-    allowed = dict(lossy) if isinstance(lossy, Mapping) else {lossy: "*"}
-    form, pattern = next(iter(allowed.items()), ("", ""))
-    if len(allowed) != 1 or form not in LOSSY or not isinstance(pattern, str):
-        raise ValueError(
-            f"lossy={lossy!r} is not known. Use {' or '.join(map(repr, LOSSY))}, or one of them with the modules: "
-            '{"int8": "layers.*.mlp*"}.'
-        )
-    return form, pattern
-
-
-def _inexact(graph: StepGraph, costs: Costs, method: str, lossy: str | Mapping[str, str] | None) -> dict[int, str]:
-    """Storages that may be kept inexactly, and as what."""
-    form, pattern = lossy_form(lossy)
-    if not form:
-        return {}
-    if method != "exact":
-        raise ValueError(f'lossy={lossy!r} has no meaning for method={method!r}. Use method="exact", or leave it out.')
-    if form not in costs.links:
-        raise ValueError(
-            f"lossy={lossy!r}: costs does not know how long packing takes. Measure it: "
-            f"lowtide.measure(graph, tiers=({form!r},))."
-        )
-    action = next(action for action, tier in TIER_OF.items() if tier == form)
-    makers = {s: graph.ops[graph.storages[s].op or 0] for s in sorted(packable(graph))}
-    return {s: action for s, op in makers.items() if fnmatchcase(graph.scope(op), pattern)}
 
 
 def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:

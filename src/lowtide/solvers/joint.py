@@ -6,9 +6,6 @@ load at all. A storage is worth moving where memory is worth most, and those are
 keeps: what is cheap to make again is dropped there already. In program order each of them moves if the link would have
 carried it off before the next, and back before it is needed.
 
-What may be kept inexactly is tried likewise: packing takes the step's own time, so it is worth that where making a
-tensor again is dearer still.
-
 Known weaknesses: two steps instead of one model; a storage is moved whole; which of several that the link could carry
 is moved goes by program order alone. How much that loses ``bound.py`` says, which shares nothing with it.
 """
@@ -21,11 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.graph.costs import LOSSY, Costs
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
-from lowtide.solvers.away import Allowed
 from lowtide.solvers.bound import bound_peak
 from lowtide.solvers.draft import Draft, infeasible
 from lowtide.solvers.elsewhere import elsewhere
@@ -39,7 +35,6 @@ from lowtide.transfers import Moves
 
 _LOADS: tuple[float, ...] = (0.5, 1.0, 1.5)  # of what the links can carry without a wait
 _HEAVY_LOADS = (1.0, 2.0, 4.0, math.inf)  # where recomputing alone does not do
-_PACKED_SHARES = (0.25, 0.5, 1.0)  # of what is kept and may be kept inexactly
 _SMALLEST = 1e-3  # of the bytes stored: what is less is not worth a transfer
 _ROUNDS = 3
 _NODES = 300  # of one of many searches
@@ -66,18 +61,16 @@ def joint(
     budget_bytes: int,
     limits: Limits,
     capacities: Mapping[str, int | None],
-    inexact: Mapping[int, str] | None = None,
 ) -> Draft:
     """The fastest of the plans that are looked at within ``budget_bytes``.
 
     Args:
         capacities: Most bytes to move, by tier; None: any number.
-        inexact: Storages that may be kept inexactly, and as what.
 
     Raises:
         BudgetInfeasibleError: none was found that needs so little.
     """
-    return Joint(graph, costs, limits, Allowed(capacities, inexact or {})).within(budget_bytes)
+    return Joint(graph, costs, limits, capacities).within(budget_bytes)
 
 
 @once_per_graph
@@ -97,21 +90,19 @@ def _by_count(limits: Limits) -> Limits:
 class Joint:
     """Joint plans of one step, for any number of budgets."""
 
-    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, allowed: Allowed) -> None:
-        self.graph, self.costs, self.allowed = graph, costs, allowed
+    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, capacities: Mapping[str, int | None]) -> None:
+        self.graph, self.costs = graph, costs
         self.limits = _by_count(limits)
         # The faster link is loaded first.
-        capacities = allowed.capacities
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
         self.search = Search(graph, costs, self.limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
         self.large = sorted(s for s in movable(graph) if graph.storages[s].bytes >= _SMALLEST * stored_bytes)
-        self.inexact = {s: allowed.inexact[s] for s in self.large if s in allowed.inexact}
 
     def within(self, budget_bytes: int) -> Draft:
         """See ``joint``."""
-        return replace(self._within(budget_bytes), allowed=self.allowed)
+        return replace(self._within(budget_bytes), capacities=self.capacities)
 
     def _within(self, budget_bytes: int) -> Draft:
         if self.search.plain.peak_bytes <= budget_bytes:
@@ -127,23 +118,19 @@ class Joint:
             leanest = min((self.search.plain, *self.search.classics), key=lambda j: j.peak_bytes)
             like, loads = self._judge(Draft(leanest.actions)), _HEAVY_LOADS
         seen: set[frozenset[tuple[int, str]]] = {frozenset()}
-        for load in loads if self.capacities else ():
+        for load in loads:
             self._try(self._kept(like), like, load, budget_bytes, seen, tried)
-        for load in loads[1:] if self.capacities else ():
+        for load in loads[1:]:
             self._try(self.large, like, load, budget_bytes, seen, tried)
-        if self.inexact:
-            self._pack(like, budget_bytes, seen, tried)
-        if self.capacities and loads is _HEAVY_LOADS and (not tried or self._waits(tried)):
+        if loads is _HEAVY_LOADS and (not tried or self._waits(tried)):
             # Dearer to find, and it keeps little: what there is to move.
             like = self._recomputed_least
             for load in loads:
                 self._try(self._kept(like), like, load, budget_bytes, seen, tried)
         if tried:  # what the best of these keeps may be worth moving too
             best = min(tried, key=lambda j: j.rank)
-            if self.capacities:
-                self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
-            best = self._exactly(min(tried, key=lambda j: j.rank), budget_bytes)
-            return self._traded(best, budget_bytes).draft
+            self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
+            return self._traded(min(tried, key=lambda j: j.rank), budget_bytes).draft
         return self._at_the_least(budget_bytes)
 
     def _at_the_least(self, budget_bytes: int) -> Draft:
@@ -185,50 +172,13 @@ class Joint:
         if found is not None:
             tried.append(found)
 
-    def _pack(
-        self, like: _Judged, budget_bytes: int, seen: set[frozenset[tuple[int, str]]], tried: list[_Judged]
-    ) -> None:
-        """Keep inexactly what is dearer to make again than to pack, what ``like`` and the best so far keep, or all."""
-        links, storages = self.costs.links, self.graph.storages
-
-        def pays(storage: int) -> bool:
-            link, size = links[TIER_OF[self.inexact[storage]]], storages[storage].bytes
-            return link.store_ms(size) + link.fetch_ms(size) < self.costs.op_ms[storages[storage].op or 0]
-
-        for start in (like, *([min(tried, key=lambda j: j.rank)] if tried else [])):
-            moved = {s: a for s, a in start.draft.actions.items() if a in TIER_OF}
-            kept = [s for s in self._kept(start) if s not in moved and s in self.inexact]
-            # What a byte of is dear to make again comes first: the rest may be recomputed.
-            kept.sort(key=lambda s: (-self.costs.op_ms[storages[s].op or 0] / storages[s].bytes, s))
-            some = [kept[: math.ceil(share * len(kept))] for share in _PACKED_SHARES]
-            for packed in (*some, [s for s in self.inexact if pays(s)], list(self.inexact)):
-                both = {**{s: self.inexact[s] for s in packed}, **moved}
-                if frozenset(both.items()) not in seen:
-                    seen.add(frozenset(both.items()))
-                    found = self._around(both, start, budget_bytes)
-                    tried += [] if found is None else [found]
-
-    def _exactly(self, judged: _Judged, budget_bytes: int) -> _Judged:
-        """With whatever was packed and need not be as it is, the largest first."""
-        packed = [s for s, a in judged.draft.actions.items() if TIER_OF.get(a) in LOSSY]
-        for storage in sorted(packed, key=lambda s: (-self.graph.storages[s].bytes, s)):
-            made, needed = made_and_asked(self.graph)
-            peaks = judged.timeline.event_peak_bytes[made[storage] : needed[storage] + 1]
-            if budget_bytes - max(peaks) >= self.graph.storages[storage].bytes // 4:
-                trial = self._judge(replace(judged.draft, actions={**judged.draft.actions, storage: SAVE}))
-                if trial.timeline.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
-                    judged = trial
-        return judged
-
     def _traded(self, best: _Judged, budget_bytes: int) -> _Judged:
-        if not self.capacities:
-            return best
         sizes = {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
 
         def fits(actions: Mapping[int, str]) -> bool:
             moved = dict.fromkeys(sizes, 0)
             for s, action in actions.items():
-                if TIER_OF.get(action) in moved:
+                if action in TIER_OF:
                     moved[TIER_OF[action]] += self.graph.storages[s].bytes
             return all(moved[tier] <= most for tier, most in sizes.items())
 
@@ -255,7 +205,7 @@ class Joint:
     @cached_property
     def _least(self) -> _Judged:
         """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        moved = {**self.inexact, **self._assign(self.large)}
+        moved = self._assign(self.large)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **moved}
         moves = Moves(0)  # one at a time, and back when needed
         search = Search(*elsewhere(self.graph, self.costs, actions, moves), self.limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.errors import BudgetInfeasibleError
@@ -13,7 +13,7 @@ from lowtide.plan import Plan
 from lowtide.simulator import simulate_actions
 from lowtide.solvers.draft import finish
 from lowtide.solvers.exact import Search
-from lowtide.solvers.front_door import Offload, allowed_by
+from lowtide.solvers.front_door import Offload, capacities_by
 from lowtide.solvers.joint import Joint
 from lowtide.solvers.quest import Limits
 
@@ -39,14 +39,13 @@ def frontier(
     *,
     points: int = 16,
     offload: Offload = (),
-    lossy: str | Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
     """Plan the step for budgets from the least peak that is found to the plain step's, closer where memory is short.
 
     Args:
         points: How many budgets are asked for; what another point beats in both time and peak is left out.
-        offload, lossy: As for ``solve``: then the points are of plans that may move storages, or keep them inexactly.
+        offload: As for ``solve``: then the points are of plans that may move storages.
         progress: Called with budgets done and budgets in all.
 
     Returns:
@@ -54,14 +53,14 @@ def frontier(
         nothing.
 
     Raises:
-        ValueError: ``points`` is below 2, or ``offload`` or ``lossy`` makes no sense.
+        ValueError: ``points`` is below 2, or ``offload`` makes no sense.
     """
     if points < 2:
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
-    allowed = allowed_by(graph, costs, offload, lossy)
+    capacities = capacities_by(costs, offload)
     # Many points, so each of them quickly: ``solve`` may find a little more at one.
     limits = Limits(longer=False, listed=False)
-    search: Search | Joint = Joint(graph, costs, limits, allowed) if allowed else Search(graph, costs, limits)
+    search: Search | Joint = Joint(graph, costs, limits, capacities) if capacities else Search(graph, costs, limits)
     least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
     # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.
     budgets = sorted({least + (most - least) * i**2 // (points - 1) ** 2 for i in range(points)})

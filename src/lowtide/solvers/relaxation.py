@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.graph.costs import Costs
-from lowtide.solvers.away import Allowed, Away, Terms
+from lowtide.solvers.away import Away, Terms
 from lowtide.solvers.certain import Certain, Span
 from lowtide.solvers.highs import INFINITY, Program
 
@@ -31,7 +31,7 @@ class Relaxation:
 
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
-        allowed: What plans may move or keep inexactly; ``certain`` has to know of it too.
+        capacities: Most bytes that plans may move, by tier; None: any number. ``certain`` has to know of it too.
         slots: Further stages that end a slot.
 
     Attributes:
@@ -44,7 +44,7 @@ class Relaxation:
         certain: Certain,
         costs: Costs,
         budget_bytes: int | None,
-        allowed: Allowed | None = None,
+        capacities: Mapping[str, int | None] | None = None,
         *,
         slots: Iterable[int] = (),
     ) -> None:
@@ -57,7 +57,7 @@ class Relaxation:
         self._grids()
         self._columns()
         self.away = Away(
-            self.program, self.graph, costs, allowed or Allowed(), certain.movable if allowed else (), self.ms_unit,
+            self.program, self.graph, costs, capacities or {}, certain.movable if capacities else (), self.ms_unit,
             timed=budget_bytes is not None,
         )  # fmt: skip
         self._keep_or_replay()
@@ -137,7 +137,7 @@ class Relaxation:
         for op in self.certain.useful:
             for x in self._sources(op):
                 for step, stage in zip(self.A[op], self.grid[op], strict=True):
-                    elsewhere = self.away.terms(x, -1, exact=True)
+                    elsewhere = self.away.terms(x, -1)
                     self._later({step: 1, self.s[x]: -1, **self._by(x, stage, -1), **elsewhere}, upper=0)
 
     def _same_burst(self) -> None:
@@ -199,7 +199,7 @@ class Relaxation:
                     if not (i or low):
                         continue  # the rows above say so
                     kept = dict(self.K[x])[self.grid[op][i - 1]] if i and x in self.K else self.s[x]
-                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.away.terms(x, -1, exact=True)}
+                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.away.terms(x, -1)}
                     if maker is not None:
                         terms.update(self._since(x, low, -1))
                         terms.update(dict.fromkeys(self.N[maker][low : self._slot(maker, stage) + 1], -1.0))
@@ -267,8 +267,6 @@ class Relaxation:
             for stage, pinned in self.K[x]:
                 yield pinned, size, certain.extra_spans(x, [(stages[begin], ends[stage])])
                 begin = stage + 1
-        for x, column, size in self.away.packed_sizes():
-            yield column, size, certain.kept_spans[x]
         for (x, i), column in self.V.items():
             stage = self.grid[certain.maker(x)][i]
             yield column, storages[x].bytes, certain.extra_spans(x, [(certain.settled[stage], ends[stage])])

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide.graph.costs import LOSSY, Costs, Link
+from lowtide.graph.costs import Costs, Link
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
 from lowtide.plan import TIER_OF
 from lowtide.simulator import Timeline, simulate_actions
@@ -43,11 +43,11 @@ def schedule(
     Returns:
         The fastest within the budget; where nothing is, what needs least.
     """
-    linked = [s for s, a in actions.items() if a in TIER_OF and TIER_OF[a] not in LOSSY]
-    largest = max((graph.storages[s].bytes for s in linked), default=0)
-    tried: list[Scheduled] = []
-    if not linked:  # what is kept inexactly comes back when it is needed
+    moved = [s for s, a in actions.items() if a in TIER_OF]
+    if not moved:
         return Scheduled(Moves(), simulate_actions(graph, costs, actions, replays, Moves()))
+    largest = max(graph.storages[s].bytes for s in moved)
+    tried: list[Scheduled] = []
     for copies in _WINDOWS:
         tried += _with_window(graph, costs, actions, replays, budget_bytes, copies * largest)
         within = [s for s in tried if s.peak_bytes <= budget_bytes]
@@ -71,8 +71,7 @@ def _with_window(
 
     tried = [judged(Moves(window_bytes))]
     unpacks = _unpacks(graph)
-    fetched = [t for t in tried[0].timeline.transfers if t.direction == FETCH and t.tier not in LOSSY]
-    needed = {t.storage: t.event for t in fetched}
+    needed = {t.storage: t.event for t in tried[0].timeline.transfers if t.direction == FETCH}
     fetch_at = _latest_starts(graph, costs, actions, tried[0].timeline, needed)
     for _ in range(_ROUNDS):
         tried.append(judged(Moves(window_bytes, dict(fetch_at))))

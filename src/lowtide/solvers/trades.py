@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from lowtide.explanation import collapse_path
-from lowtide.graph.costs import LOSSY, Costs
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.solvers.draft import Draft
@@ -36,8 +36,6 @@ def traded(
         fits: Whether tiers have room for what actions move.
         rank: Lower is better.
     """
-    if any(TIER_OF.get(action) in LOSSY for action in draft.actions.values()):
-        return draft  # what reads those may not be recomputed, so that nothing can be traded one by one
     tries = _EVENTS // max(len(graph.events), 1)
     best, best_rank = draft, rank(schedule(graph, costs, draft.actions, draft.replays, budget_bytes))
     order = _alike(graph, moves)

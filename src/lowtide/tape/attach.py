@@ -111,10 +111,6 @@ class Applied:
     def counts(self) -> Counts:
         return self._tape.counts
 
-    def look_at_errors(self) -> None:
-        """Measure what keeping storages inexactly changes of them; the plan's program has it."""
-        self._tape.errors = self._tape.program.errors
-
 
 @contextmanager
 def apply(
@@ -123,7 +119,6 @@ def apply(
     *,
     scratch_dir: str | Path | None = None,
     checksums: bool = False,
-    lossy: str = "",
 ) -> Iterator[Applied]:
     """Everything that runs forward inside is taped by ``plan``, the loss too; backward may run inside or after.
 
@@ -131,14 +126,12 @@ def apply(
         scratch_dir: Where a plan that moves storages to disk keeps them; by default the system's directory for
             temporary files.
         checksums: Compare what comes back from there with what was written.
-        lossy: Allows a plan to keep storages as that, inexactly: ``"int8"`` or ``"fp8"``.
 
     Raises:
         PlanMismatchError: the plan is for another model or device. UnsupportedModelError: see ``trace``.
-        TierError: the plan moves storages to a tier that is not here, or that has no room; or it keeps some inexactly,
-            and that was not allowed.
+        TierError: the plan moves storages to a tier that is not here, or that has no room.
     """
-    with applied(model, plan, Places(scratch_dir, checksums=checksums, lossy=lossy)) as found:
+    with applied(model, plan, Places(scratch_dir, checksums=checksums)) as found:
         yield found
 
 

@@ -53,7 +53,7 @@ class DiskTier:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
         weakref.finalize(self, _close, self.fd, self.writer, self.reader)
 
-    def store(self, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> DiskTicket:
+    def store(self, storage: torch.UntypedStorage) -> DiskTicket:
         """Start to write ``storage``. Raises: TierError: the budget is used up."""
         return DiskTicket(self, storage)
 

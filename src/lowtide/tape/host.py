@@ -57,7 +57,7 @@ class HostTier:
         for block in blocks:
             self.pool.give_back(block)
 
-    def store(self, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> HostTicket:
+    def store(self, storage: torch.UntypedStorage) -> HostTicket:
         """Start to copy ``storage``. Raises: TierError: the budget is used up, or memory cannot be pinned."""
         return HostTicket(self, storage)
 

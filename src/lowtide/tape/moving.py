@@ -17,7 +17,6 @@ from collections.abc import Container
 import torch
 
 from lowtide.errors import TierError
-from lowtide.graph.costs import LOSSY
 from lowtide.tape.ambient import Ambient
 from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
@@ -101,23 +100,17 @@ class Transfers:
         self._unpacks = 0
         self._backward = _NONE
 
-    def send(self, copy: Copy, storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> None:
+    def send(self, copy: Copy, storage: torch.UntypedStorage) -> None:
         """A copy of ``storage`` sets out, after as many before it have settled as the window wants.
-
-        Args:
-            dtype: Of what is in it.
 
         Raises:
             TierError: the tier has no room, or an earlier copy failed.
         """
         with self._lock:
             size = copy.move.bytes
-            if copy.move.tier in LOSSY:  # packed at once: nothing is on its way
-                copy.ticket = self._tiers[copy.move.tier].store(storage, dtype)
-                return
             while self._outgoing and self._outgoing_bytes + size > self._window_bytes:
                 self._settle()
-            copy.ticket = self._tiers[copy.move.tier].store(storage, dtype)
+            copy.ticket = self._tiers[copy.move.tier].store(storage)
             self._outgoing.append(copy)
             self._outgoing_bytes += size
             if copy.move.fetch_at is not None:  # of several at once the last made first: backward goes back

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowtide.costs.links import check_tier
-from lowtide.errors import TierError
-from lowtide.graph.costs import DISK, HOST, LOSSY, TIERS
+from lowtide.graph.costs import DISK, HOST
 from lowtide.meters import available_bytes
 from lowtide.plan import TIER_OF, Plan
 from lowtide.scratch import free_bytes, open_scratch
 from lowtide.tape.disk import DiskTier, disk_bytes
 from lowtide.tape.host import HostTier, host_bytes
-from lowtide.tape.lossy import LossyTier
 from lowtide.tape.tiers import Tier, Tiers
 from lowtide.units import parse_budget
 
@@ -32,7 +30,6 @@ class Places:
         disk_budget_bytes: Most bytes in it; None: what there is room for.
         host_budget_bytes: Most bytes of pinned host memory.
         checksums: Compare what comes back from disk with what was written.
-        lossy: What may be kept inexactly may be kept as that; "": nothing may.
         opened: Tiers to use instead of opening any.
     """
 
@@ -40,7 +37,6 @@ class Places:
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
-    lossy: str = ""
     opened: Tiers | None = None
 
     def held(self, plan: Plan) -> Places:
@@ -60,18 +56,9 @@ class Places:
             return self.opened
         sizes: dict[str, list[int]] = {}
         for d in plan.decisions:
-            tier = TIER_OF.get(d.action, "")
-            if tier in TIERS:
-                sizes.setdefault(tier, []).append(d.bytes)
+            if d.action in TIER_OF:
+                sizes.setdefault(TIER_OF[d.action], []).append(d.bytes)
         opened: dict[str, Tier] = {}
-        if plan.lossy:
-            if plan.lossy != self.lossy:
-                count = sum(TIER_OF.get(d.action) in LOSSY for d in plan.decisions)
-                raise TierError(
-                    f"the plan keeps {count} storages as {plan.lossy}, so gradients would not be the plain step's, and "
-                    f"that was not allowed.\nPass lossy={plan.lossy!r} to allow it, or solve without."
-                )
-            opened[plan.lossy] = LossyTier(plan.lossy)
         for tier, moved in sizes.items():
             check_tier(tier, plan.device)
             there = (have or {}).get(tier)

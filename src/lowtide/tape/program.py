@@ -91,9 +91,6 @@ class Program:
         for number, frame in enumerate(plan.frames):
             if number:
                 self.nodes[frame.parent].children.setdefault(frame.path, []).append(self.nodes[number])
-        self.errors: dict[
-            int, float
-        ] = {}  # of what is kept inexactly, by storage: what packing was last seen to change
         self.slots: list[Slot] = []
         for op in plan.ops:
             slot = Slot(op.name, plan.frames[op.frame].path, op.dynamic)
@@ -127,11 +124,6 @@ class Program:
     @property
     def keeps_everything(self) -> bool:
         return not any(slot.drops or slot.moves for slot in self.slots)
-
-    def inexact(self) -> tuple[tuple[str, float], ...]:
-        """Module path and relative error of what is kept inexactly, as last seen, worst first."""
-        rows = [(self.plan.scope(d), self.errors[d.storage]) for d in self.plan.decisions if d.storage in self.errors]
-        return tuple(sorted(rows, key=lambda row: (-row[1], row[0])))
 
     def unaudited(self) -> list[Slot]:
         return [s for s in self.slots if s.drops and not s.audited]

@@ -21,10 +21,8 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.graph.costs import LOSSY
 from lowtide.tape.ambient import Ambient, GeneratorState
 from lowtide.tape.bursts import unpacked
-from lowtide.tape.lossy import LossyTicket, NotFiniteError
 from lowtide.tape.moving import Copy, Transfers
 from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import Recipe, nth_tensor
@@ -35,7 +33,6 @@ from lowtide.tracing.operators import (
     allocated_bytes,
     draws,
     storage_of,
-    tensors_in,
     wraps,
     written_arguments,
     written_tensors,
@@ -120,8 +117,6 @@ class Tape(TorchDispatchMode):
         self.counts = Counts()
         self.audit: Audit | None = None
         self.beside_bytes = 0  # of moved tensors that may stay beside their copies, to be compared with them
-        self.errors: dict[int, float] | None = None  # by storage kept inexactly: relative errors, where they are wanted
-        self._lossy = bool(program.plan.lossy)
         self.free = threading.Lock()  # held while a call of the model is taped: one forward pass at a time
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
@@ -258,9 +253,6 @@ class Tape(TorchDispatchMode):
         if needs and (len(recipe.inputs) < needs or (needs > 1 and len(set(recipe.inputs)) < needs)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as gone
             return slot.kernel(*args, **kwargs)
-        if self._lossy and any(map(_inexact, recipe.inputs)):
-            self.counts.mismatched += 1  # what it makes again would be another tensor
-            return slot.kernel(*args, **kwargs)
         if slot.random and draws(slot.func, args, kwargs):
             made_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor to tell
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), made_on)
@@ -300,11 +292,7 @@ class Tape(TorchDispatchMode):
         recipe = None if value is None else value.recipe
         # Somebody holds it already as it is now: what they get back must not be finished.
         held = value is not None and value.users > 0
-        unfit = self._lossy and any(
-            (v := value_of(t, self._run)) is not None and _inexact(v)
-            for t in tensors_in((args[1:], [*kwargs.values()]))
-        )
-        if value is None or recipe is None or held or unfit or recipe.inputs_later_than(args[1:], kwargs, self._run):
+        if value is None or recipe is None or held or recipe.inputs_later_than(args[1:], kwargs, self._run):
             self.counts.mismatched += 1
             return slot.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if slot.random else None
@@ -344,18 +332,10 @@ class Tape(TorchDispatchMode):
         value = Value(copy, move.output, tensor, self._run)
         value.version = version
         copy.stand_for(value, tensor, version)
-        inexact = move.tier in LOSSY
-        if move.bytes <= self.beside_bytes and not inexact:
+        if move.bytes <= self.beside_bytes:
             self.beside_bytes -= move.bytes
             copy.original = sharing_version(tensor)
-        try:
-            self._transfers.send(copy, storage, tensor.dtype)
-        except NotFiniteError:
-            self.counts.mismatched += 1
-            return
-        if inexact and self.errors is not None:
-            assert isinstance(copy.ticket, LossyTicket)
-            self.errors[move.storage] = copy.ticket.error_of(storage)
+        self._transfers.send(copy, storage)
         setattr(storage, MARK, value)
         self._marked.append(weakref.ref(storage))
         self.counts.moved += 1
@@ -463,10 +443,6 @@ def _forget_what_it_writes(func: Any, args: tuple, kwargs: dict) -> None:
             storage = storage_of(tensor)
             if storage is not None:
                 storage.__dict__.pop(MARK, None)
-
-
-def _inexact(value: Value) -> bool:
-    return isinstance(value.recipe, Copy) and value.recipe.move.tier in LOSSY
 
 
 def _is_among(storage: torch.UntypedStorage, args: tuple) -> bool:

@@ -1,4 +1,4 @@
-"""Tiers: where moved storages are meanwhile: ``disk.py``, ``host.py``, and ``lossy.py``, packed where they are.
+"""Tiers: where moved storages are meanwhile. ``disk.py`` and ``host.py`` are the two there are.
 
     Tier     takes a copy of a storage and gives a Ticket for it.
     Ticket   one copy: settle it (the original may go), start to fetch it, have it, let it go.
@@ -44,11 +44,8 @@ class Ticket(Protocol):
 class Tier(Protocol):
     """A place to move storages to."""
 
-    def store(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Ticket:
+    def store(self, storage: torch.UntypedStorage) -> Ticket:
         """Start to copy ``storage``, which lives until the copy has settled.
-
-        Args:
-            dtype: Of what is in it, for a tier to which that matters.
 
         Raises:
             TierError: there is no room, or an earlier copy failed.

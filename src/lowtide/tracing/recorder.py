@@ -24,7 +24,6 @@ from lowtide.tracing import compiled, subclasses
 from lowtide.tracing.accumulation import Step, fold
 from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
 from lowtide.tracing.ghosts import Ghost, Held
-from lowtide.tracing.inexact import check_dtype, note_dtypes
 from lowtide.tracing.kinds import Kinds
 from lowtide.tracing.looks import Looks
 from lowtide.tracing.operators import (
@@ -229,8 +228,6 @@ class Recorder(TorchDispatchMode):
             if filled is not None and self._made_under.get(filled) == self._node():
                 self._sums[len(self.ops)] = (filled,)
         self._record(func, result, reads, written, reason, opaque, signature, rng_bytes)
-        if not self._backward:
-            note_dtypes(self.storages, lambda t: self.know(t, "other"), len(self.ops) - 1, inputs, result, written)
         return result
 
     def _look_at(self, tensor: torch.Tensor) -> None:
@@ -378,7 +375,6 @@ class Recorder(TorchDispatchMode):
             return tensor.detach()
         handle = len(self.saved)
         self.saved.append(number)
-        check_dtype(self.storages[number], tensor)
         self.event(PACK, handle)
         self._open.discard(number)
         self._look_at(tensor)
