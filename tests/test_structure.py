@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import lowtide
+
 SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
@@ -107,6 +109,10 @@ def test_the_check_itself_catches(module, source):
 )
 def test_the_check_itself_lets_pass(module, source):
     assert complaints(module, source) == []
+
+
+def test_every_public_name_can_be_had():
+    assert [name for name in lowtide.__all__ if getattr(lowtide, name) is None] == []
 
 
 def test_plain_data_runs_without_torch_in_the_process():

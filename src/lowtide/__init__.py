@@ -39,7 +39,7 @@ _HOME = {
     "trace": "tracing.tracer",
     "measure": "costs.measurer",
     "solve": "solvers.front_door",
-    "frontier": "solvers.pareto", "FrontierPoint": "solvers.frontier",
+    "frontier": "solvers.pareto", "FrontierPoint": "solvers.pareto",
     "simulate": "simulator", "Timeline": "simulator",
     "apply": "tape.attach",
     "verify": "verifier", "Verification": "verifier",
