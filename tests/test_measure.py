@@ -151,7 +151,7 @@ def test_a_graph_without_signatures_is_estimated_whole():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_graph_for_a_device_that_is_not_here_is_refused_with_the_way_out():
-    with pytest.raises(LowtideError, match="lowtide.estimate"):
+    with pytest.raises(LowtideError, match="Measure where the device is"):
         measure(graph_of(mm(8), device="cuda"))
 
 

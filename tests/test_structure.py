@@ -14,14 +14,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "garbage", "explanation", "graph", "transfers", "plan", "lifetimes", "simulator", "solvers",
-    "meters", "scratch", "costs", "tracing", "tape", "verifier", "agreement", "runtime", "doctor",
-    "integrations", "inference", "reports", "planning",
+    "meters", "scratch", "costs", "tracing", "tape", "verifier", "agreement", "reports", "planning",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
-ANYTHING = ("__init__", "__main__", "api", "cli", "demo")
+ANYTHING = ("__init__", "api", "cli", "demo")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("meters")]
-PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "estimate", "frontier"}
+PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier"}
 
 MODULES = sorted(p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for p in SOURCE.rglob("*.py"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from lowtide.errors import GraphFormatError
 from lowtide.explanation import Explanation, read_evidence, read_links, weigh
 from lowtide.graph.costs import DISK, HOST
-from lowtide.graph.step_graph import Frame, StepGraph
+from lowtide.graph.step_graph import Frame
 from lowtide.transfers import Moves
 
 VERSION = 1
@@ -243,11 +242,3 @@ class Plan:
 
 def _index(number: object, of: tuple) -> bool:
     return isinstance(number, int) and 0 <= number < len(of)
-
-
-def decide(graph: StepGraph, recomputed: Iterable[int], kept_for_replay: Iterable[int] = ()) -> dict[int, str]:
-    """Actions for ``graph``: stored storages are saved unless in ``recomputed``; the rest as listed."""
-    actions = dict.fromkeys(sorted(graph.stored), SAVE)
-    actions.update(dict.fromkeys(kept_for_replay, SAVE))
-    actions.update(dict.fromkeys(recomputed, RECOMPUTE))
-    return actions

@@ -283,7 +283,7 @@ def _require(device: str) -> None:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LowtideError(
             f"the graph was traced for {device}, and this torch {torch.__version__} has no CUDA device to measure on. "
-            'Use lowtide.estimate(graph, device="...") instead, or measure where the device is.'
+            "Measure where the device is."
         )
 
 

@@ -1,4 +1,4 @@
-"""Milliseconds per op and bytes per second, on one device: plain data that ``measure`` or ``estimate`` fills in."""
+"""Milliseconds per op and bytes per second, on one device: plain data that ``measure`` fills in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Costs:
         mode_us: Added by the tape to every forward op it watches.
         record_us: Added once more to each op whose output is dropped or moved.
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
-        source: ``measured`` or ``estimated``.
+        source: ``measured``: how the times were found.
         device_name: Where, or for what.
         links: By tier (``host``, ``disk``); of those that were asked for.
     """

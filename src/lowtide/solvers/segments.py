@@ -35,13 +35,9 @@ def worth_replaying(graph: StepGraph) -> list[int]:
     return sorted(worth)
 
 
-def segments(graph: StepGraph, ops: Iterable[int], *, length: int = 1) -> dict[int, int]:
-    """Segment of each forward op: contiguous runs of a layer; those with few of ``ops`` join the run before.
-
-    Args:
-        length: Layers in each run.
-    """
-    layer_of, worth = {op: layer // length for op, layer in layers(graph).items()}, set(ops)
+def segments(graph: StepGraph, ops: Iterable[int]) -> dict[int, int]:
+    """Segment of each forward op: contiguous runs of a layer; those with few of ``ops`` join the run before."""
+    layer_of, worth = layers(graph), set(ops)
     runs = [[op.id for op in run] for _, run in groupby(graph.forward_ops, lambda op: layer_of.get(op.id))]
     for run, following in pairwise(runs):
         # A norm at the end of a layer belongs with its readers: they can all be replayed from what it reads.

@@ -93,11 +93,6 @@ def whole_tensors(unit: Any) -> list[torch.Tensor]:
     return [t for p in unit.fsdp_params for t in p.all_gather_outputs]
 
 
-def gathered_parameters(unit: Any) -> list[torch.Tensor]:
-    """The plain tensors that the unit's modules see as parameters while it is gathered."""
-    return [t for p in unit.fsdp_params if hasattr(p, "_unsharded_param") for t in parts(p._unsharded_param)]
-
-
 def settle(model: nn.Module) -> None:
     """Shard every unit, and gather each once that never was: the tensors it gathers into are then there to be known.
 
