@@ -308,9 +308,9 @@ def main() -> int:
 def dump(name: str, case: Case, folder: Path) -> str:
     """Write ``name``'s graph and costs into ``folder``, and what they should give into its ``expected.json``."""
     import lowtide
-    from lowtide.graph import serial
-    from lowtide.meters import peak_bytes
-    from lowtide.tracing.state import rehearsal
+    from lowtide.graph import json_format
+    from lowtide.measurement.allocator import peak_bytes
+    from lowtide.tracing.restore import rehearsal
 
     traced = lowtide.trace(case.model, case.batch, step=case.step)
     costs = lowtide.measure(traced)
@@ -319,10 +319,10 @@ def dump(name: str, case: Case, folder: Path) -> str:
     with rehearsal(case.model, case.batch):
         measured = peak_bytes(lambda: case.step(case.model, case.batch).backward())
     folder.mkdir(parents=True, exist_ok=True)
-    serial.save(graph, folder / f"{name}.json.gz")
+    json_format.save(graph, folder / f"{name}.json.gz")
     # Four digits are more than a clock gives, and half the file.
     costs = replace(costs, op_ms=tuple(float(f"{ms:.4g}") for ms in costs.op_ms))
-    serial.save_costs(costs, folder / f"{name}.costs.json.gz")
+    json_format.save_costs(costs, folder / f"{name}.costs.json.gz")
     path = folder / "expected.json"
     expected = json.loads(path.read_text()) if path.exists() else {}
     expected[name] = {

@@ -113,7 +113,7 @@ class Bench:
 
     def lines(self) -> list[dict]:
         """Plan, measure, and return one line per method."""
-        from lowtide import meters
+        from lowtide.measurement import allocator
 
         self._say("plan")
         graph, op_costs, seconds = self._prepare()
@@ -129,7 +129,7 @@ class Bench:
         outcomes |= {method.name: self._outcome(method) for method in ours if method.plan is not None}
         runnable = [method for method in [*baselines, *ours] if method.name in outcomes]
         others = {m.name: partial(self._run, m) for m in runnable if m.name != "none"}
-        plain, times, ratios = meters.compare_with(
+        plain, times, ratios = allocator.compare_with(
             partial(self._run, baselines[0]),
             others,
             rounds=1 if self.args.quick else self.args.rounds,
@@ -137,7 +137,7 @@ class Bench:
             seed=SEED,
         )
         times["none"] = plain
-        one = meters.Times.of([ms / plain.median_ms for ms in plain.samples_ms])
+        one = allocator.Times.of([ms / plain.median_ms for ms in plain.samples_ms])
         ratios["none"] = one
         shared = self._shared() | seconds
         return [
@@ -193,8 +193,8 @@ class Bench:
         """Activation bytes, and whether loss and gradients are the plain step's to the last bit."""
         import torch
 
-        from lowtide.meters import peak_bytes
-        from lowtide.tracing.state import same_bits
+        from lowtide.measurement.allocator import peak_bytes
+        from lowtide.tracing.restore import same_bits
 
         self._say(method.name)
         for parameter in self.model.parameters():

@@ -121,7 +121,7 @@ class Case:
 
     def lines(self) -> Iterator[dict]:
         """One line per method, in order of measurement."""
-        from lowtide import meters
+        from lowtide.measurement import allocator
 
         graph, op_costs = self._prepare()
         self.resident_bytes = graph.resident_bytes
@@ -151,7 +151,9 @@ class Case:
                 methods += [method] if method is not None else []
         runnable = {m.name: partial(self._step, m) for m in methods if measured[m.name]["status"] == "ok"}
         times = (
-            meters.compare_times(runnable, rounds=self.args.rounds, device=self.device, seed=SEED) if runnable else {}
+            allocator.compare_times(runnable, rounds=self.args.rounds, device=self.device, seed=SEED)
+            if runnable
+            else {}
         )
         plain_ms = times["plain"].median_ms if "plain" in times else None
         for name, line in measured.items():
@@ -164,14 +166,14 @@ class Case:
         import lowtide
 
         graph = lowtide.trace(self.model, self.batch, step=lambda model, batch: model(**batch).loss)
-        return graph, lowtide.measure(graph, tiers=(self.tier,), anew=True)
+        return graph, lowtide.measure(graph, tiers=(self.tier,), refresh=True)
 
     def _planned(
         self, name: str, graph: Any, op_costs: Any, budget: int | str, offload: tuple[str, ...]
     ) -> tuple[Method | None, dict]:
         import lowtide
         from lowtide.tape.attach import applied
-        from lowtide.tape.places import Places
+        from lowtide.tape.offload.tier_settings import TierSettings
 
         if time.monotonic() > self.deadline:
             return None, {"method": name, "status": "out of time"}
@@ -180,7 +182,7 @@ class Case:
         except lowtide.BudgetInfeasibleError as error:
             return None, {"method": name, "status": "infeasible", "least_bytes": error.least_bytes}
         # As around a whole training: what is pinned or opened stays.
-        method = Method(name, partial(applied, self.model, plan, Places().held(plan)), plan)
+        method = Method(name, partial(applied, self.model, plan, TierSettings().held(plan)), plan)
         line = self._outcome(method) | {
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -196,7 +198,7 @@ class Case:
         """Peaks, and whether loss and gradients have the bits of the first method that ran."""
         import torch
 
-        from lowtide.meters import peak_bytes
+        from lowtide.measurement.allocator import peak_bytes
 
         print(f"{self.shape}: {method.name}", file=sys.stderr, flush=True)
         if time.monotonic() > self.deadline:
@@ -265,7 +267,7 @@ class Case:
             yield
 
     def _shared(self) -> dict:
-        from lowtide import meters
+        from lowtide.measurement import allocator
 
         return {
             "benchmark": "gpu",
@@ -277,7 +279,7 @@ class Case:
             "seed": SEED,
             "rounds": self.args.rounds,
             **provenance(),
-            "device": meters.device_name(self.device),
+            "device": allocator.device_name(self.device),
         }
 
 

@@ -88,7 +88,7 @@ class Bench:
 
         # The loss alone comes back: a caller that held the output would keep the logits through backward.
         graph = lowtide.trace(self.model, self.batch, step=lambda model, batch: model(**batch).loss)
-        costs = lowtide.measure(graph, tiers=("disk",), anew=True)
+        costs = lowtide.measure(graph, tiers=("disk",), refresh=True)
         methods = self._methods(graph, costs)
         reference = self._outcome(methods[0])
         found = {id(m): self._outcome(m) if m is not methods[0] else reference for m in methods if m.status == "ok"}
@@ -105,7 +105,7 @@ class Bench:
 
     def _methods(self, graph, costs) -> list[Method]:
         import lowtide
-        from lowtide.tape.places import Places
+        from lowtide.tape.offload.tier_settings import TierSettings
 
         least = {way: self._least(graph, costs, options) for way, options in WAYS.items()}
         beyond = (least["recompute"] + least["disk"]) // 2
@@ -117,7 +117,7 @@ class Bench:
                 except lowtide.BudgetInfeasibleError:
                     methods.append(Method(name, way, status="no plan"))
                     continue
-                methods.append(Method(name, way, plan, Places().held(plan)))
+                methods.append(Method(name, way, plan, TierSettings().held(plan)))
         return methods
 
     def _least(self, graph, costs, options: dict) -> int:
@@ -142,7 +142,7 @@ class Bench:
         """Activation bytes, and the gradients by name."""
         import torch
 
-        from lowtide.meters import peak_bytes
+        from lowtide.measurement.allocator import peak_bytes
 
         for parameter in self.model.parameters():
             parameter.grad.zero_()
@@ -151,7 +151,7 @@ class Bench:
         return peak, {f"gradient of {n}": p.grad.clone() for n, p in self.model.named_parameters()}
 
     def _line(self, method: Method, graph, outcome, reference, plain: Method) -> dict:
-        from lowtide.tracing.state import same_bits
+        from lowtide.tracing.restore import same_bits
 
         line: dict = {"budget": method.budget, "way": method.way, "status": method.status}
         if outcome is None:
@@ -179,7 +179,7 @@ class Bench:
         return line
 
     def _shared(self, graph, costs) -> dict:
-        from lowtide.scratch import file_system
+        from lowtide.scratch_file import file_system
 
         links = {
             tier: [link.store_bytes_per_s, link.fetch_bytes_per_s, link.latency_ms]

@@ -38,10 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
-from lowtide.garbage import no_garbage_collection
-from lowtide.simulator import simulate_actions
-from lowtide.solvers.draft import Draft, finish
-from lowtide.solvers.structure import close
+from lowtide.gc_control import gc_disabled
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers.graph_queries import complete_actions
 from lowtide.tape.recipes import Recipe
 
 HERE = Path(__file__).parent
@@ -177,9 +177,11 @@ def line(
 def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
     graph = lowtide.trace(model, inputs, step=lambda m, batch: as_loss(m(**batch)))
     costs = lowtide.Costs((1.0,) * len(graph.ops))
-    kept = finish(graph, costs, Draft(close(graph, ())), method="none", budget_bytes=None, start_s=0.0)
-    actions = close(graph, graph.stored)
-    all_of_it = finish(graph, costs, Draft(actions), method="all", budget_bytes=None, start_s=0.0)
+    kept = build_plan(
+        graph, costs, Candidate(complete_actions(graph, ())), method="none", budget_bytes=None, start_s=0.0
+    )
+    actions = complete_actions(graph, graph.stored)
+    all_of_it = build_plan(graph, costs, Candidate(actions), method="all", budget_bytes=None, start_s=0.0)
     replays = len(simulate_actions(graph, costs, actions).replays)
     aten = torch.ops.aten
 
@@ -239,7 +241,7 @@ def run(calls: list[tuple[Any, tuple, dict]]) -> None:
 
 
 def thread_us(function: Callable[[], object]) -> float:
-    with no_garbage_collection():
+    with gc_disabled():
         start = time.thread_time()
         function()
         return (time.thread_time() - start) * 1e6
@@ -255,7 +257,7 @@ def as_loss(output: Any) -> torch.Tensor:
 
 def timed(method: Method, forward: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Microseconds of forward and of backward, of this thread: on a CPU backward runs in the thread that calls it."""
-    with no_garbage_collection():
+    with gc_disabled():
         with method.around():
             start = time.thread_time()
             loss = method.call(forward)
@@ -271,7 +273,9 @@ def long_chain(length: int) -> dict:
     model, x = Chain(length), torch.randn(8)
     graph = lowtide.trace(model, {"x": x}, step=lambda m, batch: m(**batch))
     costs = lowtide.Costs((1.0,) * len(graph.ops))
-    plan = finish(graph, costs, Draft(close(graph, graph.stored)), method="all", budget_bytes=None, start_s=0.0)
+    plan = build_plan(
+        graph, costs, Candidate(complete_actions(graph, graph.stored)), method="all", budget_bytes=None, start_s=0.0
+    )
     again = replayed(model, {"x": x}, plan)
     plain, taped = Method("plain", nullcontext), Method("taped", partial(lowtide.apply, model, plan))
     spent = [min(timed(method, partial(model, x=x)) for _ in range(3)) for method in (plain, taped)]

@@ -161,8 +161,8 @@ class Outcome:
         import torch
 
         import lowtide
-        from lowtide.meters import peak_bytes
-        from lowtide.tracing.state import rehearsal
+        from lowtide.measurement.allocator import peak_bytes
+        from lowtide.tracing.restore import rehearsal
 
         def run() -> None:
             with lowtide.apply(case.model, plan) if plan is not None else nullcontext() as applied:
@@ -180,7 +180,7 @@ class Outcome:
 
     def differing(self, other: Outcome) -> list[str]:
         """Names of what is not equal to the last bit."""
-        from lowtide.tracing.state import same_bits
+        from lowtide.tracing.restore import same_bits
 
         def same(a: Any, b: Any) -> bool:
             return a is b or (a is not None and b is not None and same_bits(a, b))

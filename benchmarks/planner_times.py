@@ -75,7 +75,7 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
     import torch
 
     import lowtide
-    from lowtide.tracing.state import rehearsal
+    from lowtide.tracing.restore import rehearsal
 
     torch.set_num_threads(1)
     case = build(name, quick=quick)
@@ -113,7 +113,7 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
 
 def compared(case: Case, plans: dict[str, Any], rounds: int) -> tuple[Any, dict[str, Any]]:
     """Milliseconds of the plain step, and by budget the ratio to the plain steps just before and just after."""
-    from lowtide.meters import Times
+    from lowtide.measurement.allocator import Times
 
     order = random.Random(SEED)
     plain: list[float] = []
@@ -133,7 +133,7 @@ def compared(case: Case, plans: dict[str, Any], rounds: int) -> tuple[Any, dict[
 def step_ms(case: Case, plan: Any = None) -> float:
     """One step as in a training loop: under its plan before it begins, backward outside."""
     import lowtide
-    from lowtide.meters import time_ms
+    from lowtide.measurement.allocator import time_ms
 
     with ExitStack() as stack:
         if plan is not None:

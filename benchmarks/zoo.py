@@ -42,13 +42,13 @@ from torch import nn
 from zoo_batches import loss_of
 
 import lowtide
-from lowtide.garbage import no_garbage_collection
-from lowtide.solvers.bound import bound_peak
-from lowtide.solvers.draft import Draft, finish
-from lowtide.solvers.evidence import bottleneck
+from lowtide.gc_control import gc_disabled
+from lowtide.solvers.candidate import Candidate, build_plan
 from lowtide.solvers.exact import Search
-from lowtide.solvers.quest import Limits
-from lowtide.solvers.structure import close
+from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.peak_report import bottleneck
+from lowtide.solvers.search_context import Limits
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "zoo_cpu.jsonl"
@@ -261,7 +261,7 @@ def compare(model: nn.Module, batch: dict, step: Callable, *, searched: bool, pu
     plans = plans_without_search(graph, costs, published=published)
     told = {}
     if searched:
-        with no_garbage_collection():
+        with gc_disabled():
             found, told = plans_searched(graph, costs)
         plans |= found
     seen = {name: lowtide.verify(model, batch, plan, step=step, rounds=0) for name, plan in plans.items()}
@@ -281,8 +281,8 @@ def compare(model: nn.Module, batch: dict, step: Callable, *, searched: bool, pu
 
 def plans_without_search(graph: lowtide.StepGraph, costs: lowtide.Costs, *, published: bool) -> dict[str, lowtide.Plan]:
     """What to try of methods that know no budget, by name."""
-    everything = Draft(close(graph, graph.stored))
-    plans = {"all replayed": finish(graph, costs, everything, method="all", budget_bytes=None, start_s=0.0)}
+    everything = Candidate(complete_actions(graph, graph.stored))
+    plans = {"all replayed": build_plan(graph, costs, everything, method="all", budget_bytes=None, start_s=0.0)}
     if published:
         with contextlib.suppress(ValueError):  # no layer repeats
             plans["full"] = lowtide.solve(graph, costs, method="full")
@@ -296,7 +296,7 @@ def plans_searched(
     """The exact method's at its tightest budget, and at half where that is tighter; and else what stands in the way."""
     search = Search(graph, costs, QUICKLY)
     least, span_bytes = search.least, search.plain.peak_bytes - graph.resident_bytes
-    drafts = {"least": Draft(least.actions, "feasible", replays=least.replays)}
+    drafts = {"least": Candidate(least.actions, "feasible", replays=least.replays)}
     half_bytes = graph.resident_bytes + span_bytes // 2
     told: dict[str, float | str] = {}
     if least.peak_bytes <= half_bytes:
@@ -307,7 +307,7 @@ def plans_searched(
             "in_the_way": bottleneck(graph, least.actions, least.replays, least.timeline),
         }
     plans = {
-        name: finish(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)
+        name: build_plan(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)
         for name, draft in drafts.items()
     }
     return plans, told

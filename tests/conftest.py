@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from steps import drop_everything, is_clean
+from support.training_steps import drop_everything, is_clean
 from torch import nn
 
-from lowtide import planning
+from lowtide import planner
 
 _numbers = itertools.count()
 
@@ -22,7 +22,7 @@ def _own_cache(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def drops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits drop every storage that may be dropped."""
-    monkeypatch.setattr(planning, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
 
 
 @pytest.fixture

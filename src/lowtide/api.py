@@ -11,21 +11,21 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.agreement import group_of
 from lowtide.errors import LowtideError, StepError, TierError, UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.planning import Planned, Planner, Settings
+from lowtide.planner import Planned, Planner, Settings
+from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
 from lowtide.tape import attach
-from lowtide.tape.places import usable
+from lowtide.tape.offload.tier_settings import usable
 from lowtide.tape.program import Node
 from lowtide.tape.tape import Audit, Tape
-from lowtide.tracing import scopes
+from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors
-from lowtide.tracing.parallel import unwrapped
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.subclasses import shards_in
 from lowtide.tracing.tracer import Step, device_of
 from lowtide.units import parse_budget
@@ -151,7 +151,7 @@ class Fit:
     def _choose(self, args: tuple, kwargs: dict) -> tuple[Tape, Node] | None:
         """The tape for a call of the model, planning first if its input is of a new shape."""
         model = self.model
-        signature = scopes.call_signature(model, args, kwargs)
+        signature = module_calls.call_signature(model, args, kwargs)
         planned = self._by_call.get(signature)
         if signature in self._unplanned:
             return None
@@ -198,12 +198,12 @@ class Fit:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
         logger.info("lowtide plans again: %s (%s)", reason, signature)
         region, self._region = self._region, None
-        watcher, scopes.active.watcher = scopes.active.watcher, None
+        watcher, module_calls.active.watcher = module_calls.active.watcher, None
         try:
             with suspended(self.model):
                 planned = self._planner.make(call, None, fall_back=True)
         finally:
-            scopes.active.watcher, self._region = watcher, region
+            module_calls.active.watcher, self._region = watcher, region
         planned.replans = before.replans + 1 if before else 0
         self._remember(planned, signature)
         return planned
@@ -216,7 +216,7 @@ class Fit:
     # -- attaching ----------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        self._undo = scopes.install(self.model, attach.GuardedCall(self.model, self._choose))
+        self._undo = module_calls.install(self.model, attach.GuardedCall(self.model, self._choose))
 
     def remove(self) -> None:
         """Detach: the model is as it was before ``fit``. Safe to call twice."""
@@ -308,7 +308,7 @@ def fit(
         checksums=checksums,
         host_budget=host_budget if host_budget != "auto" or (method == "exact" and group_of(model) is None) else None,
     )
-    settings.unasked = host_budget == "auto" and scratch_dir is None and disk_budget is None
+    settings.tiers_automatic = host_budget == "auto" and scratch_dir is None and disk_budget is None
     if offload:
         settings.options = {**options, "offload": offload}
     fitted._remember(fitted._planner.make(batch, step))
@@ -316,7 +316,7 @@ def fit(
         fitted._batch = batch
     if not fitted.graph.calls:
         fitted._planner.warn("the step never calls the model itself: only what runs inside fit.step_region() is taped")
-    if compiled := scopes.compiled_parts(model):
+    if compiled := module_calls.compiled_parts(model):
         shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
         fitted._planner.warn(f"compiled code runs as it is and is saved whole: {shown}")
     fitted._attach()

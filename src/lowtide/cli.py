@@ -139,7 +139,7 @@ def _demo(args: argparse.Namespace) -> tuple[int, str, dict]:
 
 def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
     import lowtide
-    from lowtide.graph import serial
+    from lowtide.graph import json_format
     from lowtide.reports.summary import Measured, summary
 
     budget = _budget(args.budget)
@@ -174,9 +174,9 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
     if args.save:
         _write(args.save, fit.plan.save)
     if args.save_graph:
-        _write(args.save_graph, lambda path: serial.save(fit.graph, path))
+        _write(args.save_graph, lambda path: json_format.save(fit.graph, path))
     if args.save_costs:
-        _write(args.save_costs, lambda path: serial.save_costs(fit.costs, path))
+        _write(args.save_costs, lambda path: json_format.save_costs(fit.costs, path))
     _pictures(args, fit.plan, fit.graph, measured, fit.costs)
     found = _findings(proof, fit.plan)
     body = {
@@ -220,21 +220,25 @@ def _findings(proof: Verification | None, plan: Plan) -> list[str]:
 
 
 def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
-    from lowtide.graph import serial
+    from lowtide.graph import json_format
     from lowtide.plan import Plan
     from lowtide.reports.summary import summary
     from lowtide.reports.terminal import fit_report
 
     _check_folders(args.html, args.plot, args.frontier)
     plan = _read(args.plan, Plan.load, "a plan", "lowtide fit ... --save PLAN.json")
-    graph = _read(args.graph, serial.load, "a graph", "lowtide fit ... --save-graph GRAPH.json") if args.graph else None
+    graph = (
+        _read(args.graph, json_format.load, "a graph", "lowtide fit ... --save-graph GRAPH.json")
+        if args.graph
+        else None
+    )
     if args.plot and graph is None:
         raise BadUsageError(
             "--plot needs the traced step, which a plan does not hold.\n"
             "Add --graph GRAPH.json, written by: lowtide fit ... --save-graph GRAPH.json"
         )
     costs = (
-        _read(args.costs, serial.load_costs, "op times", "lowtide fit ... --save-costs COSTS.json")
+        _read(args.costs, json_format.load_costs, "op times", "lowtide fit ... --save-costs COSTS.json")
         if args.costs
         else None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from lowtide.errors import GraphFormatError
 from lowtide.explanation import Explanation, read_evidence, read_links, weigh
 from lowtide.graph.costs import DISK, HOST
 from lowtide.graph.step_graph import Frame
-from lowtide.transfers import Moves
 
 VERSION = 1
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
@@ -52,15 +52,29 @@ class PlannedOp:
 
     Attributes:
         dynamic: The next step may show other shapes here.
-        finishes: Index of the op whose output this one completes in place (see ``Op.finishes``).
+        completes_inplace: Index of the op whose output this one completes in place (see ``Op.finishes``).
         needs: How many dropped or moved storages it reads. Where fewer come, a recipe would hold what the plan lets go.
     """
 
     name: str
     frame: int
     dynamic: bool = False
-    finishes: int | None = None
+    completes_inplace: int | None = None
     needs: int = 0
+
+
+@dataclass(frozen=True)
+class Moves:
+    """When moved storages travel.
+
+    Attributes:
+        max_inflight_bytes: Most bytes on their way out at once; a storage larger than that goes alone.
+        fetch_at: Storage -> the number of the unpack, counted from 0 through backward, at which its fetch starts.
+            A storage without one is fetched when it is needed.
+    """
+
+    max_inflight_bytes: int = 0
+    fetch_at: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class Plan:
         predicted_step_ms, plain_step_ms: Forward and backward.
         bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
             speaks of, in words.
-        window_bytes: Most bytes of moved storages that may be on their way out at once.
+        max_inflight_bytes: Most bytes of moved storages that may be on their way out at once.
         evidence: What ``explain`` needs beyond the decisions; empty in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
@@ -97,7 +111,7 @@ class Plan:
     calls: tuple[str, ...] = ()
     region: str = "model"
     bound_model: str = ""
-    window_bytes: int = 0
+    max_inflight_bytes: int = 0
     evidence: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
@@ -171,7 +185,7 @@ class Plan:
     @property
     def moves(self) -> Moves:
         """When moved storages travel."""
-        return Moves(self.window_bytes, {d.storage: d.fetch_at for d in self.decisions if d.fetch_at is not None})
+        return Moves(self.max_inflight_bytes, {d.storage: d.fetch_at for d in self.decisions if d.fetch_at is not None})
 
     @property
     def tiers(self) -> frozenset[str]:
@@ -183,7 +197,7 @@ class Plan:
         body["version"] = VERSION
         body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
         body["frames"] = [list(asdict(f).values()) for f in self.frames]
-        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.finishes, o.needs] for o in self.ops]
+        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.completes_inplace, o.needs] for o in self.ops]
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
@@ -217,9 +231,11 @@ class Plan:
         return isinstance(frame.path, str) and isinstance(frame.parent, int) and -1 <= frame.parent < max(i, 0)
 
     def _op_is_good(self, i: int, op: PlannedOp) -> bool:
-        finishes = op.finishes is None or (isinstance(op.finishes, int) and 0 <= op.finishes < i)
+        completes_inplace = op.completes_inplace is None or (
+            isinstance(op.completes_inplace, int) and 0 <= op.completes_inplace < i
+        )
         needs = isinstance(op.needs, int) and op.needs >= 0
-        return isinstance(op.name, str) and _index(op.frame, self.frames) and finishes and needs
+        return isinstance(op.name, str) and _index(op.frame, self.frames) and completes_inplace and needs
 
     def _is_good(self, _: int, decision: Decision) -> bool:
         counts = (decision.storage, decision.bytes, decision.output)

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.meters import available_bytes, compare_times, peak_bytes
+from lowtide.measurement.allocator import available_bytes, compare_times, peak_bytes
 from lowtide.plan import Plan
 from lowtide.tape import attach
-from lowtide.tape.places import Places
+from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.tape import Counts
-from lowtide.tracing import scopes
+from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import wraps
-from lowtide.tracing.parallel import unwrapped
-from lowtide.tracing.state import rehearsal, same_bits
+from lowtide.tracing.restore import rehearsal, same_bits
 from lowtide.tracing.subclasses import parts, shards_in
 from lowtide.tracing.tracer import Step, device_of, run_step
 
@@ -86,11 +86,11 @@ def verify(
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``.
     """
-    return verify_in(Places(scratch_dir), model, batch, plan, step=step, rounds=rounds)
+    return verify_in(TierSettings(scratch_dir), model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
-    places: Places, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
+    places: TierSettings, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
 ) -> Verification:
     """``verify``, with all that may be said of tiers."""
     note = ""
@@ -145,7 +145,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module) or not getattr(model._compiled_call_impl, "lowtide", False):
         yield
         return
-    calls = [(m, m._compiled_call_impl) for m in model.modules() if scopes.is_ours(m._compiled_call_impl)]
+    calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_ours(m._compiled_call_impl)]
     for module, call in calls:
         module._compiled_call_impl = getattr(call, "before", None)
     try:
@@ -155,7 +155,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: Places) -> None:
+def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings) -> None:
     """One step as a training loop runs it: forward taped, backward outside."""
     with torch.enable_grad():
         with attach.applied(model, plan, places) if plan is not None else nullcontext():
@@ -165,7 +165,7 @@ def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, pla
 
 
 def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: Places, provenance: dict[str, str]
+    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings, provenance: dict[str, str]
 ) -> tuple[dict[str, Any], Counts]:
     """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
     counts = Counts()
@@ -198,7 +198,7 @@ def _peak(
     batch: Any,
     step: Step | None,
     plan: Plan | None,
-    places: Places,
+    places: TierSettings,
     device: torch.device,
     provenance: dict[str, str],
 ) -> int:
@@ -213,8 +213,8 @@ def _cut_down(
     model: nn.Module, batch: Any, plan: Plan, step: Step | None, device: torch.device
 ) -> tuple[Any, Plan, str]:
     """Halve the batch until its plain step fits, and plan for it at the same fraction."""
-    from lowtide.costs.measurer import measure
-    from lowtide.solvers.front_door import solve
+    from lowtide.measurement.op_times import measure
+    from lowtide.solvers.dispatch import solve
     from lowtide.tracing.tracer import trace
 
     have = left = rows(batch)

@@ -14,9 +14,9 @@ import lowtide
 from lowtide.demo.case import Case
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.meters import compare_times, peak_bytes
+from lowtide.measurement.allocator import compare_times, peak_bytes
 from lowtide.plan import Plan
-from lowtide.tracing.state import same_bits
+from lowtide.tracing.restore import same_bits
 
 PLAIN, FULL, AS_FULL = "plain", "transformers, full", "lowtide, its peak"
 

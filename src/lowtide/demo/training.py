@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.demo.case import Case, shape_of
 from lowtide.demo.table import Steps, affordable
-from lowtide.tracing.state import same_bits
+from lowtide.tracing.restore import same_bits
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LEAST_STEPS = 20

@@ -34,7 +34,7 @@ class Costs:
 
     Attributes:
         op_ms: Milliseconds by op id, forward and backward.
-        mode_us: Added by the tape to every forward op it watches.
+        dispatch_us: Added by the tape to every forward op it watches.
         record_us: Added once more to each op whose output is dropped or moved.
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
         source: ``measured``: how the times were found.
@@ -43,7 +43,7 @@ class Costs:
     """
 
     op_ms: tuple[float, ...]
-    mode_us: float = 0.0
+    dispatch_us: float = 0.0
     record_us: float = 0.0
     replay_us: float = 0.0
     source: str = "measured"

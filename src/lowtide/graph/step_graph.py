@@ -59,9 +59,9 @@ class Op:
         rng_bytes: Generator state a replay must keep; 0 if the op draws nothing.
         signature: Index into ``StepGraph.signatures``; equal signatures take equal time.
         dynamic: Shapes depend on values, so the next step may show other shapes here.
-        finishes: The op whose output this one finishes in place, before anything else has read it (a dropout mask,
-            an in-place activation): the two are one when replayed. What the finishing op reads and draws is counted
-            with the op that it finishes, and so is its time.
+        completes_inplace: The op whose output this one finishes in place, before anything else has read it (a dropout
+            mask, an in-place activation): the two are one when replayed. What the finishing op reads and draws is
+            counted with the op that it finishes, and so is its time.
     """
 
     id: int
@@ -75,7 +75,7 @@ class Op:
     rng_bytes: int = 0
     signature: int = 0
     dynamic: bool = False
-    finishes: int | None = None
+    completes_inplace: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def to_dict(graph: StepGraph) -> dict:
         "storages": [[s.bytes, s.kind, s.op, s.output, s.fixed] for s in graph.storages],
         "ops": [
             [o.name, o.frame, int(o.backward), list(o.reads), list(o.makes), list(o.writes),
-             o.workspace_bytes, o.rng_bytes, o.signature, int(o.dynamic), o.finishes]
+             o.workspace_bytes, o.rng_bytes, o.signature, int(o.dynamic), o.completes_inplace]
             for o in graph.ops
         ],
         "saved": list(graph.saved),

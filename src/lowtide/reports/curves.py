@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lowtide.graph.costs import Costs, Link
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
-from lowtide.simulator import simulate
+from lowtide.simulation.simulator import simulate
 
 
 @dataclass(frozen=True)

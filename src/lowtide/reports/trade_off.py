@@ -11,9 +11,9 @@ from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import TIER_OF
 from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, new_figure, save_figure
-from lowtide.solvers.classics import BUDGETED, CLASSICS
-from lowtide.solvers.front_door import solve
-from lowtide.solvers.pareto import FrontierPoint, frontier
+from lowtide.solvers.dispatch import solve
+from lowtide.solvers.pareto_front import FrontierPoint, frontier
+from lowtide.solvers.published.methods import BUDGETED, CLASSICS
 
 _SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets at which the methods that make the most of one are asked
 

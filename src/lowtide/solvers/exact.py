@@ -1,8 +1,8 @@
 """The exact method: the least recomputation whose *simulated* peak stays within the budget.
 
 A MILP (``peak_model.py``) chooses, the simulator judges, and each moment at which the judge finds more memory than the
-model becomes a cut, until they agree (``whole.py``). What comes back never exceeds the budget by the simulator. Steps
-too large for one MILP are planned segment by segment out of a common pool (``apart.py``).
+model becomes a cut, until they agree (``monolithic.py``). What comes back never exceeds the budget by the simulator.
+Steps too large for one MILP are planned segment by segment out of a common pool (``decomposed_search.py``).
 
 The search's own bound is that of the first, uncut model. It tells when to stop, and holds for all plans of that model:
 every plan that replays once on a graph small enough to be modelled op by op; on larger ones those that replay each
@@ -10,8 +10,8 @@ group of ops as a whole, at most once, and, where segments are planned apart, in
 ``bound.py``'s.
 
 Where the models end, at and below the least peak that replaying once can have, local search goes on from the leanest
-way they know (``leaner.py``), and schedules of the chain methods stand beside it (``rotor.py``, ``revolve.py``). No
-clock has a say in this part, so that the least peak is the same whenever it is asked for.
+way they know (``local_search.py``), and schedules of the chain methods stand beside it (``rotor.py``, ``revolve.py``).
+No clock has a say in this part, so that the least peak is the same whenever it is asked for.
 
 Known weaknesses: what replays an op more than once is found by local search, not proven best; on large graphs the
 least peak is the best found, not proven.
@@ -27,18 +27,18 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
-from lowtide.solvers.apart import Apart
-from lowtide.solvers.bound import bound_peak
-from lowtide.solvers.classics import BUDGETED, classic_actions, offers
-from lowtide.solvers.columns import Decomposition
-from lowtide.solvers.draft import Draft, infeasible
-from lowtide.solvers.groups import Sketch
-from lowtide.solvers.leaner import Judged, leaner
-from lowtide.solvers.offers import Offer, fastest_within, leanest, stored_at_the_turn
-from lowtide.solvers.quest import Found, Limits, Quest
-from lowtide.solvers.segments import segments, windows, worth_replaying
-from lowtide.solvers.structure import droppable
-from lowtide.solvers.whole import Whole
+from lowtide.solvers.candidate import Candidate, infeasible
+from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
+from lowtide.solvers.decomposition.master import ColumnGeneration
+from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
+from lowtide.solvers.graph_queries import droppable
+from lowtide.solvers.local_search import Evaluated, reduce_peak
+from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.milp.coarsening import CoarseGraph
+from lowtide.solvers.milp.monolithic import MonolithicSearch
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, leanest, stored_at_backward_start
+from lowtide.solvers.published.methods import BUDGETED, classic_actions, lazy_candidates
+from lowtide.solvers.search_context import Found, Limits, SearchContext
 
 _WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
 _UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
@@ -48,7 +48,7 @@ _LISTED_OPS = 5000  # steps up to this size are held against every plan of the c
 _LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
 
 
-def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Draft:
+def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Candidate:
     """Return the fastest actions within ``budget_bytes``.
 
     Raises:
@@ -62,39 +62,41 @@ class Search:
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         ops = worth_replaying(graph)
-        sketch = Sketch(graph, costs) if len(ops) <= _WHOLE_OPS else None
-        self.quest = Quest(graph, costs, limits, fine=sketch is not None and sketch.fine)
-        self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.quest.plain
-        pool = None if sketch is not None and sketch.size <= _WHOLE_SIZE else self._pool(ops, sketch)
-        if pool is None and (sketch is None or sketch.size > _UNLIKE_SIZE):
-            sketch = Sketch(graph, costs, reach=0)
-        self.apart = Apart(self.quest, pool) if pool is not None else None
-        self.whole = Whole(self.quest, sketch) if sketch is not None else None
+        coarse = CoarseGraph(graph, costs) if len(ops) <= _WHOLE_OPS else None
+        self.context = SearchContext(graph, costs, limits, fine=coarse is not None and coarse.fine)
+        self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
+        pool = None if coarse is not None and coarse.size <= _WHOLE_SIZE else self._pool(ops, coarse)
+        if pool is None and (coarse is None or coarse.size > _UNLIKE_SIZE):
+            coarse = CoarseGraph(graph, costs, reach=0)
+        self.apart = DecomposedSearch(self.context, pool) if pool is not None else None
+        self.whole = MonolithicSearch(self.context, coarse) if coarse is not None else None
 
-    def _pool(self, ops: list[int], sketch: Sketch | None) -> Decomposition | None:
+    def _pool(self, ops: list[int], coarse: CoarseGraph | None) -> ColumnGeneration | None:
         segment_of = segments(self.graph, ops)
         found = windows(self.graph, segment_of)
         if found is None or len(found) < _FEWEST_SEGMENTS:
             return None
-        pool = Decomposition(self.graph, self.costs, segment_of, found)
+        pool = ColumnGeneration(self.graph, self.costs, segment_of, found)
         unlike = 2 * len(pool.different) > len(found) + 1
-        return None if unlike and sketch is not None and sketch.size <= _UNLIKE_SIZE else pool
+        return None if unlike and coarse is not None and coarse.size <= _UNLIKE_SIZE else pool
 
-    def within(self, budget_bytes: int, *, at_any_price: bool = True) -> Draft:
+    def within(self, budget_bytes: int, *, allow_fallback: bool = True) -> Candidate:
         """The fastest actions within ``budget_bytes``.
 
         Args:
-            at_any_price: Where the search finds nothing, see whether what is near the least peak would do.
+            allow_fallback: Where the search finds nothing, see whether what is near the least peak would do.
 
         Raises:
             BudgetInfeasibleError: no actions were found that need so little.
         """
         if self.plain.peak_bytes <= budget_bytes:
-            return self.draft(self.plain, "optimal", self.costs.plain_step_ms)
-        result = Found([], False, self.quest.floor_ms) if self._impossible(budget_bytes) else self.fastest(budget_bytes)
+            return self.candidate(self.plain, "optimal", self.costs.plain_step_ms)
+        result = (
+            Found([], False, self.context.floor_ms) if self._impossible(budget_bytes) else self.fastest(budget_bytes)
+        )
         fitting = [j for j in result.judged if j.peak_bytes <= budget_bytes]
         if not fitting:
-            if not at_any_price:
+            if not allow_fallback:
                 raise BudgetInfeasibleError("nothing found", budget_bytes=budget_bytes, least_bytes=budget_bytes + 1)
             return self._near_the_least(budget_bytes)
         best = min(fitting, key=lambda j: j.rank)
@@ -102,7 +104,7 @@ class Search:
         best = min((best, *self._offered(budget_bytes)), key=lambda j: j.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
         best = self._cleaned(best, budget_bytes)
-        return self.draft(best, status, min(result.bound_ms, best.timeline.step_ms))
+        return self.candidate(best, status, min(result.bound_ms, best.timeline.step_ms))
 
     def _impossible(self, budget_bytes: int) -> bool:
         # One that fits is sooner found than the proof.
@@ -111,7 +113,7 @@ class Search:
             return False
         return budget_bytes < bound_peak(self.graph)
 
-    def _near_the_least(self, budget_bytes: int) -> Draft:
+    def _near_the_least(self, budget_bytes: int) -> Candidate:
         """Where the search finds nothing: the best of what is known, schedules that replay an op often among it.
 
         Raises:
@@ -131,39 +133,42 @@ class Search:
                 )
             known = [least]
         cleaned = [self._cleaned(j, budget_bytes) for j in known]
-        return self.draft(min(cleaned, key=lambda j: j.rank), "feasible", self.quest.floor_ms)
+        return self.candidate(min(cleaned, key=lambda j: j.rank), "feasible", self.context.floor_ms)
 
-    def _cleaned(self, judged: Judged, budget_bytes: int) -> Judged:
+    def _cleaned(self, judged: Evaluated, budget_bytes: int) -> Evaluated:
         if self.whole is not None:
             judged = self.whole.lower_peak(judged)
-        return self.quest.save_what_fits(judged, budget_bytes)
+        return self.context.save_what_fits(judged, budget_bytes)
 
     @cached_property
-    def _often(self) -> list[Offer]:
+    def _often(self) -> list[LazyCandidate]:
         """Schedules that replay an op often."""
         try:
-            return [*offers(self.graph, self.costs, "rotor"), *offers(self.graph, self.costs, "revolve")]
+            return [
+                *lazy_candidates(self.graph, self.costs, "rotor"),
+                *lazy_candidates(self.graph, self.costs, "revolve"),
+            ]
         except ValueError:  # no layer repeats
             return []
 
     @cached_property
-    def _budgeted(self) -> list[list[Offer]]:
+    def _budgeted(self) -> list[list[LazyCandidate]]:
         """What each classic with a plan for every budget would do, where listing that takes little time."""
         found = []
         for method in BUDGETED if self.limits.listed and len(self.graph.ops) <= _LISTED_OPS else ():
             try:
-                found.append(offers(self.graph, self.costs, method))
+                found.append(lazy_candidates(self.graph, self.costs, method))
             except ValueError:  # no layer repeats
                 continue
         return found
 
-    def _offered(self, budget_bytes: int) -> list[Judged]:
+    def _offered(self, budget_bytes: int) -> list[Evaluated]:
         """Their plans for this budget: a search that stops within its tolerance may stop just above one."""
-        drafts = [fastest_within(self.graph, self.costs, offered, budget_bytes) for offered in self._budgeted]
-        return [self.judge(draft.actions, draft.replays) for draft in drafts if draft is not None]
+        candidates = [fastest_within(self.graph, self.costs, offered, budget_bytes) for offered in self._budgeted]
+        return [self.judge(candidate.actions, candidate.replays) for candidate in candidates if candidate is not None]
 
     @cached_property
-    def classics(self) -> list[Judged]:
+    def classics(self) -> list[Evaluated]:
         """What to be at least as good as."""
         return [self.judge(actions) for actions in self._classic_actions]
 
@@ -171,7 +176,7 @@ class Search:
     def _classic_actions(self) -> list[dict[int, str]]:
         return classic_actions(self.graph)
 
-    def _classics_that_may_beat(self, best: Judged, budget_bytes: int) -> list[Judged]:
+    def _classics_that_may_beat(self, best: Evaluated, budget_bytes: int) -> list[Evaluated]:
         """Those that fit, leaving out what takes no simulation to see: too slow, or too much saved."""
         found = []
         for actions in self._classic_actions:
@@ -187,16 +192,16 @@ class Search:
         if not ops:
             return self.costs.plain_step_ms
         replay_ms = sum(self.costs.op_ms[op] for op in ops if op is not None)
-        return self.quest.floor_ms + replay_ms + len(ops) * (self.costs.replay_us + self.costs.record_us) / 1e3
+        return self.context.floor_ms + replay_ms + len(ops) * (self.costs.replay_us + self.costs.record_us) / 1e3
 
     def _kept_bytes(self, actions: dict[int, str]) -> int:
         """What is saved and lives when backward begins."""
         storages = self.graph.storages
-        held = sum(storages[s].bytes for s in stored_at_the_turn(self.graph) if actions.get(s) != RECOMPUTE)
+        held = sum(storages[s].bytes for s in stored_at_backward_start(self.graph) if actions.get(s) != RECOMPUTE)
         return self.graph.resident_bytes + held
 
     @cached_property
-    def least(self) -> Judged:
+    def least(self) -> Evaluated:
         """The least peak that is found; the same whatever was asked before, so that asking for it succeeds."""
         known = [self.plain, *self.classics, *(path[-1] for path in self._paths)]
         chain = leanest(self.graph, self.costs, self._often)
@@ -209,20 +214,20 @@ class Search:
         return found
 
     @cached_property
-    def _paths(self) -> list[list[Judged]]:
+    def _paths(self) -> list[list[Evaluated]]:
         """From the leanest that the models and the classics know to ways that nothing nearby beats."""
         model = self.apart or self.whole
         assert model is not None
         starts = [model.leanest(), min((self.plain, *self.classics), key=lambda j: (j.peak_bytes, *j.rank))]
-        events = self.quest.events(_LEANER_EVENTS)
-        return [leaner(self.graph, self.costs, start, events=events) for start in starts if start is not None]
+        events = self.context.events(_LEANER_EVENTS)
+        return [reduce_peak(self.graph, self.costs, start, events=events) for start in starts if start is not None]
 
-    def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Judged:
-        return self.quest.judge(actions, replays)
+    def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:
+        return self.context.judge(actions, replays)
 
-    def draft(self, judged: Judged, status: str, bound_ms: float) -> Draft:
+    def candidate(self, judged: Evaluated, status: str, bound_ms: float) -> Candidate:
         solver = {"solver": f"HiGHS {highspy.Highs().version()}"}
-        return Draft(judged.actions, status, bound_ms, solver, judged.replays)
+        return Candidate(judged.actions, status, bound_ms, solver, judged.replays)
 
     def fastest(self, budget_bytes: int) -> Found:
         """What the models find."""
@@ -233,5 +238,5 @@ class Search:
         if self.limits.gap != 0 or found.proven or self.whole is None:
             return found
         # No excess is tolerated: what a pool has no columns for, a model of all layers at once may find.
-        whole = Whole(self.quest, Sketch(self.graph, self.costs, reach=0)).fastest(budget_bytes)
+        whole = MonolithicSearch(self.context, CoarseGraph(self.graph, self.costs, reach=0)).fastest(budget_bytes)
         return min(found, whole, key=lambda f: f.best_within(budget_bytes))

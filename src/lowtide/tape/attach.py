@@ -13,11 +13,11 @@ from torch import nn
 
 from lowtide.errors import PlanMismatchError
 from lowtide.plan import Plan
-from lowtide.tape.places import Places
+from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import Node, Program
 from lowtide.tape.tape import Counts, Tape
-from lowtide.tracing import gathering, scopes
-from lowtide.tracing.parallel import unwrapped
+from lowtide.tracing import fsdp_recording, module_calls
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.tracer import check_supported
 
 
@@ -31,7 +31,7 @@ class GuardedCall:
 
     def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, Node] | None]) -> None:
         self._model = weakref.ref(model)
-        self._compiled = scopes.call_of(model)
+        self._compiled = module_calls.call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self.choose = choose
 
@@ -39,14 +39,14 @@ class GuardedCall:
         model = self._model()
         assert model is not None
         call = self._compiled or model._call_impl
-        watcher = scopes.active.watcher
+        watcher = module_calls.active.watcher
         if watcher is not None:
             return _inside(watcher, call, args, kwargs)
         if not torch.is_grad_enabled() or steps_aside():
             return call(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
-            opened = scopes.active.watcher  # choosing may have begun a region for the whole step
+            opened = module_calls.active.watcher  # choosing may have begun a region for the whole step
             return call(*args, **kwargs) if opened is None else _inside(opened, call, args, kwargs)
         tape, node = chosen
         if not tape.free.acquire(blocking=False):  # another thread is in this very tape: here all is saved
@@ -58,7 +58,7 @@ class GuardedCall:
             tape.free.release()
 
 
-def _inside(watcher: scopes.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def _inside(watcher: module_calls.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """The model is called in a region that is taped already."""
     if not torch.is_grad_enabled() and isinstance(watcher, Tape):
         watcher.pause()
@@ -87,7 +87,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
-    missing = sorted({f.path for f in plan.frames} - have - {scopes.NO_GRAD, gathering.FRAME})
+    missing = sorted({f.path for f in plan.frames} - have - {module_calls.NO_GRAD, fsdp_recording.FRAME})
     if missing:
         raise PlanMismatchError(
             f"the plan is for another model: {len(missing)} of its modules are not in this {type(model).__name__}, "
@@ -131,19 +131,19 @@ def apply(
         PlanMismatchError: the plan is for another model or device. UnsupportedModelError: see ``trace``.
         TierError: the plan moves storages to a tier that is not here, or that has no room.
     """
-    with applied(model, plan, Places(scratch_dir, checksums=checksums)) as found:
+    with applied(model, plan, TierSettings(scratch_dir, checksums=checksums)) as found:
         yield found
 
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan, places: Places) -> Iterator[Applied]:
+def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Applied]:
     """``apply``, with all that may be said of tiers."""
     model = unwrapped(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)
     tape = Tape(program, model, places.open(plan))
-    undo = scopes.install(model, GuardedCall(model, lambda args, kwargs: None))
+    undo = module_calls.install(model, GuardedCall(model, lambda args, kwargs: None))
     try:
         if program.keeps_everything:
             yield Applied(plan, tape)

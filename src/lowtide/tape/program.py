@@ -34,15 +34,27 @@ class Slot:
         drops: (output, bytes) of the results to drop; empty for most ops.
         moves: Outputs to move, of this op or of the one that it finishes.
         completes: What is moved is what this in-place op completes, not what it makes.
-        finishes: The slot whose dropped output this in-place op completes.
+        completes_inplace: The slot whose dropped output this in-place op completes.
         needs: How many dropped storages it reads.
         passing_runs: How often it may be replayed before the replay that makes its results for good.
         audited: The replay has been compared bitwise with the original once.
     """
 
     __slots__ = (
-        "audited", "completes", "drops", "dynamic", "finishes", "func", "kernel", "moves", "name", "needs",
-        "passing_runs", "random", "spares", "where",
+        "audited",
+        "completes",
+        "completes_inplace",
+        "drops",
+        "dynamic",
+        "func",
+        "kernel",
+        "moves",
+        "name",
+        "needs",
+        "passing_runs",
+        "random",
+        "spares",
+        "where",
     )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool) -> None:
@@ -51,7 +63,7 @@ class Slot:
         self.drops: tuple[tuple[int, int], ...] = ()
         self.moves: tuple[Move, ...] = ()
         self.completes = False
-        self.finishes: Slot | None = None
+        self.completes_inplace: Slot | None = None
         self.needs = 0
         self.passing_runs = 0
         self.audited = False
@@ -104,7 +116,9 @@ class Program:
                 slot.passing_runs = max(slot.passing_runs, d.replays - 1)
                 self.nodes[plan.ops[d.op].frame].planned = True
         # What an in-place op completes sets out when that has run.
-        complete = {op.finishes: number for number, op in enumerate(plan.ops) if op.finishes is not None}
+        complete = {
+            op.completes_inplace: number for number, op in enumerate(plan.ops) if op.completes_inplace is not None
+        }
         for d in plan.decisions:
             if d.action in TIER_OF:
                 number = complete.get(d.op, d.op)
@@ -113,8 +127,8 @@ class Program:
                 self.slots[number].completes = number != d.op
                 self.nodes[plan.ops[number].frame].planned = True
         for slot, op in zip(self.slots, plan.ops, strict=True):
-            if op.finishes is not None and self.slots[op.finishes].drops:
-                slot.finishes = self.slots[op.finishes]
+            if op.completes_inplace is not None and self.slots[op.completes_inplace].drops:
+                slot.completes_inplace = self.slots[op.completes_inplace]
                 self.nodes[op.frame].planned = True
 
     @property

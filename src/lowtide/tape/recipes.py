@@ -5,7 +5,7 @@ output itself, or the Values of several hold it. One that has run for good lets 
 holds is gone with its memory. So every result lives from the moment it is first needed to its last consumer, and runs
 once.
 Under ``retain_graph`` arguments stay, and results go when each known user has had them, or when backward ends.
-A plan may let a recipe run more often; ``bursts.py`` says which runs are then for good.
+A plan may let a recipe run more often; ``replay.py`` says which runs are then for good.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as graph_task_
 from torch.nn import Parameter
 
 from lowtide.errors import ReplayError
-from lowtide.tape.ambient import Ambient, GeneratorState
+from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import Slot
-from lowtide.tape.values import Kept, Shape, Value, View, stand_in, value_of
+from lowtide.tape.values import Kept, Shape, Value, View, placeholder_for, value_of
 from lowtide.tracing.operators import left_out, tensors_in
-from lowtide.tracing.state import same_bits
+from lowtide.tracing.restore import same_bits
 
 _AS_THEY_ARE = frozenset({int, float, bool, type(None)})
 
@@ -46,7 +46,7 @@ class Recipe(Value):
         "_finish", "args", "inputs", "kwargs", "number", "on_audit", "outputs", "passing_runs", "rng", "slot",
     )  # fmt: skip
 
-    def __init__(self, number: int, slot: Slot, args: Sequence[Any], kwargs: dict, run: Ambient) -> None:
+    def __init__(self, number: int, slot: Slot, args: Sequence[Any], kwargs: dict, run: ExecutionState) -> None:
         self.number, self.slot, self.run = number, slot, run
         self.passing_runs = slot.passing_runs
         self.tensor = None
@@ -62,7 +62,7 @@ class Recipe(Value):
         for argument in args:
             kind = type(argument)
             if kind is Tensor:
-                stands = stand_in(argument, run)
+                stands = placeholder_for(argument, run)
                 if stands is None:
                     noted.append(Kept(argument))
                 else:
@@ -103,7 +103,7 @@ class Recipe(Value):
         return [value for value in (reference() for reference in self.outputs) if value is not None]
 
     def extend(
-        self, func: Any, args: tuple, kwargs: dict, value: Value, run: Ambient, rng: GeneratorState | None
+        self, func: Any, args: tuple, kwargs: dict, value: Value, run: ExecutionState, rng: GeneratorState | None
     ) -> None:
         """Add an in-place op on ``value``, this recipe's own output."""
         inputs = list(self.inputs)
@@ -113,7 +113,7 @@ class Recipe(Value):
         self._finish = (*self._finish, _Finish(func, taken, named, rng))
         value.own = _nothing  # it may look at its storage in another way now (``t_``)
 
-    def inputs_later_than(self, args: tuple, kwargs: dict, run: Ambient) -> bool:
+    def inputs_later_than(self, args: tuple, kwargs: dict, run: ExecutionState) -> bool:
         """Some argument is made by a later op than this one: replayed in program order, it would not be there."""
         values = (value_of(t, run) for t in tensors_in((args, list(kwargs.values()))))
         return any(v is not None and v.recipe is not None and v.recipe.number > self.number for v in values)
@@ -239,10 +239,10 @@ class _Own(Shape):
         self.output = value.output
 
 
-def _note(argument: Any, run: Ambient, inputs: list[Value]) -> Any:
+def _note(argument: Any, run: ExecutionState, inputs: list[Value]) -> Any:
     """What a recipe notes of an argument; Values of this run also go into ``inputs``."""
     if isinstance(argument, Tensor):
-        stands = stand_in(argument, run)
+        stands = placeholder_for(argument, run)
         if stands is None:
             return Kept(argument)
         inputs.append(stands.value)

@@ -21,23 +21,26 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.tape.ambient import Ambient, GeneratorState
-from lowtide.tape.bursts import unpacked
-from lowtide.tape.moving import Copy, Transfers
+from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
+from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import Move, Node, Program, Slot
 from lowtide.tape.recipes import Recipe, nth_tensor
-from lowtide.tape.tiers import Tiers
-from lowtide.tape.values import MARK, Kept, Value, View, detached, sharing_version, stand_in, value_of, views_a_leaf
-from lowtide.tracing import scopes
-from lowtide.tracing.operators import (
-    allocated_bytes,
-    draws,
-    storage_of,
-    wraps,
-    written_arguments,
-    written_tensors,
+from lowtide.tape.replay import unpacked
+from lowtide.tape.values import (
+    MARK,
+    Kept,
+    Value,
+    View,
+    detached,
+    placeholder_for,
+    sharing_version,
+    value_of,
+    views_a_leaf,
 )
-from lowtide.tracing.sharding import LookAway
+from lowtide.tracing import module_calls
+from lowtide.tracing.fsdp import PauseDuringFsdp
+from lowtide.tracing.operators import allocated_bytes, draws, storage_of, wraps, written_arguments, written_tensors
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
 _FRESH = 2  # references to the memory of a tensor nobody else has: its own and that of the storage's Python object
@@ -121,7 +124,7 @@ class Tape(TorchDispatchMode):
         self._frame = _Frame(None)
         self._stack: list[_Frame] = []
         self._marked: list[weakref.ref] = []
-        self._run = Ambient(self._model)  # the present forward pass
+        self._run = ExecutionState(self._model)  # the present forward pass
         self._outer: Any = None
         self._number = 0
         self._off = 0
@@ -138,13 +141,13 @@ class Tape(TorchDispatchMode):
     def begin(self, node: Node) -> None:
         """A new forward pass starts."""
         self._frame, self._stack = _Frame(node), []
-        self._run = Ambient(self._model, wrapped=self._wrapped)
+        self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
         self._step_over = False
         if self.program.plan.tiers:
             if self._transfers is not None:
                 self._transfers.settle()  # a pass whose backward is still to come, or never comes
-            self._transfers = Transfers(self.tiers, self.program.plan.window_bytes)
+            self._transfers = Transfers(self.tiers, self.program.plan.max_inflight_bytes)
         self.counts.steps += 1
 
     def end(self) -> None:
@@ -202,9 +205,9 @@ class Tape(TorchDispatchMode):
         self._off -= 1
 
     @property
-    def gathering(self) -> LookAway:
+    def gathering(self) -> PauseDuringFsdp:
         """FSDP's own work, in forward and in backward, is no part of the step."""
-        return LookAway(self)
+        return PauseDuringFsdp(self)
 
     def _next_step(self) -> None:
         self.end()
@@ -235,7 +238,7 @@ class Tape(TorchDispatchMode):
                         return self._move(slot, args, kwargs or {})
                     if slot.drops:
                         return self._record(slot, args, kwargs or {})
-                    if slot.finishes is not None:
+                    if slot.completes_inplace is not None:
                         return self._extend(slot, args, kwargs or {})
                     return slot.kernel(*args, **kwargs) if kwargs else slot.kernel(*args)
             if func.namespace == "profiler":  # FSDP names what it does; no op of the step
@@ -305,7 +308,7 @@ class Tape(TorchDispatchMode):
         """As planned otherwise, and what is moved sets out."""
         if slot.drops:
             result = self._record(slot, args, kwargs)
-        elif slot.finishes is not None:
+        elif slot.completes_inplace is not None:
             result = self._extend(slot, args, kwargs)
         else:
             result = slot.kernel(*args, **kwargs)
@@ -327,7 +330,7 @@ class Tape(TorchDispatchMode):
         if unlike or MARK in storage.__dict__ or self._transfers is None:
             self.counts.mismatched += 1
             return
-        copy = Copy(self._number, move._replace(bytes=size), self._run)
+        copy = OffloadedTensor(self._number, move._replace(bytes=size), self._run)
         self._number += 1
         value = Value(copy, move.output, tensor, self._run)
         value.version = version
@@ -342,10 +345,10 @@ class Tape(TorchDispatchMode):
 
     # -- autograd -----------------------------------------------------------------------------------------------
 
-    @scopes.never_compiled
+    @module_calls.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd stores ``tensor``: what stands for it if it was dropped, else the tensor and its version."""
-        stands = stand_in(tensor, self._run)
+        stands = placeholder_for(tensor, self._run)
         if stands is not None:
             return stands
         if self._outer is not None:
@@ -355,7 +358,7 @@ class Tape(TorchDispatchMode):
         # An output that is saved gets its history only after this: it looks like a leaf now.
         return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
 
-    @scopes.never_compiled
+    @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """Backward wants it back.
 
@@ -415,15 +418,15 @@ class _Region:
         except BaseException:
             self.hooks.__exit__()
             raise
-        self.before = scopes.active.watcher
-        scopes.active.watcher = tape
+        self.before = module_calls.active.watcher
+        module_calls.active.watcher = tape
         return tape
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         tape = self.tape
-        scopes.active.watcher = self.before
+        module_calls.active.watcher = self.before
         try:
             tape.__exit__(kind, error, trace)
         finally:

@@ -22,7 +22,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from lowtide.tape.ambient import Ambient
+    from lowtide.tape.execution_state import ExecutionState
     from lowtide.tape.recipes import Recipe
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
@@ -51,10 +51,10 @@ class Value:
     own: Callable[[], Tensor | None]
     tensor: Tensor | None
     original: Tensor | None
-    lent: Lent | None
+    lent: TransientResult | None
     view: weakref.ref[View] | None
 
-    def __init__(self, recipe: Recipe, output: int, own: Tensor, run: Ambient) -> None:
+    def __init__(self, recipe: Recipe, output: int, own: Tensor, run: ExecutionState) -> None:
         self._recipe: Recipe | None = recipe
         self.run = run
         self.begin(output, own)
@@ -86,7 +86,7 @@ class Value:
         """Autograd has the tensor from here on; it is found again for as long as autograd does."""
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
-        self.lent = Lent(tensor)
+        self.lent = TransientResult(tensor)
 
     def found_again(self) -> Tensor | None:
         """The lent tensor, if autograd still has its storage."""
@@ -147,7 +147,7 @@ class View(Shape):
         return made
 
 
-class Lent(Shape):
+class TransientResult(Shape):
     """What is noted of a passing result that autograd has: where it is, not that it stay."""
 
     __slots__ = ("storage",)
@@ -178,7 +178,7 @@ class Kept:
         return self.version >= 0 and self.tensor._version != self.version
 
 
-def stand_in(tensor: Tensor, run: Ambient) -> Value | View | None:
+def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
     """What stands for a tensor dropped in this run and unchanged since; None: hold the tensor itself."""
     try:
         value = getattr(tensor.untyped_storage(), MARK, None)
@@ -196,9 +196,9 @@ def stand_in(tensor: Tensor, run: Ambient) -> Value | View | None:
     return view
 
 
-def value_of(tensor: Tensor, run: Ambient) -> Value | None:
+def value_of(tensor: Tensor, run: ExecutionState) -> Value | None:
     """The Value of a tensor dropped in this run and unchanged since, for a look: nobody gets it."""
-    noted = stand_in(tensor, run)
+    noted = placeholder_for(tensor, run)
     if noted is None:
         return None
     noted.value.users -= 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtide.meters import peak_bytes
+from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.subclasses import local_bytes, local_elements
 

@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, Frame, Op, Storage
-from lowtide.tracing import compiled, subclasses
-from lowtide.tracing.accumulation import Step, fold
-from lowtide.tracing.gathering import OF_THE_SHARDING, Gathering
-from lowtide.tracing.ghosts import Ghost, Held
-from lowtide.tracing.kinds import Kinds
-from lowtide.tracing.looks import Looks
+from lowtide.tracing import compiled_regions, subclasses
+from lowtide.tracing.fsdp_recording import OF_THE_SHARDING, FsdpRecording
+from lowtide.tracing.gradient_sums import Step, fold
+from lowtide.tracing.metadata_guard import MetadataGuard
+from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import (
     FILLERS,
     OVERWRITERS,
@@ -45,7 +44,8 @@ from lowtide.tracing.operators import (
     wraps,
     written_tensors,
 )
-from lowtide.tracing.scopes import never_compiled
+from lowtide.tracing.saved_placeholders import HeldTensor, SavedPlaceholder
+from lowtide.tracing.signature_table import SignatureTable
 
 
 class Recorder(TorchDispatchMode):
@@ -69,10 +69,10 @@ class Recorder(TorchDispatchMode):
         self.saved: list[int] = []
         self.events: list[tuple[int, int]] = []
         self.frames: list[Frame] = [Frame(-1, "", 0)]
-        self.kinds = Kinds(device)
+        self.signatures_seen = SignatureTable(device)
         self.calls: list[str] = []
         self.outputs: list[Any] = []
-        self._looks = Looks()
+        self._metadata_guard = MetadataGuard()
         self._open: set[int] = set()  # storages made and not read yet: an in-place op may still finish them
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._ids: dict[int, int] = {}  # StorageImpl address -> storage id; entries go when the storage dies
@@ -91,8 +91,8 @@ class Recorder(TorchDispatchMode):
         self._paused = False
         self._recording = True
         self.warm: set[int] = set()  # compiled modules that have run
-        self.compiled: compiled.CompiledOp | None = None  # its call runs
-        self.gathering: Gathering | None = None  # of a model that FSDP shards
+        self.compiled: compiled_regions.CompiledOp | None = None  # its call runs
+        self.gathering: FsdpRecording | None = None  # of a model that FSDP shards
         self._to_close = ExitStack()
 
     # -- module calls -------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code."""
-        return compiled.record(self, path, module, run, inputs)
+        return compiled_regions.record(self, path, module, run, inputs)
 
     @property
     def frame(self) -> int:
@@ -202,16 +202,16 @@ class Recorder(TorchDispatchMode):
             self._look_at(t)
         for t in written_tensors(func, args, kwargs):
             self._copy_before_write(t)
-        signature = self.kinds.of(func, args, kwargs)
+        signature = self.signatures_seen.of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        if self.kinds.is_new(signature):
+        if self.signatures_seen.is_new(signature):
             self._paused = True
-            result = self.kinds.first_run(signature, func, args, kwargs, inputs)
+            result = self.signatures_seen.first_run(signature, func, args, kwargs, inputs)
             self._paused = False
         else:
             result = func(*args, **kwargs)
         rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
-        if hidden := self.kinds.hidden_writes(signature):
+        if hidden := self.signatures_seen.hidden_writes(signature):
             ids = (self.know(inputs[i], "other") for i in hidden)
             hidden_ids = {n for n in ids if n is not None} - set(written)
             if hidden_ids - set(spared):
@@ -232,11 +232,11 @@ class Recorder(TorchDispatchMode):
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Raises: UnsupportedModelError: what has been read was given other memory through ``.data``."""
-        number = self._looks.before(tensor)
+        number = self._metadata_guard.before(tensor)
         if number is None:
             return
         self.fix(number, "was given other memory or another shape through .data")
-        self._looks.made(tensor, number)
+        self._metadata_guard.made(tensor, number)
         if number in self.saved or self._readers.get(number):
             raise UnsupportedModelError(
                 f"in module {self._path() or '(the step)'} a tensor of shape {list(tensor.shape)} was assigned to "
@@ -291,28 +291,29 @@ class Recorder(TorchDispatchMode):
             storage = storage_of(tensor)
             if storage is None or storage._cdata in self._ids:
                 if storage is not None and not backward:  # a view, or what was written
-                    self._looks.returned(tensor, self._ids[storage._cdata], written=bool(written))
+                    self._metadata_guard.returned(tensor, self._ids[storage._cdata], written=bool(written))
                 continue
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
             makes.append(self._new(storage, "backward" if backward else "activation", number, output, fixed))
             if not backward:
-                self._looks.made(tensor, makes[-1])
+                self._metadata_guard.made(tensor, makes[-1])
         if backward:
             self._made_under.update(dict.fromkeys(makes, self._node()))
         if shape_depends_on_values(func) or any(s in self._tainted for s in reads):
             self._tainted.update(makes)
         if not backward and fixed in ("", UNINITIALISED):
             self._open.update(makes)
-        finishes = None if backward else self._finished(func, result, reads, written, reason, rng_bytes)
-        if finishes is None:
+        completes_inplace = None if backward else self._finished(func, result, reads, written, reason, rng_bytes)
+        if completes_inplace is None:
             for s in written:
                 self.written(s)
         dynamic = bool(makes) and makes[0] in self._tainted
         self.ops.append(
             Op(number, str(func), frame, backward, reads, tuple(makes), written,
-               self.kinds.workspace_bytes[signature], 0 if finishes is not None else rng_bytes, signature, dynamic,
-               finishes)
+               self.signatures_seen.workspace_bytes[signature], 0 if completes_inplace is not None else rng_bytes,
+               signature, dynamic,
+               completes_inplace)
         )  # fmt: skip
 
     def _finished(
@@ -349,7 +350,7 @@ class Recorder(TorchDispatchMode):
         self.fix(storage, "written during the step")
         for earlier in self._readers.pop(storage, ()):
             if earlier < len(self.ops):
-                finished = self.ops[earlier].finishes
+                finished = self.ops[earlier].completes_inplace
                 for made in self.ops[earlier if finished is None else finished].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
 
@@ -385,10 +386,10 @@ class Recorder(TorchDispatchMode):
         self._paused = True
         try:
             if self.storages[number]["op"] is None:
-                return Held(self, handle, tensor.detach())
+                return HeldTensor(self, handle, tensor.detach())
             small = tensor.untyped_storage().nbytes() <= 1024
             with torch.no_grad():
-                return Ghost(
+                return SavedPlaceholder(
                     self, handle, tensor, exact=small or not (tensor.is_floating_point() or tensor.is_complex())
                 )
         finally:
@@ -401,7 +402,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(packed, subclasses.Packed):
             return packed.unpack(self.unpack)
         self.event(UNPACK, packed.saved)
-        if isinstance(packed, Held):
+        if isinstance(packed, HeldTensor):
             self.event(DROP, packed.saved)
             return packed.tensor
         self._paused = True
@@ -411,7 +412,7 @@ class Recorder(TorchDispatchMode):
         self._alias(handed_out, packed)
         return handed_out
 
-    def _alias(self, tensor: torch.Tensor, ghost: Ghost) -> None:
+    def _alias(self, tensor: torch.Tensor, ghost: SavedPlaceholder) -> None:
         """Backward ops that touch ``tensor`` touch the storage it stands for."""
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -17,14 +17,14 @@ from torch import nn
 
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
-from lowtide.tracing import scopes, sharding
+from lowtide.tracing import fsdp, module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.gathering import Gathering
+from lowtide.tracing.data_parallel import bucket_bytes, unwrapped, wrapper_of
+from lowtide.tracing.fsdp_recording import FsdpRecording
 from lowtide.tracing.operators import storage_of, wraps
 from lowtide.tracing.optimizer_state import optimizer_bytes
-from lowtide.tracing.parallel import bucket_bytes, unwrapped, wrapper_of
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.state import WRITES_PARAMETERS, rehearsal
+from lowtide.tracing.restore import WRITES_PARAMETERS, rehearsal
 from lowtide.tracing.subclasses import local_bytes, parts, shards_in
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
@@ -89,18 +89,18 @@ def check_supported(model: nn.Module) -> None:
             f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
         )
     for path, module in model.named_modules():
-        kinds = {c.__name__ for c in type(module).__mro__}
-        if found := kinds & _WRAPPERS:
+        signatures_seen = {c.__name__ for c in type(module).__mro__}
+        if found := signatures_seen & _WRAPPERS:
             raise UnsupportedModelError(
                 f"{path or 'the model'} is a {sorted(found)[0]}, which the tape does not carry out yet.\n"
                 "Fit the module inside it, or train without lowtide."
             )
-        if scopes.is_ours(module._compiled_call_impl):
+        if module_calls.is_ours(module._compiled_call_impl):
             raise LowtideError(
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
             )
-    if refused := sharding.refusal(model):
+    if refused := fsdp.refusal(model):
         raise UnsupportedModelError(f"{refused}, which the tape does not carry out yet.\nTrain without lowtide.")
     if wrapper_of(model) is not None and shards_in(model):
         raise UnsupportedModelError(
@@ -170,10 +170,10 @@ def record(
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")
     received: set[str] = set()
-    sharding.settle(model)
+    fsdp.settle(model)
     had_grad = {name for name, p in model.named_parameters() if p.grad is not None}
     with rehearsal(model, batch):
-        undo = scopes.install(model, _RootCall(model, recorder))
+        undo = module_calls.install(model, _RootCall(model, recorder))
         hooks = [
             p.register_post_accumulate_grad_hook(lambda p, name=name: received.add(name))
             for name, p in model.named_parameters()
@@ -181,10 +181,10 @@ def record(
         ]
         try:
             _know_residents(recorder, model, batch)
-            if sharding.units_of(model):
-                recorder.gathering = Gathering(recorder, model)
-            before = scopes.active.watcher
-            scopes.active.watcher = recorder
+            if fsdp.units_of(model):
+                recorder.gathering = FsdpRecording(recorder, model)
+            before = module_calls.active.watcher
+            module_calls.active.watcher = recorder
             try:
                 with torch.enable_grad(), recorder:
                     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
@@ -193,7 +193,7 @@ def record(
                     recorder.start_backward()
                     loss.backward()
             finally:
-                scopes.active.watcher = before
+                module_calls.active.watcher = before
             recorded = recorder.finish()
             written = [
                 name
@@ -220,7 +220,7 @@ def record(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         resident=resident,
-        signatures=tuple(recorder.kinds.signatures),
+        signatures=tuple(recorder.signatures_seen.signatures),
         frames=tuple(recorder.frames),
         storages=tuple(recorded.storages),
         ops=tuple(recorded.ops),
@@ -242,16 +242,16 @@ class _RootCall:
     """The model's own call while tracing: a scope that also notes what it was called with."""
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self.recorder, self._call = recorder, scopes.call_of(model) or model._call_impl
+        self.recorder, self._call = recorder, module_calls.call_of(model) or model._call_impl
         self.model = model
         self.lowtide = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if scopes.active.watcher is not self.recorder:
+        if module_calls.active.watcher is not self.recorder:
             return self._call(*args, **kwargs)
         if len(self.recorder._stack) == 1:
-            self.recorder.calls.append(scopes.call_signature(self.model, args, kwargs))
-        self.recorder.enter("" if torch.is_grad_enabled() else scopes.NO_GRAD)
+            self.recorder.calls.append(module_calls.call_signature(self.model, args, kwargs))
+        self.recorder.enter("" if torch.is_grad_enabled() else module_calls.NO_GRAD)
         try:
             output = self._call(*args, **kwargs)
         finally:

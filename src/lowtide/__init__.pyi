@@ -1,0 +1,28 @@
+"""The public names and where each lives: read by type checkers, and by ``__init__.py`` to load a name on first use."""
+
+from lowtide.api import Fit as Fit
+from lowtide.api import fit as fit
+from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
+from lowtide.errors import GraphFormatError as GraphFormatError
+from lowtide.errors import LowtideError as LowtideError
+from lowtide.errors import PlanMismatchError as PlanMismatchError
+from lowtide.errors import ReplayError as ReplayError
+from lowtide.errors import StepError as StepError
+from lowtide.errors import TierError as TierError
+from lowtide.errors import UnsupportedModelError as UnsupportedModelError
+from lowtide.graph.costs import Costs as Costs
+from lowtide.graph.step_graph import StepGraph as StepGraph
+from lowtide.measurement.op_times import measure as measure
+from lowtide.plan import Plan as Plan
+from lowtide.simulation.simulator import Timeline as Timeline
+from lowtide.simulation.simulator import simulate as simulate
+from lowtide.solvers.dispatch import solve as solve
+from lowtide.solvers.pareto_front import FrontierPoint as FrontierPoint
+from lowtide.solvers.pareto_front import frontier as frontier
+from lowtide.tape.attach import apply as apply
+from lowtide.tracing.tracer import trace as trace
+from lowtide.verifier import Verification as Verification
+from lowtide.verifier import verify as verify
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,366 @@
+"""Graphs and costs from JSON, checked before anything believes them.
+
+Whatever is wrong is a ``GraphFormatError`` that names the field: a solver fed a damaged graph would answer, wrongly.
+Beyond types and ranges this checks what solvers and the simulator take for granted: ops run once, in the order of
+their ids; a storage is read, freed or packed only after it was made; a saved tensor is unpacked after it was packed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lowtide.errors import GraphFormatError
+from lowtide.graph.costs import TIERS, Costs, Link
+from lowtide.graph.step_graph import (
+    DROP,
+    EVENT_NAMES,
+    FREE,
+    PACK,
+    RELEASE,
+    RUN,
+    UNPACK,
+    VERSION,
+    Frame,
+    Op,
+    StepGraph,
+    Storage,
+    to_dict,
+)
+
+COSTS_VERSION = 1
+MADE_KINDS = ("activation", "backward")
+RESIDENT_KINDS = ("parameter", "gradient", "buffer", "input", "other")
+REGIONS = ("model", "step")
+
+_GRAPH_FIELDS = (
+    "version", "device", "device_name", "resident", "signatures", "frames", "storages", "ops", "saved", "events",
+    "calls", "region", "optimizer_step_bytes", "provenance",
+)  # fmt: skip
+_COSTS_FIELDS = ("version", "op_ms", "mode_us", "record_us", "replay_us", "source", "device_name", "links")
+
+
+def save(graph: StepGraph, path: str | Path) -> None:
+    """Write ``graph`` as JSON, gzipped if ``path`` ends in ``.gz``; the same graph gives the same bytes."""
+    _write(to_dict(graph), path)
+
+
+def load(path: str | Path) -> StepGraph:
+    """Read what ``save`` wrote.
+
+    Raises:
+        GraphFormatError: damaged, truncated, or of another version; the message names the field.
+        OSError: the file cannot be read.
+    """
+    return from_dict(_read(path, "a graph", "Save the graph again."))
+
+
+def save_costs(costs: Costs, path: str | Path) -> None:
+    """Write ``costs`` as ``save`` writes a graph."""
+    _write(costs_to_dict(costs), path)
+
+
+def load_costs(path: str | Path) -> Costs:
+    """Read what ``save_costs`` wrote; raises as ``load`` does."""
+    return costs_from_dict(_read(path, "costs", "Save the costs again."))
+
+
+def _write(body: dict, path: str | Path) -> None:
+    text = json.dumps(body, separators=(",", ":")).encode()
+    Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
+
+
+def _read(path: str | Path, what: str, way_out: str) -> Any:
+    data = Path(path).read_bytes()
+    try:
+        if str(path).endswith(".gz"):
+            data = gzip.decompress(data)
+        return json.loads(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise GraphFormatError(f"not {what}: {path} is not a whole gzip file ({error}). {way_out}") from error
+    except (ValueError, RecursionError) as error:
+        raise GraphFormatError(f"not {what}: {path} is not whole JSON ({error}). {way_out}") from error
+
+
+def from_dict(body: Any) -> StepGraph:
+    """Build the graph that ``step_graph.to_dict`` described.
+
+    Raises:
+        GraphFormatError: a field is missing, unknown, of the wrong type, out of range, or contradicts another.
+    """
+    check = _Checker("a graph", "Trace the step again, or restore the file.")
+    check.fields(body, _GRAPH_FIELDS, VERSION)
+    frames = _frames(check, body["frames"])
+    storages = _storages(check, body["storages"], num_ops=len(check.many("ops", body["ops"])))
+    signatures = check.many("signatures", body["signatures"])
+    for i, signature in enumerate(signatures):
+        check.that(isinstance(signature, dict), f"signatures[{i}]", signature, "an object")
+    ops = _ops(check, body["ops"], len(frames), storages, len(signatures))
+    saved = check.ids("saved", body["saved"], len(storages))
+    events = _events(check, body["events"], ops, storages, saved)
+    calls = check.many("calls", body["calls"])
+    for i, call in enumerate(calls):
+        check.text(f"calls[{i}]", call)
+    check.that(body["region"] in REGIONS, "region", body["region"], f"one of {', '.join(REGIONS)}")
+    resident = check.named("resident", body["resident"])
+    provenance = check.named("provenance", body["provenance"])
+    for key, value in provenance.items():
+        check.text(f"provenance.{key}", value)
+    return StepGraph(
+        device=check.text("device", body["device"]),
+        device_name=check.text("device_name", body["device_name"]),
+        resident={key: check.count(f"resident.{key}", value) for key, value in resident.items()},
+        signatures=tuple(signatures),
+        frames=frames,
+        storages=storages,
+        ops=ops,
+        saved=saved,
+        events=events,
+        calls=tuple(calls),
+        region=body["region"],
+        optimizer_step_bytes=check.count("optimizer_step_bytes", body["optimizer_step_bytes"]),
+        provenance=dict(provenance),
+    )
+
+
+def costs_to_dict(costs: Costs) -> dict:
+    """Plain JSON types; ``costs_from_dict`` reads it back and checks it."""
+    return {
+        "version": COSTS_VERSION,
+        "op_ms": list(costs.op_ms),
+        "mode_us": costs.dispatch_us,
+        "record_us": costs.record_us,
+        "replay_us": costs.replay_us,
+        "source": costs.source,
+        "device_name": costs.device_name,
+        "links": {
+            tier: [link.store_bytes_per_s, link.fetch_bytes_per_s, link.latency_ms]
+            for tier, link in costs.links.items()
+        },
+    }
+
+
+def costs_from_dict(body: Any) -> Costs:
+    """Build the costs that ``costs_to_dict`` described.
+
+    Raises:
+        GraphFormatError: a field is missing or unknown, or a time is negative, infinite or not a number.
+    """
+    check = _Checker("costs", "Measure again with lowtide.measure(graph).")
+    if isinstance(body, dict):
+        body = {"links": {}, **body}  # costs written before there were links
+    check.fields(body, _COSTS_FIELDS, COSTS_VERSION)
+    check.that(body["source"] == "measured", "source", body["source"], "measured")
+    return Costs(
+        op_ms=tuple(check.time(f"op_ms[{i}]", ms) for i, ms in enumerate(check.many("op_ms", body["op_ms"]))),
+        dispatch_us=check.time("mode_us", body["mode_us"]),
+        record_us=check.time("record_us", body["record_us"]),
+        replay_us=check.time("replay_us", body["replay_us"]),
+        source=body["source"],
+        device_name=check.text("device_name", body["device_name"]),
+        links=_links(check, body["links"]),
+    )
+
+
+def _links(check: _Checker, rows: Any) -> dict[str, Link]:
+    check.that(isinstance(rows, dict), "links", rows, "an object")
+    found = {}
+    for tier, row in rows.items():
+        check.that(tier in TIERS, "links", tier, f"one of {', '.join(TIERS)}")
+        name = f"links.{tier}"
+        store, fetch, latency = check.row(name, row, "store_bytes_per_s", "fetch_bytes_per_s", "latency_ms")
+        check.that(bool(check.time(name, store) and check.time(name, fetch)), name, row, "speeds above 0")
+        found[tier] = Link(float(store), float(fetch), check.time(name, latency))
+    return found
+
+
+def _frames(check: _Checker, rows: Any) -> tuple[Frame, ...]:
+    frames = []
+    for i, row in enumerate(check.many("frames", rows)):
+        parent, path, ordinal = check.row(f"frames[{i}]", row, "parent", "path", "ordinal")
+        check.that(_is_int(parent), f"frames[{i}].parent", parent, "an integer")
+        # Frame 0 is the step itself: it has no parent, written 0 or -1.
+        before = -1 <= parent <= 0 if i == 0 else 0 <= parent < i
+        check.that(before, f"frames[{i}].parent", parent, "the index of an earlier frame")
+        frames.append(
+            Frame(parent, check.text(f"frames[{i}].path", path), check.count(f"frames[{i}].ordinal", ordinal))
+        )
+    return tuple(frames)
+
+
+def _storages(check: _Checker, rows: Any, num_ops: int) -> tuple[Storage, ...]:
+    storages = []
+    for i, row in enumerate(check.many("storages", rows)):
+        where = f"storages[{i}]"
+        size, kind, op, output, fixed = check.row(where, row, "bytes", "kind", "op", "output", "fixed")
+        check.that(kind in MADE_KINDS + RESIDENT_KINDS, f"{where}.kind", kind, "a kind of storage")
+        if op is not None:
+            check.index(f"{where}.op", op, num_ops)
+        check.that((op is not None) == (kind in MADE_KINDS), f"{where}.op", op, f"what a storage of kind {kind!r} has")
+        storages.append(
+            Storage(
+                id=i,
+                bytes=check.count(f"{where}.bytes", size),
+                kind=kind,
+                op=op,
+                output=check.count(f"{where}.output", output),
+                fixed=check.text(f"{where}.fixed", fixed),
+            )
+        )
+    return tuple(storages)
+
+
+def _ops(
+    check: _Checker, rows: Any, num_frames: int, storages: tuple[Storage, ...], num_signatures: int
+) -> tuple[Op, ...]:
+    ops = []
+    made: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        where = f"ops[{i}]"
+        name, frame, backward, reads, makes, writes, workspace, rng, signature, dynamic, completes_inplace = check.row(
+            where, row, "name", "frame", "backward", "reads", "makes", "writes",
+            "workspace_bytes", "rng_bytes", "signature", "dynamic", "finishes",
+        )  # fmt: skip
+        op = Op(
+            id=i,
+            name=check.text(f"{where}.name", name),
+            frame=check.index(f"{where}.frame", frame, num_frames),
+            backward=check.flag(f"{where}.backward", backward),
+            reads=check.ids(f"{where}.reads", reads, len(storages)),
+            makes=check.ids(f"{where}.makes", makes, len(storages)),
+            writes=check.ids(f"{where}.writes", writes, len(storages)),
+            workspace_bytes=check.count(f"{where}.workspace_bytes", workspace),
+            rng_bytes=check.count(f"{where}.rng_bytes", rng),
+            # Graphs made by hand may carry no signatures at all; then every op says 0.
+            signature=check.index(f"{where}.signature", signature, max(num_signatures, 1)),
+            dynamic=check.flag(f"{where}.dynamic", dynamic),
+            completes_inplace=None
+            if completes_inplace is None
+            else check.index(f"{where}.finishes", completes_inplace, i),
+        )
+        for s in op.makes:
+            check.that(s not in made, f"{where}.makes", s, f"new: op {made.get(s)} made that storage before")
+            check.that(storages[s].op == i, f"{where}.makes", s, f"made here: storages[{s}].op is {storages[s].op}")
+            made[s] = i
+        for field, ids in (("reads", op.reads), ("writes", op.writes)):
+            for s in ids:
+                there = storages[s].op is None or (s in made and s not in op.makes)
+                check.that(there, f"{where}.{field}", s, "made before: the op would need what does not exist yet")
+        ops.append(op)
+    for storage in storages:
+        if storage.op is not None:
+            check.that(storage.id in made, f"storages[{storage.id}].op", storage.op, "the op whose makes names it")
+    return tuple(ops)
+
+
+def _events(
+    check: _Checker, flat: Any, ops: tuple[Op, ...], storages: tuple[Storage, ...], saved: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    flat = check.many("events", flat)
+    check.that(len(flat) % 2 == 0, "events", len(flat), "an even count: kind and id in turn")
+    limits = {RUN: len(ops), FREE: len(storages)}
+    events = []
+    ran = 0
+    freed: set[int] = set()
+    packed: set[int] = set()
+    released: set[int] = set()
+    out = [0] * len(saved)
+    for i in range(0, len(flat), 2):
+        kind, subject = flat[i], flat[i + 1]
+        where = f"events[{i // 2}]"
+        check.index(f"{where}.kind", kind, len(EVENT_NAMES))
+        where += f" ({EVENT_NAMES[kind]})"
+        check.index(where, subject, limits.get(kind, len(saved)))
+        if kind == RUN:
+            check.that(subject == ran, where, subject, f"op {ran}: ops run once, in the order of their ids")
+            ran += 1
+        elif kind in (FREE, PACK):
+            op = storages[subject if kind == FREE else saved[subject]].op
+            check.that(op is None or op < ran, where, subject, f"after op {op}, which makes the storage")
+            once = freed if kind == FREE else packed
+            check.that(subject not in once, where, subject, "new: it happened before")
+            once.add(subject)
+        elif kind == UNPACK:
+            check.that(subject in packed - released, where, subject, "between its pack and its release")
+            out[subject] += 1
+        elif kind == DROP:
+            check.that(out[subject] > 0, where, subject, "unpacked before")
+            out[subject] -= 1
+        elif kind == RELEASE:
+            check.that(subject in packed - released, where, subject, "between its pack and its only release")
+            released.add(subject)
+        events.append((kind, subject))
+    check.that(ran == len(ops), "events", f"{ran} runs", f"one run for each of {len(ops)} ops")
+    return tuple(events)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Checker:
+    """Says in one form what is wrong: the field, its value, what it should be, the way out."""
+
+    def __init__(self, what: str, way_out: str) -> None:
+        self.what, self.way_out = what, way_out
+
+    def fail(self, field: str, value: Any, expected: str) -> NoReturn:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise GraphFormatError(f"not {self.what}: field {field!r} is {shown}, not {expected}. {self.way_out}")
+
+    def that(self, holds: bool, field: str, value: Any, expected: str) -> None:
+        if not holds:
+            self.fail(field, value, expected)
+
+    def fields(self, body: Any, names: tuple[str, ...], version: int) -> None:
+        if not isinstance(body, dict):
+            raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
+        # First the version: an old file misses fields too, and this says why.
+        self.that(body.get("version") == version, "version", body.get("version"), f"{version}, the one known here")
+        for name in names:
+            if name not in body:
+                raise GraphFormatError(f"not {self.what}: field {name!r} is missing. {self.way_out}")
+        for name in body:
+            self.that(name in names, str(name), body[name], f"a field of {self.what}")
+
+    def many(self, field: str, value: Any) -> list:
+        self.that(isinstance(value, list), field, value, "a list")
+        return value
+
+    def named(self, field: str, value: Any) -> dict:
+        self.that(isinstance(value, dict), field, value, "an object")
+        return value
+
+    def row(self, field: str, value: Any, *names: str) -> list:
+        holds = isinstance(value, list) and len(value) == len(names)
+        self.that(holds, field, value, f"a list of {len(names)}: {', '.join(names)}")
+        return value
+
+    def text(self, field: str, value: Any) -> str:
+        self.that(isinstance(value, str), field, value, "text")
+        return value
+
+    def flag(self, field: str, value: Any) -> bool:
+        self.that(value in (0, 1) and isinstance(value, int), field, value, "0 or 1")
+        return bool(value)
+
+    def count(self, field: str, value: Any) -> int:
+        self.that(_is_int(value) and value >= 0, field, value, "an integer of 0 or more")
+        return value
+
+    def time(self, field: str, value: Any) -> float:
+        # NaN compares false with everything, so one chain of comparisons refuses it and infinity too.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self.that(number and 0 <= value < 1e300, field, value, "a finite time of 0 or more")
+        return float(value)
+
+    def index(self, field: str, value: Any, limit: int) -> int:
+        self.that(_is_int(value) and 0 <= value < limit, field, value, f"an id from 0 to {limit - 1}")
+        return value
+
+    def ids(self, field: str, value: Any, limit: int) -> tuple[int, ...]:
+        return tuple(self.index(f"{field}[{i}]", v, limit) for i, v in enumerate(self.many(field, value)))

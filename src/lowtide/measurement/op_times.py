@@ -1,0 +1,305 @@
+"""Milliseconds per op, on the device at hand: each distinct signature is run on synthetic tensors and timed.
+
+On a CPU each timed call finds caches as a step would leave them: a buffer is swept in between. Measured in one process
+on a decoder, element-wise ops took 1.2 to 2.6 times longer inside a step than repeated on the same inputs; swept, most
+agree within a tenth (benchmarks/LOG.md). The same holds for the tape's own Python: after an op on large tensors an op
+under a dispatch mode takes 25 to 50 microseconds more, in a loop of small ones 4.
+
+Known weaknesses. Large outputs may reuse memory that a real step has to fault in (loss heads look cheaper than they
+are with glibc's defaults). Integer inputs are all zero, so a gather reads one row. Ops that cannot run on synthetic
+inputs are estimated from the bytes they move, and named in a warning.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.errors import LowtideError
+from lowtide.gc_control import gc_disabled
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import Op, StepGraph
+from lowtide.measurement import allocator
+from lowtide.measurement.links import measured_link
+from lowtide.measurement.op_inputs import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
+
+# The tape's own work beyond the mode's, on a server CPU (benchmarks/overhead.py): per op watched (module calls, what
+# autograd stores), and in warm caches per dropped and per replayed op.
+WATCH_US = 6.0
+RECORD_US = 6.0
+REPLAY_US = 5.0
+
+_SIGNATURE_S = 0.2  # time for one signature, as long as three samples fit
+_SLOW_S = 0.5  # an op this slow is sampled once
+_SAMPLE_S = 0.0005  # calls shorter than this are repeated inside a sample: clocks and events have a grain
+_MAX_CALLS = 50
+_COPY_BYTES = 1 << 25
+_SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: some of a last-level cache survives it
+_CACHED_BYTES = 1 << 18  # calls on less than this cost what the dispatcher costs, wherever their data is
+_MODE_CALLS = 400
+_COLD_SAMPLES = 41
+_GUARDED_BYTES = 1 << 26  # from here on ask first whether the memory is there
+
+_log = logging.getLogger(__name__)
+
+
+class EstimateWarning(UserWarning):
+    """Some times are estimates: their ops could not be run on synthetic inputs."""
+
+
+def measure(
+    graph: StepGraph,
+    *,
+    repeats: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+    tiers: Iterable[str] = (),
+    scratch_dir: str | Path | None = None,
+    refresh: bool = False,
+) -> Costs:
+    """Time every distinct op signature of ``graph`` here, and return milliseconds by op.
+
+    The random state of torch, gradients and the model stay untouched. CPU time is process time with one thread, wall
+    time with several; CUDA time is taken between events.
+
+    Args:
+        repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
+        progress: Called with signatures done and signatures in all.
+        tiers: Measure the links to these as well: ``host``, ``disk``; once a machine and file system, and kept for a
+            week in the user's cache directory.
+        scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
+        anew: Measure links whatever was measured before.
+
+    Returns:
+        Costs with ``source="measured"``; equal signatures have equal times.
+
+    Raises:
+        LowtideError: ``graph`` was traced for a device that is not here.
+        TierError: a tier is not there, or cannot be used.
+        ValueError: ``repeats`` is not positive, or a tier is not known.
+
+    Warns:
+        EstimateWarning: once, naming the ops whose times are estimates.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
+    _require(graph.device)
+    links = {tier: measured_link(tier, graph.device, scratch_dir, refresh=refresh) for tier in tiers}
+    ops_by_signature: dict[int, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        ops_by_signature[op.signature].append(op)
+    clock = _Clock(graph.device)
+    signature_ms: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    estimated: set[int] = set()
+    with _quiet(graph.device):
+        for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
+            try:
+                signature_ms[index] = _signature_ms(graph, index, clock, repeats)
+            except CollectiveError:  # its time says nothing about any plan: no warning
+                estimated.add(index)
+            except Exception as error:  # whatever a kernel raises on inputs it was not meant for
+                failed[index] = f"{ops[0].name}: {_first_line(error)}"
+            if progress is not None:
+                progress(done, len(ops_by_signature))
+        warm_us, dispatch_us = _dispatch_us(graph, clock)
+        if failed or estimated:
+            copy_ms = _copy_ms(clock)
+            for index in {*failed, *estimated}:
+                moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
+                signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
+    if failed:
+        _warn(failed, sum(len(ops_by_signature[i]) for i in failed), len(graph.ops))
+    op_ms = [signature_ms[op.signature] for op in graph.ops]
+    for op in graph.ops:
+        if op.completes_inplace is not None:  # replayed together, so priced together
+            op_ms[op.completes_inplace] += op_ms[op.id]
+            op_ms[op.id] = 0.0
+    colder = dispatch_us / warm_us if warm_us else 1.0
+    return Costs(
+        op_ms=tuple(op_ms),
+        dispatch_us=dispatch_us + WATCH_US,
+        record_us=RECORD_US * colder,
+        replay_us=REPLAY_US * colder,
+        source="measured",
+        device_name=allocator.device_name(graph.device),
+        links=links,
+    )
+
+
+def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> float:
+    if not graph.signatures:
+        raise NotRebuildableError("the graph carries no signatures.")
+    signature = graph.signatures[index]
+    if "ms" in signature:  # compiled code: timed where it ran
+        return float(signature["ms"])
+    needed = tensor_bytes(signature)
+    if needed > _GUARDED_BYTES and 2 * needed > allocator.available_bytes(graph.device):
+        raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
+    try:
+        return _run_ms(signature, graph.device, clock, repeats, positive=False)
+    except NotRebuildableError:
+        raise
+    except Exception:  # a probability below zero, most often
+        return _run_ms(signature, graph.device, clock, repeats, positive=True)
+
+
+def _run_ms(signature: dict[str, Any], device: str, clock: _Clock, repeats: int, *, positive: bool) -> float:
+    func, args, kwargs = rebuild(signature, device, positive=positive)
+    if torch.Tag.inplace_view in func.tags:
+        # The second call would meet another shape than the first; only metadata moves, so any view's time will do.
+        return clock.floor_ms
+    cold = tensor_bytes(signature) >= _CACHED_BYTES
+    return clock.median_ms(lambda: func(*args, **kwargs), repeats, cold=cold)
+
+
+class _Clock:
+    """Times one call by the rules of ``measure``."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        # With several threads process time adds them up, and a user waits for the slowest.
+        self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._swept = torch.zeros(0 if self.cuda else _SWEPT_BYTES, dtype=torch.uint8)
+        x = torch.empty(1, device=self.device)
+        self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
+
+    def median_ms(self, fn: Callable[[], Any], repeats: int, *, cold: bool = False) -> float:
+        """``cold``: sweep the CPU's caches before each call."""
+        first_s = self.sample_ms(fn, 1) / 1e3
+        if first_s >= _SLOW_S:
+            # The first call also pays for lazy set-up, so it does not count.
+            return self.sample_ms(fn, 1)
+        if first_s < _SLOW_S / 10:
+            first_s = self.sample_ms(fn, 1) / 1e3
+        cold &= not self.cuda
+        calls = 1 if cold else max(1, min(_MAX_CALLS, int(_SAMPLE_S / max(first_s, 1e-9))))
+        fitting = int(_SIGNATURE_S / max(first_s * calls, 1e-9))
+        samples = []
+        for _ in range(max(min(3, repeats), min(repeats, fitting))):
+            if cold:
+                self.sweep()
+            samples.append(self.sample_ms(fn, calls))
+        return statistics.median(samples)
+
+    def sweep(self) -> None:
+        self._swept.add_(1)
+
+    def sample_ms(self, fn: Callable[[], Any], calls: int) -> float:
+        if self.cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(calls):
+                fn()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / calls
+        start = self.now()
+        for _ in range(calls):
+            fn()
+        return (self.now() - start) * 1e3 / calls
+
+
+def _moved_bytes(graph: StepGraph, op: Op) -> int:
+    return sum(graph.storages[s].bytes for s in {*op.reads, *op.makes, *op.writes})
+
+
+def _copy_ms(clock: _Clock) -> float:
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=clock.device)
+    target = torch.zeros_like(source)
+    return clock.median_ms(lambda: target.copy_(source), 5)
+
+
+class _EmptyMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
+    """Return the microseconds that a dispatch mode which does nothing adds to an op: in warm caches, in ``graph``."""
+    x = torch.zeros(1, device=clock.device)
+
+    def added_us(calls: int, samples: int, *, cold: bool) -> float:
+        taken: tuple[list[float], list[float]] = ([], [])
+        for _ in range(samples):
+            for spent, mode in ((taken[0], nullcontext()), (taken[1], _EmptyMode())):
+                if x.is_cuda:
+                    torch.cuda.synchronize(x.device)
+                if cold:
+                    clock.sweep()
+                with mode:
+                    start = time.process_time()
+                    for _ in range(calls):
+                        torch.add(x, x)
+                    spent.append((time.process_time() - start) * 1e6 / calls)
+        plain, watched = map(statistics.median, taken)
+        return max(0.0, watched - plain)
+
+    warm_us = added_us(_MODE_CALLS, 5, cold=False)
+    if clock.cuda:
+        return warm_us, warm_us
+    share = _cold_share(graph)
+    cold_us = added_us(1, _COLD_SAMPLES, cold=True) if share else 0.0
+    return warm_us, max(warm_us, share * cold_us + (1 - share) * warm_us)
+
+
+def _cold_share(graph: StepGraph) -> float:
+    """How many of the forward ops find the caches full of what the op before them read and made."""
+    forward = graph.forward_ops
+    # A view moves nothing.
+    large = sum(bool(op.makes or op.writes) and _moved_bytes(graph, op) >= _CACHED_BYTES for op in forward)
+    return large / max(len(forward), 1)
+
+
+@contextmanager
+def _quiet(device: str) -> Iterator[None]:
+    """No autograd, autocast or garbage collection; torch's random state is put back afterwards."""
+    kind = torch.device(device).type
+    cuda = [torch.cuda.current_device()] if kind == "cuda" else []
+    gc.collect()
+    with (
+        torch.random.fork_rng(devices=cuda),
+        torch.no_grad(),
+        torch.autocast(kind, enabled=False),
+        gc_disabled(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # what kernels say about synthetic inputs is no news to a user
+        yield
+
+
+def _require(device: str) -> None:
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise LowtideError(
+            f"the graph was traced for {device}, and this torch {torch.__version__} has no CUDA device to measure on. "
+            "Measure where the device is."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _warn(failed: dict[int, str], num_estimated: int, num_ops: int) -> None:
+    reasons = sorted(set(failed.values()))
+    for reason in reasons:
+        _log.info("estimated: %s", reason)
+    shown = "".join(f"\n  {reason[:160]}" for reason in reasons[:5])
+    more = f"\n  and {len(reasons) - 5} more (logged by {__name__})" if len(reasons) > 5 else ""
+    warnings.warn(
+        f"{num_estimated} of {num_ops} op times are estimates from the bytes they move, not measured:{shown}{more}",
+        EstimateWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,120 @@
+"""One plan for all ranks that train a model together, replicated or sharded: the rank with the least memory decides.
+
+Ranks that ran different operators cannot share a plan; they still share the least budget. What a rank cannot do no
+rank does: an error on one is raised on all, so that none waits for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.tracing.data_parallel import wrapper_of
+from lowtide.tracing.subclasses import shards_in
+
+T = TypeVar("T")
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that train ``model`` together; None if there is one only."""
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        return None if dist.get_world_size(wrapper.process_group) == 1 else wrapper.process_group
+    meshes = {id(p.device_mesh): p.device_mesh for p in shards_in(model)}.values()
+    ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+    if len(ranks) < 2:
+        return None
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if ranks not in _groups:  # a pipeline stage that is sharded itself
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
+
+
+def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
+    """Whether it is so on some rank: all then go on together."""
+    return flag if group is None else any(_gather(group, flag))
+
+
+def union_over_ranks(group: dist.ProcessGroup | None, mine: set[int]) -> set[int]:
+    """What is in some rank's set."""
+    return mine if group is None else set().union(*_gather(group, mine))
+
+
+def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, run: Callable[[], T]) -> T:
+    """``run()`` on every rank.
+
+    Raises:
+        LowtideError: it failed on another rank. Its own error is raised as it is.
+    """
+    if group is None:
+        return run()
+    error: Exception | None = None
+    try:
+        result = run()
+    except Exception as caught:
+        error = caught
+    told = _gather(group, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, text in enumerate(told) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        raise LowtideError(f"{what} failed on rank {rank}, so no rank goes on:\n{text}")
+    return result
+
+
+def agree_on_plan(
+    group: dist.ProcessGroup, graph: StepGraph, budget_bytes: int, solve: Callable[[StepGraph, int], Plan]
+) -> tuple[StepGraph, Plan]:
+    """The graph and the plan to go by.
+
+    Raises:
+        BudgetInfeasibleError: the deciding rank found none; on all ranks.
+    """
+    alike = _what_a_plan_goes_by(graph)
+    told = _gather(group, (alike, budget_bytes, budget_bytes - graph.resident_bytes))
+    decider = min(range(len(told)), key=lambda rank: (told[rank][2], rank))
+    if any(other != alike for other, _, _ in told):
+        least_bytes = min(budget for _, budget, _ in told)
+        return graph, run_on_all_ranks(group, "solving", lambda: solve(graph, least_bytes))
+    answer: list[Any] = [None]  # a plan and the graph it was made for, or why there is none
+    if dist.get_rank(group) == decider:
+        try:
+            answer = [(replace(graph), solve(graph, budget_bytes))]  # without what is cached beside its fields
+        except BudgetInfeasibleError as error:
+            answer = [(str(error), error.budget_bytes, error.least_bytes, error.proven_bytes)]
+        except Exception as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, decider), group=group)
+    match answer[0]:
+        case Exception() as failure:
+            raise failure
+        case (str() as text, budget, least, proven):
+            raise BudgetInfeasibleError(text, budget_bytes=budget, least_bytes=least, proven_bytes=proven)
+        case (StepGraph() as decided, Plan() as plan):
+            return decided, plan
+    raise AssertionError(answer)
+
+
+def _what_a_plan_goes_by(graph: StepGraph) -> str:
+    """Equal where one plan suits both: not the moment a sending thread lets go of a buffer, nor whose rank is which."""
+    ops = tuple(replace(op, workspace_bytes=0) for op in graph.ops)
+    storages = tuple(replace(s, bytes=0) if s.op is None else s for s in graph.storages)  # shards may be uneven
+    return replace(graph, resident={}, signatures=(), events=(), ops=ops, storages=storages).fingerprint
+
+
+def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    return told

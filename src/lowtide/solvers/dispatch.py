@@ -1,0 +1,153 @@
+"""``solve``: a graph, its costs and a budget in, a plan out, whatever the method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from lowtide.gc_control import gc_disabled
+from lowtide.graph.costs import TIERS, Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers.candidate import build_plan
+from lowtide.solvers.exact import exact
+from lowtide.solvers.offload.search import search_with_offload
+from lowtide.solvers.published.lazy_candidates import fastest
+from lowtide.solvers.published.methods import BUDGETED, CLASSICS, lazy_candidates
+from lowtide.solvers.search_context import Limits
+from lowtide.units import parse_budget
+
+METHODS = ("exact", *CLASSICS)
+Offload = Iterable[str] | Mapping[str, int | str | None]
+
+
+def solve(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int | str | None = None,
+    *,
+    method: str = "exact",
+    n: int | None = None,
+    ratio: float | None = None,
+    time_limit_s: float = Limits.time_limit_s,
+    node_limit: int = Limits.node_limit,
+    gap: float | None = Limits.gap,
+    offload: Offload = (),
+) -> Plan:
+    """Decide for every stored storage whether to save, recompute or move it, so that the step fits and is fastest.
+
+    Args:
+        budget: Peak allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of the plain step's activation memory.
+            ``none`` to ``selective`` decide without one; given one, they are held to it.
+        method: ``exact``, or a published method, held to the same judge: ``none``, ``full``, ``every_n``, ``sqrt_n``,
+            ``selective``, or one that makes the most of a budget: ``revolve``, ``rotor``, ``knapsack``.
+        n: For ``every_n``: every how many layers (default 2). For ``revolve``: layer inputs held at a time (default:
+            whatever number is fastest within the budget).
+        ratio: For ``knapsack``: share of the stored bytes that may stay, 0 to 1 (default: likewise).
+        time_limit_s: A safety net; a search that it ends may differ from run to run.
+        node_limit: Branch-and-bound nodes of one solve: the limit that keeps results reproducible.
+        offload: Tiers that storages may be moved to (``host``, ``disk``), or how much of each may be used:
+            ``{"disk": "20GiB"}``, None for any amount. ``costs`` has to know their links. For ``exact`` only.
+        gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
+
+    Returns:
+        A plan whose simulated peak is within the budget.
+
+    Raises:
+        BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
+        ValueError: ``budget``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or ``method`` needs
+            repeated layers and there are none.
+        TypeError: ``budget`` is neither an int nor a string.
+    """
+    with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
+        capacities = capacities_by(costs, offload, method=method)
+        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities)
+
+
+def _solve(
+    graph: StepGraph,
+    costs: Costs,
+    budget: int | str | None,
+    method: str,
+    n: int | None,
+    ratio: float | None,
+    limits: Limits,
+    capacities: Mapping[str, int | None],
+) -> Plan:
+    start_s = time.perf_counter()
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not known. Use one of {', '.join(METHODS)}.")
+    if n is not None and method not in ("every_n", "revolve"):
+        raise ValueError(
+            f'n={n!r} has no meaning for method={method!r}. Leave it out, or use method="every_n" or "revolve".'
+        )
+    if ratio is not None and method != "knapsack":
+        raise ValueError(
+            f'ratio={ratio!r} has no meaning for method={method!r}. Leave it out, or use method="knapsack".'
+        )
+    if len(costs.op_ms) != len(graph.ops):
+        raise ValueError(
+            f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
+        )
+    budget_bytes = None if budget is None else absolute_bytes(graph, costs, budget)
+    if budget_bytes is None and (method == "exact" or (method in BUDGETED and n is None and ratio is None)):
+        option = BUDGETED.get(method)
+        instead = f", or {option}=" if option else ""
+        raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
+    if method == "exact":
+        assert budget_bytes is not None
+        if capacities:
+            candidate = search_with_offload(graph, costs, budget_bytes, limits, capacities)
+        else:
+            candidate = exact(graph, costs, budget_bytes, limits)
+    else:
+        offered = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
+        candidate = fastest(graph, costs, offered, budget_bytes, method=method)
+    sharpen = method == "exact"
+    return build_plan(
+        graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s, sharpen=sharpen
+    )
+
+
+def capacities_by(costs: Costs, offload: Offload, *, method: str = "exact") -> dict[str, int | None]:
+    """Most bytes that ``offload`` allows a plan to move, by tier; None: any number.
+
+    Raises:
+        ValueError: it makes no sense, or ``costs`` does not know a tier's link.
+    """
+    asked = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(offload)
+    if asked and method != "exact":
+        raise ValueError(
+            f'offload={offload!r} has no meaning for method={method!r}. Use method="exact", or leave it out.'
+        )
+    found: dict[str, int | None] = {}
+    for tier, capacity in asked.items():
+        if tier not in TIERS:
+            raise ValueError(f"offload: tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
+        if tier not in costs.links:
+            raise ValueError(
+                f"offload={offload!r}: costs knows no link to the {tier} tier. Measure it: "
+                f"lowtide.measure(graph, tiers=({tier!r},))."
+            )
+        size = None if capacity is None else parse_budget(capacity)
+        if size is not None and not isinstance(size, int):
+            raise ValueError(f'offload={offload!r}: {capacity!r} is not an amount. Pass bytes, "20GiB" or None.')
+        found[tier] = size
+    return found
+
+
+def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:
+    """``budget`` as absolute peak bytes on the device.
+
+    Raises:
+        ValueError: it is ``"auto"``, which only the device can tell, or not an amount.
+        TypeError: it is neither an int nor a string.
+    """
+    parsed = parse_budget(budget)
+    if isinstance(parsed, str):
+        raise ValueError(f'budget={budget!r} depends on the device. Pass bytes, "6GiB" or "40%" to solve.')
+    if isinstance(parsed, float):
+        plain_bytes = simulate_actions(graph, costs, {}).peak_bytes
+        return graph.resident_bytes + int(parsed * (plain_bytes - graph.resident_bytes))
+    return parsed

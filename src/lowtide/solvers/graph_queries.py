@@ -1,0 +1,159 @@
+"""What every solver asks of a graph: what may be recomputed, what a choice drags along, which layers repeat."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from lowtide.graph.step_graph import RUN, UNPACK, Op, StepGraph, once_per_graph
+from lowtide.plan import RECOMPUTE, SAVE
+
+_MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
+
+
+@once_per_graph
+def replayable_ops(graph: StepGraph) -> frozenset[int]:
+    """Forward ops that a replay may run: nothing they read was written during the step, some output is free to go."""
+    return frozenset(op.id for op in graph.forward_ops if _replayable(graph, op))
+
+
+def _replayable(graph: StepGraph, op: Op) -> bool:
+    for read in op.reads:
+        source = graph.storages[read]
+        if source.kind != "activation" and (source.op is not None or source.fixed):
+            return False
+    return any(graph.storages[s].kind == "activation" and not graph.storages[s].fixed for s in op.makes)
+
+
+@once_per_graph
+def recomputable(graph: StepGraph) -> frozenset[int]:
+    """Storages that a plan may recompute."""
+    ops = replayable_ops(graph)
+    return frozenset(
+        s.id for s in graph.storages if s.kind == "activation" and s.op is not None and not s.fixed and s.op in ops
+    )
+
+
+@once_per_graph
+def droppable(graph: StepGraph) -> frozenset[int]:
+    """Storages that autograd stores, that backward asks for, and that a plan may recompute."""
+    asked_for = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
+    return graph.stored & recomputable(graph) & asked_for
+
+
+def complete_actions(graph: StepGraph, recomputed: Iterable[int], kept: Iterable[int] = ()) -> dict[int, str]:
+    """Actions that make ``recomputed`` possible: each read of a replayed op is saved or recomputed itself.
+
+    Args:
+        recomputed: Stored storages to recompute; those that may not be are saved.
+        kept: Storages at which replays stop although autograd does not store them.
+
+    Returns:
+        One action per stored storage and per storage that only replays need, by ascending id.
+    """
+    free, kept = recomputable(graph), frozenset(kept)
+    actions = dict.fromkeys(graph.stored, SAVE)
+    wanted = [s for s in recomputed if s in free]
+    actions.update(dict.fromkeys(wanted, RECOMPUTE))
+    while wanted:
+        maker = graph.storages[wanted.pop()].op
+        assert maker is not None
+        for read in graph.ops[maker].reads:
+            if graph.storages[read].op is None or read in actions:
+                continue
+            actions[read] = SAVE if read in kept or read not in free else RECOMPUTE
+            if actions[read] == RECOMPUTE:
+                wanted.append(read)
+    return dict(sorted(actions.items()))
+
+
+@once_per_graph
+def readers(graph: StepGraph) -> dict[int, list[int]]:
+    """Forward ops that read each storage, in program order."""
+    found: dict[int, list[int]] = {}
+    for op in graph.forward_ops:
+        for storage in dict.fromkeys(op.reads):
+            found.setdefault(storage, []).append(op.id)
+    return found
+
+
+@once_per_graph
+def birth_and_first_use(graph: StepGraph) -> tuple[dict[int, int], dict[int, int]]:
+    """Event at which each storage is made, and at which backward first asks for it."""
+    made: dict[int, int] = {}
+    asked: dict[int, int] = {}
+    for event, (kind, number) in enumerate(graph.events):
+        if kind == RUN:
+            made.update(dict.fromkeys(graph.ops[number].makes, event))
+        elif kind == UNPACK:
+            asked.setdefault(graph.saved[number], event)
+    return made, asked
+
+
+@once_per_graph
+def layers(graph: StepGraph) -> dict[int, int]:
+    """Layer number of each forward op that runs inside a repeated layer; numbers follow the first run.
+
+    A layer is one call of an entry of the outermost container that repeats: it has two entries or more, counting
+    second and later calls, and none of them holds most of its ops. (``model.layers.3.mlp`` belongs to entry 3 of
+    ``model.layers``; a ``Sequential`` of an embedding and an encoder is no stack of layers, the encoder's own is.)
+    """
+    entries_of = {frame: _entries(graph, frame) for frame in {op.frame for op in graph.forward_ops}}
+    candidates = {op.id: entries_of[op.frame] for op in graph.forward_ops}
+    sizes: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
+    for entries in candidates.values():
+        for container, entry in entries:
+            sizes[container][entry] += 1
+    stacks = {c for c, entries in sizes.items() if max(entries.values()) <= _MOST * entries.total()}
+    numbers: dict[tuple[str, int], int] = {}
+    layer_of = {}
+    for op, entries in candidates.items():
+        repeated = [entry for container, entry in entries if container in stacks]
+        if repeated:
+            layer_of[op] = numbers.setdefault(repeated[0], len(numbers))
+    return layer_of
+
+
+def _entries(graph: StepGraph, frame: int) -> list[tuple[str, tuple[str, int]]]:
+    """``(container, (entry, call))`` from the outermost to the innermost, for the frame and all around it."""
+    chain = [frame]
+    while chain[-1] > 0 and graph.frames[chain[-1]].parent not in (-1, chain[-1]):
+        chain.append(graph.frames[chain[-1]].parent)
+    found: dict[str, tuple[str, tuple[str, int]]] = {}
+    for number in reversed(chain):
+        parts = graph.frames[number].path.split(".")
+        for depth, part in enumerate(parts):
+            entry = ".".join(parts[: depth + 1])
+            if part.isdigit() and entry not in found:
+                # The frame of the entry itself tells its calls apart; of a container that is never called, its parent.
+                call = number if depth == len(parts) - 1 else max(graph.frames[number].parent, 0)
+                found[entry] = (".".join(parts[:depth]), (entry, call))
+    return list(found.values())
+
+
+def repeated_layers(graph: StepGraph, method: str) -> dict[int, int]:
+    """``layers``, for a method that cannot do without.
+
+    Raises:
+        ValueError: no layer repeats.
+    """
+    found = layers(graph)
+    if not found:
+        raise ValueError(f'method={method!r} needs repeated layers and this model has none. Use method="exact".')
+    return found
+
+
+def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int] = ()) -> dict[int, str]:
+    """Actions that recompute what is made inside a segment, except ``keep`` and what an op elsewhere reads.
+
+    Args:
+        segment_of: Segment of each checkpointed forward op; ops without one run plainly.
+    """
+    kept, inside = set(keep), set[int]()
+    for storage, ops in readers(graph).items():
+        maker = graph.storages[storage].op
+        if maker is not None and any(segment_of.get(op) != segment_of.get(maker) for op in ops):
+            kept.add(storage)
+    for op in segment_of:
+        inside.update(graph.ops[op].makes)
+    return complete_actions(graph, sorted((inside - kept) & graph.stored), kept)

@@ -1,0 +1,391 @@
+"""The MILP of the exact method: least recomputation such that memory stays within a budget at every moment.
+
+After Checkmate (Jain et al. 2020, https://arxiv.org/abs/1910.02653), which cuts the step into stages and asks for each
+stage what is computed and what is kept. Differs: a tensor is replayed at most once and stays until its last use, so one
+step function per group replaces a triangular matrix; memory is counted as the tape counts it, Python's own references,
+recipes' references and transients included.
+
+Symbols (``coarsening.py`` says what a group, a piece, a decision, a trigger and a slot is):
+
+    s_x         1: decision x is kept, 0: recomputed                     binary
+    A_{g,t}     1: group g has been replayed by trigger t                rises with t; r_g = A_{g,last}
+    A_{x,t}     1: decision x is there because g was replayed by t       = A_{g,t} where g has one decision
+    y           1: a piece that autograd needs no more still waits for a replay that reads it
+
+    minimise    sum_g ms_g r_g
+    such that   A_{g,first(x)} + s_x >= 1                     what is dropped is back when backward first asks for it
+                A_{g,t} <= s_p + A_{p,t}                      a replay finds what it reads
+                base(q) + sum_x m_x live_{x,q} <= budget      at every slot q
+        live_{x,q} = s_x + A_{x,q}                            while autograd stores x
+        live_{x,q} >= s_x + A_{x,q} + r_j - A_{j,q} - 1       for each consumer j afterwards (y)
+
+Burst rows say the same of the moment when group k runs inside the burst of trigger t: groups before k in program order
+stand at t, the others at t-1, and k's own bytes count if it runs then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from lowtide.solvers.milp.coarsening import CoarseGraph, Decision, Group, Piece
+from lowtide.solvers.milp.highs import Program
+
+Terms = dict[int, float]
+StateOf = Callable[["Group | None"], int]  # the trigger at which a group stands
+Moment = tuple[int | None, tuple[tuple[int, float], ...]]  # of a row: the column of its peak, and its terms
+_ALL_BURSTS_SIZE = 300  # models up to this size know every burst from the start, larger ones as the judge finds them
+_TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What memory costs where a part of a step is planned and the rest wants memory too: milliseconds per byte.
+
+    Attributes:
+        kept_ms: Of what is kept at event ``turn``.
+        peak_ms: Of the peak; where ``forward_ms`` is given, of the peak from the turn on.
+        late_ms: Of what is kept at event ``late``, before.
+        forward_ms: Of the peak before the turn; None: the step has one peak.
+        most_kept_bytes: Keep no more than this at the turn, of what a decision can move.
+    """
+
+    kept_ms: float
+    peak_ms: float
+    backward_start: int
+    late_ms: float = 0.0
+    late: int = 0
+    forward_ms: float | None = None
+    most_kept_bytes: int | None = None
+
+
+class PeakModel:
+    """Rows and columns for one sketch.
+
+    Args:
+        budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
+        most_ms: Recompute time to stay within.
+        prices: Minimise time and the price of memory together instead; no budget then.
+    """
+
+    def __init__(
+        self,
+        coarse: CoarseGraph,
+        budget_bytes: int | None,
+        *,
+        most_ms: float | None = None,
+        prices: Prices | None = None,
+    ) -> None:
+        self.coarse, self.budget_bytes, self.prices = coarse, budget_bytes, prices
+        self._resident = coarse.graph.resident_bytes
+        self.program = Program()
+        self._memo: dict[tuple, int] = {}
+        self._rows: dict[tuple, int] = {}  # moment -> row
+        self._columns()
+        self._replay_rows()
+        if most_ms is not None:
+            times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
+            self.program.row(times, upper=most_ms / self.ms_unit + 1e-6)
+        if prices is not None and prices.most_kept_bytes is not None:
+            kept = {s: _kept_at(d, prices.backward_start) / self.byte_unit for d, s in self.s.items()}
+            self.program.row(kept, upper=prices.most_kept_bytes / self.byte_unit)
+        self._lazy_rows()
+        self._slot_rows()
+        if coarse.size <= _ALL_BURSTS_SIZE:
+            for group in coarse.groups:
+                for trigger in group.triggers:
+                    self.add_burst(group, trigger)
+
+    # Columns
+
+    def _columns(self) -> None:
+        coarse, program = self.coarse, self.program
+        total = sum(g.ms for g in coarse.groups) or 1.0
+        # Scaled so that HiGHS's absolute tolerances mean the same for a toy and for a giant.
+        self.ms_unit = total / 1e3
+        self.byte_unit = max(float(coarse.base_peak.max() - self._resident) / 1e3, 1.0)
+        segments = max(coarse.segment_of.values(), default=0) + 1
+        minimise_time = self.budget_bytes is not None or self.prices is not None
+        self.s: dict[Decision, int] = {
+            d: program.column(self._kept_price(d), integer=True) for d in coarse.decisions if self._has_choice(d)
+        }
+        self.A: dict[Group, list[int]] = {}
+        self.A_of: dict[Decision, list[int]] = {}
+        self.objective_slack = 0.0  # what the tie-breaks may add to the objective at most
+        for group in coarse.groups:
+            # Never more than the true time, so that the solver's bound stays one.
+            ms = group.ms / self.ms_unit * (1 - _TIE_BREAK * group.segment / segments)
+            lazy = 1e-6
+            steps = [program.column(lazy) for _ in group.triggers[:-1]]
+            if group.triggers:
+                steps.append(program.column(ms if minimise_time else 1e-6 * ms, integer=True))
+            self.objective_slack += lazy * len(steps[:-1])
+            self.A[group] = steps
+            for decision in group.decisions:
+                several = len(group.decisions) > 1
+                self.A_of[decision] = [program.column() for _ in steps] if several else steps
+        self.peak = self.forward_peak = None
+        if self.budget_bytes is None:
+            scale = self.byte_unit / self.ms_unit
+            price = 1.0 if self.prices is None else self.prices.peak_ms * scale
+            self.peak = self.forward_peak = program.column(price, upper=float("inf"))
+            if self.prices is not None and self.prices.forward_ms is not None:
+                self.forward_peak = program.column(self.prices.forward_ms * scale, upper=float("inf"))
+
+    def _kept_price(self, decision: Decision) -> float:
+        if self.prices is None:
+            return 0.0
+        kept, late = _kept_at(decision, self.prices.backward_start), _kept_at(decision, self.prices.late)
+        return (self.prices.kept_ms * kept + self.prices.late_ms * late) / self.ms_unit
+
+    def kept_bytes(self, event: int) -> int:
+        """Bytes that the plain step keeps at ``event``, between forward and backward, and a plan need not."""
+        return sum(_kept_at(d, event) for d in self.s if d.stored)
+
+    def _has_choice(self, decision: Decision) -> bool:
+        return decision.group is not None or not decision.stored
+
+    # Rows without bytes
+
+    def _replay_rows(self) -> None:
+        row = self.program.row
+        for decision, s in self.s.items():
+            group = decision.group
+            if group is None:
+                continue
+            steps, first = self.A_of[decision], decision.first
+            if first is not None:
+                row({self.A[group][group.step_of(first)]: 1, s: 1}, lower=1)
+            if steps is not self.A[group]:
+                for mine, all_of_it in zip(steps, self.A[group], strict=True):
+                    row({mine: 1, all_of_it: -1}, upper=0)
+                    row({all_of_it: 1, mine: -1, s: -1}, upper=0)
+                    row({mine: 1, s: 1}, upper=1)
+            elif steps:
+                row({steps[-1]: 1, s: 1}, upper=1)
+        for group, steps in self.A.items():
+            for before, after in pairwise(steps):
+                row({before: 1, after: -1}, upper=0)
+            for trigger, step in zip(group.triggers, steps, strict=True):
+                for piece in group.reads:
+                    source = piece.decision
+                    if source in self.s:
+                        row({step: 1, self.s[source]: -1, **self._back(source, trigger, -1)}, upper=0)
+
+    def _lazy_rows(self) -> None:
+        """A replay happens only when something asks for it: the tape would not replay early to free what it reads."""
+        row, column = self.program.row, self.program.column
+        for group, steps in self.A.items():
+            for trigger, step in zip(group.triggers, steps, strict=True):
+                causes: Terms = {}
+                for decision in group.decisions:
+                    asked: Terms = {}
+                    for piece in decision.pieces:
+                        for consumer in piece.consumers:
+                            asked.update(self._ran(consumer, trigger, -1))
+                    due = decision.first is not None and decision.first <= trigger
+                    if len(group.decisions) == 1 and not due:
+                        causes.update(asked)
+                        continue
+                    cause = column()
+                    causes[cause] = -1
+                    row({cause: 1, self.s[decision]: 1}, upper=1)
+                    if not due:
+                        row({cause: 1, **asked}, upper=0)
+                row({step: 1, **causes}, upper=0)
+
+    def _ran(self, group: Group, trigger: int, factor: float) -> Terms:
+        at = group.step_of(trigger)
+        return {self.A[group][at]: factor} if at >= 0 else {}
+
+    def _back(self, decision: Decision, trigger: int, factor: float) -> Terms:
+        at = decision.group.step_of(trigger) if decision.group is not None else -1
+        return {self.A_of[decision][at]: factor} if at >= 0 else {}
+
+    # Rows with bytes
+
+    def _slot_rows(self) -> None:
+        coarse = self.coarse
+        starts = np.array([slot.start for slot in coarse.slots])
+        terms: list[Terms] = [{} for _ in coarse.slots]
+        for piece, (begin, end) in self._lifetimes().items():
+            for number in range(*np.searchsorted(starts, (begin, end))):
+                slot = coarse.slots[number]
+                self._add_piece(terms[number], piece, slot.start, partial(_everyone_at, slot.trigger))
+        for group in coarse.groups:
+            if group.rng_bytes and group.triggers:
+                end = coarse.trigger_events[group.triggers[-1]]
+                for number in range(*np.searchsorted(starts, (coarse.run_event[group.head], end))):
+                    self._add_rng(terms[number], group, coarse.slots[number].trigger)
+        highest: dict[Moment, int] = {}
+        for slot, found in zip(coarse.slots, terms, strict=True):
+            key = self._peak_at(slot.start), tuple(found.items())
+            highest[key] = max(highest.get(key, 0), slot.base_bytes)
+        rows: dict[Moment, int] = {}
+        for slot, found in zip(coarse.slots, terms, strict=True):
+            key = self._peak_at(slot.start), tuple(found.items())
+            if key not in rows:  # slots that differ in their base alone share the highest one's row
+                rows[key] = self._memory_row(found, highest[key], key[0])
+            self._rows["slot", slot.start] = rows[key]
+
+    def _peak_at(self, event: int) -> int | None:
+        return self.forward_peak if self.prices is not None and event < self.prices.backward_start else self.peak
+
+    def _lifetimes(self) -> dict[Piece, tuple[int, int]]:
+        """From the first to one past the last event at which each piece may count beyond the base."""
+        coarse, spans = self.coarse, {}
+        for piece in coarse.pieces:
+            last = piece.direct_end
+            for consumer in piece.consumers:
+                if consumer.triggers:
+                    last = max(last, coarse.trigger_events[consumer.triggers[-1]])
+            first = piece.dead
+            if piece.group is not None and piece.group.triggers:
+                first = min(first, coarse.trigger_events[piece.group.triggers[0]])
+            if first <= last:
+                spans[piece] = (first, last + 1)
+        return spans
+
+    def _add_piece(self, terms: Terms, piece: Piece, event: int, at: StateOf) -> None:
+        """Add ``piece``'s bytes at ``event`` to ``terms``."""
+        decision = piece.decision
+        assert decision is not None
+        dead, direct = event > piece.dead, event <= piece.direct_end
+        kept = self.s.get(decision) if dead else None
+        back = self._back(decision, at(piece.group), 1.0) if piece.group is not None else {}
+        if piece.group is None and direct:
+            return  # in the base
+        if kept is None and not back and piece.group is not None:
+            return  # Python still holds the original and no replay has made another
+        if direct:
+            _add(terms, back, piece.bytes)
+            _add(terms, {kept: 1.0} if kept is not None else {}, piece.bytes)
+            return
+        waiting = []
+        for consumer in piece.consumers:
+            done = self._ran(consumer, at(consumer), -1.0)
+            will = {self.A[consumer][-1]: 1.0} if consumer.triggers else {}
+            if will and not done.keys() & will.keys():
+                waiting.append({**will, **done})
+        if not waiting or (piece.group is None and not dead):
+            return
+        if piece.group is None and len(waiting) == 1:
+            _add(terms, waiting[0], piece.bytes)
+        elif not back and not decision.stored and kept is not None and all(len(w) == 1 for w in waiting):
+            # Nothing has been replayed yet: it is there exactly if some replay will want it.
+            _add(terms, {kept: 1.0}, piece.bytes)
+        else:
+            key = (piece.storage, kept, *back, None, *(c for w in waiting for c in w))
+            if key not in self._memo:
+                self._memo[key] = y = self.program.column()
+                for wait in waiting:
+                    there = {} if piece.group is None else {**back, **({kept: 1.0} if kept is not None else {})}
+                    self.program.row({y: -1.0, **there, **wait}, upper=1.0 if there else 0.0)
+            _add(terms, {self._memo[key]: 1.0}, piece.bytes)
+
+    def _add_rng(self, terms: Terms, group: Group, trigger: int) -> None:
+        done = self._ran(group, trigger, -1.0)
+        will = {self.A[group][-1]: 1.0}
+        if not done.keys() & will.keys():
+            _add(terms, {**will, **done}, group.rng_bytes)
+
+    def _memory_row(self, terms: Terms, constant: int, peak: int | None) -> int:
+        scaled = {c: v / self.byte_unit for c, v in terms.items()}
+        if peak is not None:
+            scaled[peak] = -1.0
+            return self.program.row(scaled, upper=(self._resident - constant) / self.byte_unit)
+        assert self.budget_bytes is not None
+        return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
+
+    def add_burst(self, group: Group, trigger: int) -> None:
+        """The row for ``group`` running in the burst of ``trigger``."""
+        coarse = self.coarse
+        event = coarse.trigger_events[trigger]
+        terms: Terms = {}
+        _add(terms, self._ran(group, trigger, 1.0), group.burst_bytes)
+        _add(terms, self._ran(group, trigger - 1, -1.0), group.burst_bytes)
+
+        def at(other: Group | None) -> int:
+            return trigger if other is not None and other.head < group.head else trigger - 1
+
+        for piece, (begin, end) in self._lifetimes().items():
+            if begin <= event < end:
+                self._add_piece(terms, piece, event, at)
+        for other in coarse.groups:
+            if other.rng_bytes and other.triggers and coarse.run_event[other.head] < event:
+                self._add_rng(terms, other, at(other))
+        self._rows["burst", trigger, group.head] = self._memory_row(terms, int(coarse.base_live[event]), self.peak)
+
+    # Cuts
+
+    def forbid(self, values: np.ndarray, event: int, replayed_op: int | None, peak_bytes: int) -> bool:
+        """Make the row of ``event``, while ``replayed_op`` runs again, say ``peak_bytes`` of ``values``.
+
+        Returns:
+            Whether a row that was missing did it, instead of a correction to one that was wrong.
+        """
+        coarse = self.coarse
+        moment: tuple | None = None
+        if replayed_op is not None:
+            trigger, group = coarse.trigger_at(event), coarse.group_of.get(replayed_op)
+            if group is not None and trigger in group.triggers:
+                moment = ("burst", trigger, group.head)
+                if moment not in self._rows:
+                    self.add_burst(group, trigger)
+                    return True
+        if moment is None:
+            starts = [slot.start for slot in coarse.slots]
+            number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
+            moment = ("slot", starts[number])
+        row = self._rows[moment]
+        self.program.row_upper[row] = min(self.program.row_upper[row], self._upper_for(values, row, peak_bytes))
+        return False
+
+    def _upper_for(self, values: np.ndarray, row: int, peak_bytes: int) -> float:
+        """The right-hand side that ``values`` misses by as much as ``peak_bytes`` misses the limit."""
+        limit = self.budget_bytes if self.budget_bytes is not None else self.claimed_peak_bytes(values)
+        activity = self.program.activity(row, values)
+        return activity - (peak_bytes - limit) / self.byte_unit
+
+    # Reading a solution
+
+    def claimed_peak_bytes(self, values: np.ndarray) -> int:
+        """The peak as the model sees it; only where the peak is what was minimised."""
+        assert self.peak is not None
+        assert self.forward_peak is not None
+        highest = max(values[self.peak], values[self.forward_peak])
+        return round(highest * self.byte_unit) + self._resident
+
+    def choice(self, values: np.ndarray, share: float = 0.5) -> tuple[list[int], list[int]]:
+        """Storages to recompute, and storages to keep although autograd does not store them.
+
+        Args:
+            share: What is kept by less than this is recomputed.
+        """
+        droppable = self.coarse.droppable
+        recomputed, kept = [], []
+        for decision, s in self.s.items():
+            for piece in decision.pieces:
+                if values[s] < share and piece.storage in droppable:
+                    recomputed.append(piece.storage)
+                elif values[s] >= share and piece.direct_end < 0:
+                    kept.append(piece.storage)
+        return recomputed, kept
+
+
+def _kept_at(decision: Decision, event: int) -> int:
+    """Bytes of ``decision`` that live at ``event``, between forward and backward, only if it is kept."""
+    return sum(p.bytes for p in decision.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
+
+
+def _everyone_at(trigger: int, group: Group | None) -> int:
+    return trigger
+
+
+def _add(terms: Terms, more: Terms, factor: float) -> None:
+    for column, value in more.items():
+        terms[column] = terms.get(column, 0.0) + value * factor

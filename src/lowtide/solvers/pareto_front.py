@@ -1,0 +1,91 @@
+"""The whole trade-off: the fastest plan at each of several peaks, from the least there is to the plain step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers.candidate import build_plan
+from lowtide.solvers.dispatch import Offload, capacities_by
+from lowtide.solvers.exact import Search
+from lowtide.solvers.offload.search import OffloadSearch
+from lowtide.solvers.search_context import Limits
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One plan of the trade-off.
+
+    Attributes:
+        peak_bytes: Absolute allocated peak, by the simulator.
+        step_ms: Forward and backward, replays included.
+        plan: What to apply.
+    """
+
+    peak_bytes: int
+    step_ms: float
+    plan: Plan
+
+
+def frontier(
+    graph: StepGraph,
+    costs: Costs,
+    *,
+    points: int = 16,
+    offload: Offload = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> list[FrontierPoint]:
+    """Plan the step for budgets from the least peak that is found to the plain step's, closer where memory is short.
+
+    Args:
+        points: How many budgets are asked for; what another point beats in both time and peak is left out.
+        offload: As for ``solve``: then the points are of plans that may move storages.
+        progress: Called with budgets done and budgets in all.
+
+    Returns:
+        Points by rising peak; step time falls from each to the next. The first has the least peak, the last recomputes
+        nothing.
+
+    Raises:
+        ValueError: ``points`` is below 2, or ``offload`` makes no sense.
+    """
+    if points < 2:
+        raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
+    capacities = capacities_by(costs, offload)
+    # Many points, so each of them quickly: ``solve`` may find a little more at one.
+    limits = Limits(longer=False, listed=False)
+    search: Search | OffloadSearch = (
+        OffloadSearch(graph, costs, limits, capacities) if capacities else Search(graph, costs, limits)
+    )
+    least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
+    # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.
+    budgets = sorted({least + (most - least) * i**2 // (points - 1) ** 2 for i in range(points)})
+    found: list[Plan] = []
+    for done, budget in enumerate(budgets, start=1):
+        start_s = time.perf_counter()
+        candidate = search.within(budget)
+        found.append(build_plan(graph, costs, candidate, method="exact", budget_bytes=budget, start_s=start_s))
+        if progress is not None:
+            progress(done, len(budgets))
+    # A plan for less memory that happens to be faster serves the larger budget as well.
+    found.sort(key=lambda plan: (plan.predicted_peak_bytes, plan.predicted_step_ms))
+    front: list[FrontierPoint] = []
+    for plan in found:
+        if not front or plan.predicted_step_ms < front[-1].step_ms:
+            front.append(FrontierPoint(plan.predicted_peak_bytes, plan.predicted_step_ms, plan))
+    return front
+
+
+def _least_bytes(search: Search | OffloadSearch) -> int:
+    """The least budget that has a plan."""
+    try:
+        search.within(search.graph.resident_bytes)
+    except BudgetInfeasibleError as error:
+        return error.least_bytes
+    return search.graph.resident_bytes

@@ -1,0 +1,106 @@
+"""What a plan writes down so that it can explain itself without its graph (``Plan.explain``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowtide.explanation import collapse_path, short_op
+from lowtide.graph.step_graph import FREE, Op, StepGraph
+from lowtide.plan import SAVE, TIER_OF, Moves
+from lowtide.simulation.simulator import Contents, Timeline, contents_at_peak
+from lowtide.solvers.lower_bound.bound import Bound
+
+_MOST_HOLDERS = 6
+_SLICES = 40  # of the step, in which what a link does is told
+
+
+def evidence(
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    timeline: Timeline,
+    bound: Bound | None,
+    moves: Moves,
+) -> dict[str, Any]:
+    """The peak's moment, what fills it, the price of memory, what links carry: plain JSON types."""
+    peak = contents_at_peak(graph, actions, replays, timeline, moves)
+    holders = _holders(graph, actions, peak)
+    shown = holders[:_MOST_HOLDERS]
+    other = peak.peak_bytes - graph.resident_bytes - sum(row[-1] for row in shown)
+    op = None if peak.op is None else graph.ops[peak.op]
+    when = "forward"
+    if op is not None and (peak.replay or op.backward):
+        when = "replay" if peak.replay else "backward"
+    return {
+        "peak": {
+            "when": when,
+            "module": "" if op is None else module_of(graph, op) or "the step itself",
+            "op": "" if op is None else short_op(op.name),
+        },
+        "holders": shown,
+        "other_bytes": other,
+        "ms_per_byte": None if bound is None else bound.ms_per_byte,
+        "links": _links(timeline),
+    }
+
+
+def _links(timeline: Timeline) -> list[list[Any]]:
+    """By link and direction: tier, direction, bytes, busy ms, ms waited, busy share of each slice of the step."""
+    slice_ms = timeline.step_ms / _SLICES
+    rows: dict[tuple[str, str], list[Any]] = {}
+    for t in timeline.transfers:
+        row = rows.setdefault((t.tier, t.direction), [t.tier, t.direction, 0, 0.0, 0.0, [0.0] * _SLICES])
+        row[2] += t.bytes
+        row[3] += t.end_ms - t.start_ms
+        row[4] += t.waited_ms
+        for i in range(_SLICES):
+            shared_ms = min(t.end_ms, (i + 1) * slice_ms) - max(t.start_ms, i * slice_ms)
+            row[5][i] += max(shared_ms, 0.0) / slice_ms if slice_ms else 0.0
+    return [[*row[:5], [round(min(share, 1.0), 3) for share in row[5]]] for row in rows.values()]
+
+
+def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> list[list[Any]]:
+    """Kind, module, operator, count and bytes of each group of storages, most bytes first."""
+    freed = {number for kind, number in graph.events[: peak.event] if kind == FREE}
+    rows: list[tuple[str, int, int]] = []
+    for s, size in peak.replayed.items():
+        rows.append(("fetched" if actions.get(s) in TIER_OF else "replayed", s, size))
+    for s, size in peak.originals.items():
+        saved = s in freed or (s in graph.stored and actions.get(s, SAVE) == SAVE)
+        kind = "backward" if graph.storages[s].kind == "backward" else "saved" if saved else "in use"
+        kind = "leaving" if kind == "saved" and actions.get(s) in TIER_OF else kind
+        rows.append((kind, s, size))
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for kind, s, size in rows:
+        op = graph.ops[graph.storages[s].op or 0]
+        groups.setdefault((kind, collapse_path(module_of(graph, op)), short_op(op.name)), []).append(size)
+    found = [[*key, len(sizes), sum(sizes)] for key, sizes in groups.items()]
+    return sorted(found, key=lambda row: (-row[4], row[:3]))
+
+
+def bottleneck(
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    timeline: Timeline,
+    moves: Moves | None = None,
+) -> str:
+    """Module and op that run when the peak is reached, in words."""
+    peak = contents_at_peak(graph, actions, replays, timeline, moves)
+    if peak.op is None:
+        return "the start of the step"
+    op = graph.ops[peak.op]
+    if peak.replay:
+        how = "run again in backward"
+    else:
+        how = "backward" if op.backward else "forward"
+    return f"{module_of(graph, op) or 'the step itself'} ({op.name}, {how})"
+
+
+def module_of(graph: StepGraph, op: Op) -> str:
+    """Module path of ``op``; of a backward op outside all modules that of the forward op whose output it reads."""
+    if op.backward and not graph.scope(op):
+        makers = [graph.storages[s].op for s in op.reads if graph.storages[s].kind == "activation"]
+        return next((graph.scope(graph.ops[m]) for m in makers if m is not None), "")
+    return graph.scope(op)

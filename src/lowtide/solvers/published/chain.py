@@ -1,0 +1,328 @@
+"""A step as a chain of stages, for the methods that were published for chains.
+
+The symbols are those of Beaumont et al. 2019 (https://hal.inria.fr/hal-02352969), which every method here shares:
+
+    a^k      what stage k hands to stage k + 1              Stage.output_bytes
+    ā^k      all that the backward of stage k needs of it,  Stage.saved_bytes
+             a^k included; its input a^(k-1) is not
+    δ^k      gradient of a^k                                Stage.gradient_bytes
+    u_f, u_b times of forward and backward                  Stage.forward_ms, Stage.backward_ms
+    o_f, o_b memory that comes and goes meanwhile           Stage.*_overhead_bytes
+    F_∅ F_ck F_all B                                        EMPTY, CK, ALL, BACKWARD
+
+A *schedule* is a list of such steps. What a storage's action is, and how often its op runs again, follows from it
+(``StepChain.carry_out``).
+
+Differs from the papers: a^k may be several storages; what skips a stage (a mask, rotary tables, an encoder's output)
+or may not be recomputed is kept in every plan and belongs to no stage; within a stage the tape replays only the ops
+that the purpose of the run needs, each when it is first asked for, so that a schedule's own time is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.plan import RECOMPUTE
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.graph_queries import complete_actions, readers, recomputable, repeated_layers
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms, stored_at_backward_start
+
+EMPTY = "F_empty"  # run a stage for its output alone, and let its input go
+CK = "F_ck"  # run a stage for its output alone; its input stays
+ALL = "F_all"  # run a stage and keep all that its backward needs
+BACKWARD = "B"
+
+
+class Step(NamedTuple):
+    """One step of a schedule: ``kind`` (``EMPTY``, ``CK``, ``ALL`` or ``BACKWARD``) of one stage, from 0."""
+
+    kind: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a chain costs.
+
+    Attributes:
+        run_overhead_bytes: Peak of a run for the output alone, beyond its input and output (o_f of F_∅ and F_ck).
+        save_overhead_bytes: Peak of a run that keeps everything, beyond its input and ``saved_bytes`` (o_f of F_all).
+        backward_overhead_bytes: Peak of backward beyond input, ``saved_bytes`` and ``gradient_bytes``.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    output_bytes: int
+    saved_bytes: int
+    gradient_bytes: int = 0
+    run_overhead_bytes: int = 0
+    save_overhead_bytes: int = 0
+    backward_overhead_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepChain:
+    """A step graph as a chain.
+
+    Stages follow program order: what runs before the first repeated layer (if anything does), one stage a layer, what
+    runs after the last one. An op between two layers belongs to the earlier.
+
+    Attributes:
+        stage_of: Stage of each forward op.
+        layers: Stages that are repeated layers; the others are head and tail.
+        outputs: For each stage the storages that it hands to the next stage, and to no later one.
+        kept: What may not be recomputed, or skips a stage.
+    """
+
+    graph: StepGraph
+    stage_of: dict[int, int]
+    layers: range
+    outputs: tuple[frozenset[int], ...]
+    kept: frozenset[int]
+
+    @staticmethod
+    def of(graph: StepGraph, method: str) -> StepChain:
+        """Raises: ValueError: no layer repeats."""
+        layer_of = repeated_layers(graph, method)
+        first, last = min(layer_of), max(layer_of)
+        head = int(any(op.id < first for op in graph.forward_ops))
+        stage_of, latest = {}, 0
+        for op in graph.forward_ops:
+            latest = max(latest, layer_of.get(op.id, 0))
+            stage_of[op.id] = 0 if op.id < first else head + latest + (op.id > last)
+        count = max(stage_of.values()) + 1
+        outputs: list[set[int]] = [set() for _ in range(count)]
+        free = recomputable(graph)
+        kept = {s for op in graph.forward_ops for s in op.makes if s not in free}
+        for storage, ops in readers(graph).items():
+            maker = graph.storages[storage].op
+            if maker is None or storage in kept:
+                continue
+            furthest = max(stage_of[op] for op in ops)
+            if furthest > stage_of[maker] + 1:
+                kept.add(storage)
+            elif furthest > stage_of[maker]:
+                outputs[stage_of[maker]].add(storage)
+        layers = range(head, head + latest + 1)
+        return StepChain(graph, stage_of, layers, tuple(map(frozenset, outputs)), frozenset(kept))
+
+    def stages(self, costs: Costs) -> tuple[Stage, ...]:
+        """Times and bytes of each stage, read off the plain step.
+
+        - u_f and u_b are the times of the stage's ops. Backward ops belong to the stage whose forward stored what was
+          unpacked last.
+        - ā^k is what autograd stores of what the stage makes, and a^k.
+        - δ^k is what backward has made and still holds when it enters the stage.
+        - The overheads of F_all and B are peaks of the plain step within the stage, less what it starts with and, for
+          F_all, what it keeps; that of F_∅ and F_ck is the peak when each value goes with its last reader.
+        """
+        graph = self.graph
+        count = len(self.outputs)
+        line = simulate_actions(graph, costs, {})
+        before = (graph.resident_bytes, *line.live_bytes)  # live bytes before each event
+        forward, backward = self._events()
+        gradients = _backward_bytes(graph)
+        found = []
+        for k in range(count):
+            sizes = {s: graph.storages[s].bytes for s in self._made[k]}
+            saved = sum(size for s, size in sizes.items() if s in (graph.stored | self.outputs[k]) - self.kept)
+            stays = sum(size for s, size in sizes.items() if s in self.kept)
+            saving = max((line.event_peak_bytes[e] for e in forward[k]), default=0)
+            undoing = max((line.event_peak_bytes[e] for e in backward[k]), default=0)
+            output = sum(sizes[s] for s in self.outputs[k])
+            found.append(
+                Stage(
+                    forward_ms=_ms(graph, costs, forward[k]),
+                    backward_ms=_ms(graph, costs, backward[k]),
+                    output_bytes=output,
+                    saved_bytes=saved,
+                    gradient_bytes=gradients[backward[k][0]] if backward[k] else 0,
+                    run_overhead_bytes=max(self._run_peak(k) - output, 0),
+                    save_overhead_bytes=max(saving - before[forward[k][0]] - saved - stays, 0),
+                    backward_overhead_bytes=max(undoing - before[backward[k][0]], 0) if backward[k] else 0,
+                )
+            )
+        return tuple(found)
+
+    def offer(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
+        """``schedule`` as an offer: its time and floor are sums over stages, actions are worked out when asked for."""
+        saved, checkpoints, runs = _reading(schedule)
+        floor_bytes = self.graph.resident_bytes + sum(self.graph.storages[s].bytes for s in self._at_backward_start)
+        replay_ms, recorded = 0.0, 0
+        for k in range(len(self.outputs)):
+            if k in saved:
+                continue
+            inside, output = self._floors[k]
+            floor_bytes -= inside + (0 if k in checkpoints else output)
+            work = self._work(k, k in checkpoints)
+            recorded += len(work.for_output | work.for_backward)
+            for op, often in _replays(work, runs[k]).items():
+                replay_ms += often * (costs.op_ms[op] + costs.replay_us / 1e3)
+        step_ms = planned_ms(self.graph, costs, replay_ms, recorded)
+        return LazyCandidate(step_ms, floor_bytes, lambda: self.carry_out(schedule))
+
+    def carry_out(self, schedule: Sequence[Step]) -> Candidate:
+        """``schedule`` as actions and replay counts.
+
+        Steps before the first ``BACKWARD`` are the forward pass itself: they decide what is saved. Later ones are
+        replays. A value is made anew once for each run of its stage that needs it, and the last time it stays until
+        nobody needs it any more: exactly what a schedule asks for that keeps each checkpoint until it is used.
+        """
+        saved, checkpoints, runs = _reading(schedule)
+        kept = self.kept.union(*(self.outputs[k] for k in checkpoints))
+        inside = {s for op in self.graph.forward_ops if self.stage_of[op.id] not in saved for s in op.makes}
+        actions = complete_actions(self.graph, sorted((inside - kept) & self.graph.stored), kept)
+        replays = {}
+        for k in range(len(self.outputs)):
+            if k in saved:
+                continue
+            for op, often in _replays(self._work(k, k in checkpoints), runs[k]).items():
+                if often > 1:
+                    makes = self.graph.ops[op].makes
+                    replays.update({s: often for s in makes if actions.get(s) == RECOMPUTE})
+        return Candidate(actions, replays=dict(sorted(replays.items())))
+
+    def _work(self, stage: int, checkpoint: bool) -> _Work:
+        """What a run of ``stage`` takes; ``checkpoint``: its output is there already."""
+        if (stage, checkpoint) not in self._known_work:
+            free = self._made[stage] - self.kept - (self.outputs[stage] if checkpoint else frozenset())
+            self._known_work[stage, checkpoint] = _Work(
+                self._needed(self.outputs[stage] & free, free),
+                self._needed((self.graph.stored & free) - self.outputs[stage], free),
+            )
+        return self._known_work[stage, checkpoint]
+
+    @cached_property
+    def _known_work(self) -> dict[tuple[int, bool], _Work]:
+        return {}
+
+    @cached_property
+    def _made(self) -> tuple[frozenset[int], ...]:
+        """Storages that each stage makes."""
+        made: list[set[int]] = [set() for _ in self.outputs]
+        for op in self.graph.forward_ops:
+            made[self.stage_of[op.id]].update(op.makes)
+        return tuple(map(frozenset, made))
+
+    @cached_property
+    def _at_backward_start(self) -> frozenset[int]:
+        return stored_at_backward_start(self.graph)
+
+    @cached_property
+    def _floors(self) -> list[tuple[int, int]]:
+        """Bytes that each stage would hold when backward begins, without its output, and of its output."""
+        found = []
+        for made, output in zip(self._made, self.outputs, strict=True):
+            held = (made & self._at_backward_start) - self.kept
+            sizes = {s: self.graph.storages[s].bytes for s in held}
+            found.append((sum(sizes[s] for s in held - output), sum(sizes[s] for s in held & output)))
+        return found
+
+    def _needed(self, wanted: Iterable[int], free: frozenset[int]) -> frozenset[int]:
+        """Ops that make ``wanted`` out of what is not in ``free``."""
+        ops: set[int] = set()
+        left = list(wanted)
+        while left:
+            maker = self.graph.storages[left.pop()].op
+            if maker is not None and maker not in ops:
+                ops.add(maker)
+                left += free.intersection(self.graph.ops[maker].reads)
+        return frozenset(ops)
+
+    def _run_peak(self, stage: int) -> int:
+        """Most bytes at once when a stage runs for its output alone and each value goes with its last reader."""
+        graph = self.graph
+        free = self._made[stage] - self.kept
+        ops = sorted(self._needed(self.outputs[stage], free))
+        last = {s: op for op in ops for s in graph.ops[op].reads if s in free}
+        last.update(dict.fromkeys(self.outputs[stage], -1))
+        live = peak = 0
+        for number in ops:
+            op = graph.ops[number]
+            live += sum(graph.storages[s].bytes for s in op.makes)
+            peak = max(peak, live + op.workspace_bytes + op.rng_bytes)
+            gone = {s for s in (*op.reads, *op.makes) if last.get(s, number) == number}
+            live -= sum(graph.storages[s].bytes for s in gone if s in free or s in op.makes)
+        return peak
+
+    def _events(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Events of each stage, forward and backward."""
+        graph, count = self.graph, len(self.outputs)
+        forward: list[list[int]] = [[] for _ in range(count)]
+        backward: list[list[int]] = [[] for _ in range(count)]
+        packed: dict[int, int] = {}
+        now, turned = 0, False
+        for event, (kind, number) in enumerate(graph.events):
+            if kind == RUN:
+                turned |= graph.ops[number].backward
+                now = now if turned else self.stage_of[number]
+            elif kind == PACK:
+                packed.setdefault(number, now)
+            elif kind == UNPACK:
+                turned = True
+                now = min(now, packed.get(number, now))
+            (backward if turned else forward)[now].append(event)
+        return forward, backward
+
+
+class _Work(NamedTuple):
+    """Ops of a stage that run again for its output, and for its backward."""
+
+    for_output: frozenset[int]
+    for_backward: frozenset[int]
+
+
+class _Runs(NamedTuple):
+    """How often a stage runs again: for its output alone, for its backward alone, and for both."""
+
+    through: int
+    inner: int
+    both: int
+
+
+def _reading(schedule: Sequence[Step]) -> tuple[set[int], set[int], list[_Runs]]:
+    """Stages that the forward pass saves, stages whose output it keeps, and what each runs later."""
+    backward_start = next(i for i, step in enumerate(schedule) if step.kind == BACKWARD)
+    sweep, later = schedule[:backward_start], schedule[backward_start:]
+    saved = {step.stage for step in sweep if step.kind == ALL}
+    checkpoints = {step.stage - 1 for step in sweep if step.kind != EMPTY and step.stage > 0} | saved
+    through = Counter(step.stage for step in later if step.kind in (CK, EMPTY))
+    inner, both = Counter[int](), Counter[int]()
+    for step, after in pairwise(later):
+        if step.kind == ALL:
+            (inner if after.kind == BACKWARD else both)[step.stage] += 1
+    return saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))]
+
+
+def _replays(work: _Work, runs: _Runs) -> dict[int, int]:
+    """How often each op of a stage runs again."""
+    return {
+        op: runs.through * (op in work.for_output) + runs.inner * (op in work.for_backward) + runs.both
+        for op in sorted(work.for_output | work.for_backward)
+    }
+
+
+def _ms(graph: StepGraph, costs: Costs, events: Iterable[int]) -> float:
+    return sum(costs.op_ms[number] for kind, number in (graph.events[e] for e in events) if kind == RUN)
+
+
+def _backward_bytes(graph: StepGraph) -> list[int]:
+    """Bytes that backward has made and that live before each event."""
+    found, live, alive = [], 0, set[int]()
+    for kind, number in graph.events:
+        found.append(live)
+        if kind == RUN and graph.ops[number].backward:
+            alive.update(graph.ops[number].makes)
+            live += sum(graph.storages[s].bytes for s in graph.ops[number].makes)
+        elif kind == FREE and number in alive:
+            alive.remove(number)
+            live -= graph.storages[number].bytes
+    return found

@@ -1,0 +1,107 @@
+"""What around an op decides its bits: generator state, global numeric flags, threads, autocast."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.tracing.subclasses import Versions, shards_in
+
+
+class GeneratorState:
+    """State of the default generator of one device, taken before a random op ran."""
+
+    __slots__ = ("device", "state")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.state = _get(device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the generator is as it was; afterwards, as it is now."""
+        now = _get(self.device)
+        _set(self.device, self.state)
+        try:
+            yield
+        finally:
+            _set(self.device, now)
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    return torch.default_generator.get_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+class ExecutionState:
+    """Around one forward pass: its model, and the global flags (another thread count, TF32 or determinism setting
+    gives other bits)."""
+
+    __slots__ = ("_flags", "_model", "_versions")
+
+    def __init__(self, model: weakref.ref[nn.Module], *, wrapped: bool = False) -> None:
+        self._flags = _read()
+        self._model = model
+        owner = model() if wrapped else None
+        self._versions = None if owner is None else Versions(shards_in(owner))
+
+    def steps_in_backward(self) -> bool:
+        """An optimizer may be fused into backward: then a second backward finds other weights, and through ``.data``
+        no version tells."""
+        model = self._model()
+        return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+    def restored(self) -> AbstractContextManager[None]:
+        if self._versions is not None:
+            self._versions.catch_up()
+        return nullcontext() if _read() == self._flags else self._restored()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        now = _read()
+        _write(self._flags)
+        try:
+            yield
+        finally:
+            _write(now)
+
+
+def _read() -> tuple[Any, ...]:
+    # The C functions under torch.backends and torch.are_deterministic_algorithms_enabled(): read once a burst.
+    return (
+        torch.get_num_threads(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_cudnn_allow_tf32(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+    )
+
+
+def _write(flags: tuple[Any, ...]) -> None:
+    threads, deterministic, warn_only, precision, tf32, benchmark, cudnn_deterministic = flags
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if precision != torch.get_float32_matmul_precision():
+        torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = cudnn_deterministic
+
+
+def no_autocast() -> AbstractContextManager[None]:
+    """Casts are explicit in a recipe: an autocast region around ``backward()`` must not add its own."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()

@@ -1,0 +1,187 @@
+"""The disk tier: storages of a model on CPU in one scratch file, written and read directly.
+
+Never mapped: a mapping counts against an address-space limit. Two threads, one each way, so that a copy in one
+direction never waits for one in the other. The file has no name, so nothing is left of it whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+import zlib
+from bisect import insort
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from lowtide.errors import TierError
+from lowtide.scratch_file import bytes_at, open_scratch, read_all, write_all
+from lowtide.tape.offload.tiers import unseen
+from lowtide.units import format_bytes
+
+_BLOCK = 4096  # places in the file begin at multiples of this
+
+
+class DiskTier:
+    """A scratch file and what moves storages in and out of it.
+
+    Args:
+        directory: Of the scratch file; None: the system's for temporary files.
+        budget_bytes: Most bytes in the file at once; None: as many as there is room for.
+        need_bytes: Refuse a directory with less room than this.
+        checksums: Compare a checksum of what comes back with one of what was written.
+
+    Raises:
+        TierError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        budget_bytes: int | None = None,
+        *,
+        need_bytes: int = 0,
+        checksums: bool = False,
+    ) -> None:
+        self.fd = open_scratch(directory, need_bytes)
+        self.checksums = checksums
+        self.space = _Space(budget_bytes)
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-write")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
+        weakref.finalize(self, _close, self.fd, self.writer, self.reader)
+
+    def store(self, storage: torch.UntypedStorage) -> DiskTicket:
+        """Start to write ``storage``. Raises: TierError: the budget is used up."""
+        return DiskTicket(self, storage)
+
+
+class DiskTicket:
+    """One storage in the file. See ``Ticket``."""
+
+    def __init__(self, tier: DiskTier, storage: torch.UntypedStorage) -> None:
+        self._tier, self._size = tier, storage.nbytes()
+        self._offset = tier.space.take(self._size)
+        self._original: torch.UntypedStorage | None = storage
+        self._buffer: torch.Tensor | None = None
+        self._reading: Future[None] | None = None
+        self._sum: int | None = None
+        self._writing = tier.writer.submit(_write, tier.fd, self._offset, storage, tier.checksums)
+        # After the write: until then nobody else may have the place.
+        weakref.finalize(self, _give_back, tier.space, self._offset, self._size, self._writing)
+
+    def settle(self) -> None:
+        if self._original is not None:
+            try:
+                self._sum = self._writing.result()
+            except OSError as error:
+                raise _failed("written", self._size, error) from error
+            self._original = None
+
+    def start(self) -> None:
+        if self._reading is None:
+            self.settle()
+            with unseen():
+                self._buffer = torch.empty(self._size, dtype=torch.uint8)
+            self._reading = self._tier.reader.submit(_read, self._tier.fd, self._offset, self._buffer, self._sum)
+
+    def fetch(self) -> torch.Tensor:
+        self.start()
+        assert self._reading is not None and self._buffer is not None
+        try:
+            self._reading.result()
+        except OSError as error:
+            raise _failed("read", self._size, error) from error
+        buffer, self._buffer, self._reading = self._buffer, None, None
+        return buffer
+
+
+class _Space:
+    """Places in the file: first fit, neighbours joined when they come back."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()  # places come back in whatever thread lets the last reference go
+        self._end = 0
+        self._free: list[tuple[int, int]] = []  # offset, size; by offset
+
+    def take(self, size: int) -> int:
+        size = disk_bytes(size)
+        with self._lock:
+            for i, (offset, room) in enumerate(self._free):
+                if room >= size:
+                    self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+                    return offset
+            if self.budget_bytes is not None and self._end + size > self.budget_bytes:
+                raise TierError(
+                    f"the disk tier is full: disk_budget={format_bytes(self.budget_bytes)}, of which "
+                    f"{format_bytes(self._end)} are in use or in pieces, and {format_bytes(size)} more are wanted.\n"
+                    "Raise disk_budget=, or run backward before the next forward pass."
+                )
+            offset, self._end = self._end, self._end + size
+            return offset
+
+    def allow(self, count: int) -> None:
+        """Let the file hold ``count`` bytes, if it may not yet."""
+        with self._lock:
+            if self.budget_bytes is not None:
+                self.budget_bytes = max(self.budget_bytes, count)
+
+    def give_back(self, offset: int, size: int) -> None:
+        size = disk_bytes(size)
+        with self._lock:
+            insort(self._free, (offset, size))
+            joined: list[tuple[int, int]] = []
+            for begin, room in self._free:
+                if joined and sum(joined[-1]) == begin:
+                    begin, room = joined[-1][0], joined.pop()[1] + room
+                joined.append((begin, room))
+            if joined and sum(joined[-1]) == self._end:
+                self._end = joined.pop()[0]
+            self._free = joined
+
+
+def disk_bytes(size: int) -> int:
+    """What ``size`` bytes take in the file."""
+    return -(-max(size, 1) // _BLOCK) * _BLOCK
+
+
+def _give_back(space: _Space, offset: int, size: int, writing: Future[int | None]) -> None:
+    writing.add_done_callback(lambda _: space.give_back(offset, size))
+
+
+# What the threads run holds no tier: the last to let go of one waits for its threads.
+
+
+def _write(fd: int, offset: int, storage: torch.UntypedStorage, checksum: bool) -> int | None:
+    size = storage.nbytes()
+    if not size:
+        return None
+    write_all(fd, storage.data_ptr(), size, offset)
+    return zlib.crc32(bytes_at(storage.data_ptr(), size)) if checksum else None
+
+
+def _read(fd: int, offset: int, buffer: torch.Tensor, written: int | None) -> None:
+    if not buffer.numel():
+        return
+    read_all(fd, buffer.data_ptr(), buffer.numel(), offset)
+    if written is not None and zlib.crc32(bytes_at(buffer.data_ptr(), buffer.numel())) != written:
+        raise OSError(errno.EIO, f"the checksum of what came back from byte {offset} is not that of what was written")
+
+
+def _failed(verb: str, size: int, error: OSError) -> TierError:
+    way_out = "Make room there, or pass another directory with scratch_dir=."
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        way_out = "The device is not to be trusted: pass another directory with scratch_dir=."
+    return TierError(
+        f"the disk tier failed: {format_bytes(size)} could not be {verb}: {error.strerror or error}.\n"
+        f"No gradient has been computed from them. {way_out}"
+    )
+
+
+def _close(fd: int, *pools: ThreadPoolExecutor) -> None:
+    for pool in pools:
+        pool.shutdown(wait=True)  # what still runs writes to this file
+    os.close(fd)

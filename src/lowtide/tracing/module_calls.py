@@ -1,0 +1,187 @@
+"""Which module call an op runs in: a guarded callable in every submodule's ``_compiled_call_impl``.
+
+``nn.Module.__call__`` looks there first, so no class, parameter name or state dict changes; deepcopy and pickle
+drop it (``Module.__getstate__`` does), and ``try/finally`` holds where forward hooks do not (KeyboardInterrupt
+leaves an ``always_call`` hook's mode on).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from lowtide.tracing import fsdp
+from lowtide.tracing.operators import tensors_in
+
+NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """Decorator: Dynamo leaves this function and all that it calls alone.
+
+    While compiled code runs Dynamo compiles every Python frame that comes up, hooks and weakref callbacks included. Its
+    own ``disable`` would import the compiler.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+class Watcher(Protocol):
+    """What wants to know which module call runs: the tracer's recorder, or the tape."""
+
+    def enter(self, path: str) -> None: ...
+    def leave(self) -> None: ...
+    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
+    @property
+    def gathering(self) -> fsdp.Gatherer | None: ...
+
+
+class _Active(threading.local):
+    watcher: Watcher | None = None
+
+
+active = _Active()  # per thread: another thread's forward is not this step's
+
+
+class ScopedCall:
+    """Calls the module as before, telling the thread's watcher when it starts and ends."""
+
+    __slots__ = ("_module", "path")
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self._module = weakref.ref(module)  # strong would make a cycle through the module and delay its memory
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None  # it is running
+        watcher = active.watcher
+        if watcher is None:
+            return module._call_impl(*args, **kwargs)
+        watcher.enter(self.path)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            watcher.leave()
+
+
+class CompiledCall:
+    """Calls compiled code; the thread's watcher takes the whole call as one op, whose inside nobody sees.
+
+    Attributes:
+        before: What ``nn.Module.compile`` had put in place; None for the wrapper that ``torch.compile`` returns.
+    """
+
+    __slots__ = ("_module", "before", "path")
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self._module, self.path = weakref.ref(module), path
+        self.before = module._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        run = partial(self.before or module._call_impl, *args, **kwargs)
+        watcher = active.watcher
+        if watcher is None:
+            return run()
+        active.watcher = None
+        try:
+            return watcher.opaque(self.path, module, run, list(tensors_in((args, kwargs))))
+        finally:
+            active.watcher = watcher
+
+
+def is_ours(call: Any) -> bool:
+    """A fitted model, or a part of one, has this in place of its own call."""
+    return isinstance(call, (ScopedCall, CompiledCall)) or bool(getattr(call, "lowtide", False))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """``module.compile()`` was called, or ``torch.compile`` returned it."""
+    call = module._compiled_call_impl
+    by_method = call is not None and not is_ours(call)
+    return by_method or any(c.__name__ == "OptimizedModule" for c in type(module).__mro__)
+
+
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Paths of the outermost compiled modules."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if is_compiled(module) and not any(not outer or path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+    return found
+
+
+def call_of(module: nn.Module, path: str = "") -> CompiledCall | None:
+    """How to call a module that is compiled; None for any other."""
+    return CompiledCall(module, path) if is_compiled(module) else None
+
+
+def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """Put a ``ScopedCall`` on every submodule, ``root`` (or one more) on the model itself; returns the undo."""
+    placed: list[tuple[weakref.ref[nn.Module], Any, Any]] = []
+    compiled = compiled_parts(model)
+    inside = tuple(f"{path}." if path else "" for path in compiled)
+    for path, module in model.named_modules():
+        if path.startswith(inside) and path not in compiled:
+            continue
+        call = root if root is not None and module is model else call_of(module, path) or ScopedCall(module, path)
+        placed.append((weakref.ref(module), call, module._compiled_call_impl))
+        module._compiled_call_impl = call
+    unwatch = fsdp.watch(model, active)
+
+    def undo() -> None:
+        nonlocal unwatch
+        unwatch()
+        unwatch = _nothing
+        for reference, call, before in placed:
+            module = reference()
+            if module is not None and module._compiled_call_impl is call:
+                module._compiled_call_impl = before
+
+    return undo
+
+
+def _nothing() -> None:
+    """What a second undo has left to do."""
+
+
+def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:
+    """What decides which ops a call runs, as text: shapes, dtypes, plain values, training flag, autocast."""
+    parts = ["train" if model.training else "eval"]
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            parts.append(f"autocast({device},{_short(torch.get_autocast_dtype(device))})")
+    parts += [_describe(a) for a in args]
+    parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
+    return " ".join(parts)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        grad = "*" if value.requires_grad else ""
+        return f"{_short(value.dtype)}{list(value.shape)}{grad}".replace(" ", "")
+    if isinstance(value, (list, tuple)):
+        return "(" + ",".join(map(_describe, value)) + ")"
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, float):  # an annealed weight is another number each step and decides no shape
+        return "float"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    return type(value).__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,116 @@
+"""A rehearsal leaves no trace: everything a step may move is put back, whatever happens."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.tracing.batches import batch_tensors
+from lowtide.tracing.data_parallel import preserve_ddp_state
+from lowtide.tracing.fsdp import preserve_fsdp_state
+from lowtide.tracing.operators import storage_of
+from lowtide.tracing.subclasses import parts
+
+
+def rng_state(cuda: bool) -> tuple:
+    """State of the torch, Python and NumPy generators."""
+    import numpy
+
+    gpu = torch.cuda.get_rng_state_all() if cuda else None
+    return torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state()
+
+
+def set_rng_state(state: tuple) -> None:
+    import numpy
+
+    cpu, gpu, python, legacy = state
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state_all(gpu)
+    random.setstate(python)
+    numpy.random.set_state(legacy)
+
+
+WRITES_PARAMETERS = "writes_parameters"  # provenance of a graph or plan: parameters that the step itself writes
+
+
+@contextmanager
+def rehearsal(
+    model: nn.Module, batch: Any, *, zero_grads: bool = True, provenance: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Run a step inside and have gradients, buffers, batch and random generators as they were afterwards.
+
+    Inside, every trainable parameter has a zeroed gradient of its own (a later accumulation step is where the peak
+    is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step in a rehearsal.
+    Parameters are put back where ``provenance`` (of a trace) says that the step writes them.
+    """
+    with preserve_ddp_state(model), preserve_fsdp_state(model):
+        yield from _rehearsal(model, batch, zero_grads, provenance)
+
+
+def _rehearsal(model: nn.Module, batch: Any, zero_grads: bool, provenance: Mapping[str, str] | None) -> Iterator[None]:
+    parameters = list(model.parameters())
+    cuda = any(p.is_cuda for p in parameters)
+    rng = rng_state(cuda)
+    grads = [p.grad for p in parameters]
+    hooks = [p._post_accumulate_grad_hooks for p in parameters]
+    leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
+    leaf_grads = [t.grad for t in leaves]
+    written = (provenance or {}).get(WRITES_PARAMETERS, "").split()
+    data = [*model.buffers(), *batch_tensors(batch), *(p for n, p in model.named_parameters() if n in written)]
+    data = [t for whole in data for t in parts(whole) if storage_of(t) is not None]
+    homes = [
+        (p, p.data) for p in parameters if storage_of(p) is not None
+    ]  # a step may give a parameter other memory (``p.data = ...``)
+    bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign a buffer anew
+    with torch.no_grad():
+        before = [t.detach().clone() for t in data]
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        for p in parameters:
+            if p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
+                p._post_accumulate_grad_hooks = OrderedDict()
+            p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
+        yield
+    finally:
+        torch.autograd.set_detect_anomaly(*anomaly)
+        for p, grad, hook in zip(parameters, grads, hooks, strict=True):
+            p.grad = grad
+            p._post_accumulate_grad_hooks = hook
+        for p, home in homes:
+            if p.data_ptr() != home.data_ptr():
+                p.data = home
+        for buffers, names in bound:
+            if any(buffers.get(n) is not b for n, b in names.items()):
+                buffers.update(names)
+        with torch.no_grad():
+            for tensor, old in zip(data, before, strict=True):
+                if not same_bits(tensor, old):  # writing only what moved keeps version counters still
+                    tensor.copy_(old)
+        for leaf, grad in zip(leaves, leaf_grads, strict=True):
+            leaf.grad = grad
+        set_rng_state(rng)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bitwise equality; NaN equals NaN of the same bits, 0.0 differs from -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.numel() == 0:
+        return True
+    a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.dtype.is_floating_point:
+        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+        a, b = a.contiguous().view(as_int), b.contiguous().view(as_int)
+    return torch.equal(a, b)

@@ -1,0 +1,209 @@
+"""Steps that call the model in their own ways, and batches of other shapes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.training_steps import (
+    Net,
+    deep,
+    differing,
+    harshest,
+    mlp,
+    outcome,
+    plain,
+)
+from torch import nn
+
+import lowtide
+from lowtide import LowtideError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, target = batch
+    return F.cross_entropy(model(x).exp().log() * 2, target)
+
+
+def test_a_step_region_tapes_the_loss_too(drops_all):
+    model, batch = mlp(), (torch.randn(64, 16), torch.randint(0, 16, (64,)))
+    fit = lowtide.fit(model, batch, step=loss_of, budget="100%")
+    expected = plain(copy.deepcopy(mlp()), batch, loss_of)
+
+    dropped = []
+    for region in (True, False):  # a plan made with step= also serves the same code called bare
+        before = fit._planned[0].tape.counts.dropped
+        model.zero_grad()
+        torch.manual_seed(7)
+        if region:
+            with fit.step_region():
+                loss = loss_of(model, batch)
+        else:
+            loss = loss_of(model, batch)
+        loss.backward()
+        dropped.append(fit._planned[0].tape.counts.dropped - before)
+        assert differing(expected, outcome(model, loss)) == []
+
+    assert dropped[0] > dropped[1] > 0
+    assert fit._planned[0].tape.counts.mismatched == 0
+
+
+def test_a_step_region_is_open_once_at_a_time_and_closes_on_errors():
+    model, x = mlp(), torch.randn(4, 16)
+    fit = lowtide.fit(model, x, budget="100%")
+
+    with fit.step_region():
+        with pytest.raises(LowtideError, match="open already"):
+            with fit.step_region():
+                pass
+    with pytest.raises(ZeroDivisionError):
+        with fit.step_region():
+            model(x)
+            1 / 0  # noqa: B018
+    with fit.step_region():
+        model(x)
+    fit.remove()
+
+
+def test_a_step_that_never_calls_the_model_itself_is_taped_in_a_step_region(drops_all):
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model[4:](model[:4](x)).square().mean()
+
+    model, x = mlp(), torch.randn(4, 16)
+    fit = lowtide.fit(model, x, step=step, budget="100%")
+    with fit.step_region():
+        loss = step(model, x)
+    loss.backward()
+
+    assert fit.warnings == ["the step never calls the model itself: only what runs inside fit.step_region() is taped"]
+    assert fit._planned[0].tape.counts.dropped > 4
+    assert differing(plain(copy.deepcopy(mlp()), x, step), outcome(model, loss)) == []
+
+
+def test_an_annealed_number_among_the_arguments_is_no_new_shape(drops_all):
+    model = Net(lambda self, x, weight: self.layers[1](self.layers[0](x).sin()).sin() * weight)
+    x = torch.randn(4, 8)
+    fit = lowtide.fit(model, (x, 1.0), budget="100%")
+    for weight in (0.9, 0.8):
+        expected = plain(model, (x, weight))
+        model.zero_grad()
+        loss = model(x, weight).square().mean()
+        loss.backward()
+        assert differing(expected, outcome(model, loss)) == []
+
+    assert len(fit.plans) == 1
+
+
+def contrast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """SimCSE: the same rows twice under dropout, every other row a negative."""
+    a, b = model(x), model(x)
+    scores = F.cosine_similarity(a[:, None], b[None], dim=-1) / 0.05
+    return F.cross_entropy(scores, torch.arange(len(x)))
+
+
+def test_a_step_that_calls_the_model_twice_is_exact(drops_all):
+    model, x = deep(), torch.randn(16, 32)
+    expected = plain(model, x, contrast)
+    fit = lowtide.fit(model, x, step=contrast, budget="100%")
+
+    for region in (True, False):
+        for m in model.modules():
+            if isinstance(m, nn.BatchNorm1d):
+                m.reset_running_stats()
+        model.zero_grad()
+        torch.manual_seed(7)
+        if region:
+            with fit.step_region():
+                loss = contrast(model, x)
+        else:
+            loss = contrast(model, x)
+        loss.backward()
+        assert differing(expected, outcome(model, loss)) == []
+    assert fit._planned[0].tape.counts.mismatched == 0
+
+
+def test_a_second_shape_gets_a_plan_of_its_own_under_fit(drops_all):
+    model = deep()
+    bare = copy.deepcopy(model)
+    fit = lowtide.fit(model, torch.randn(64, 32), budget="100%")
+    for rows in (64, 40, 64, 40):
+        x = torch.randn(rows, 32)
+        found = []
+        for m in (bare, model):
+            m.zero_grad()
+            torch.manual_seed(7)
+            loss = m(x).square().mean()
+            loss.backward()
+            found.append(outcome(m, loss))
+        assert differing(*found) == []
+
+    assert len(fit.plans) == 2
+    assert [p.tape.counts.steps for p in fit._planned] == [2, 2]
+    assert all(p.tape.counts.mismatched == 0 for p in fit._planned)
+
+
+def test_planning_in_mid_training_leaves_gradients_and_generators_alone(drops_all):
+    model = deep()
+    lowtide.fit(model, torch.randn(64, 32), budget="100%")
+    model(torch.randn(64, 32)).square().mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    x = torch.randn(40, 32)
+    expected = plain(model, x)
+
+    torch.manual_seed(7)
+    loss = model(x).square().mean()
+
+    assert all(torch.equal(p.grad, grads[n]) for n, p in model.named_parameters())
+    model.zero_grad()
+    loss.backward()
+    assert differing(expected, outcome(model, loss)) == []
+
+
+def test_a_batch_that_the_model_rejects_raises_the_models_own_error_while_training():
+    model = mlp()
+    lowtide.fit(model, torch.randn(4, 16), budget="100%")
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.randn(4, 3))
+
+    model(torch.randn(4, 16)).sum().backward()
+
+
+def test_a_second_shape_whose_loss_only_the_step_knows_is_saved_not_refused(drops_all):
+    class Out:
+        def __init__(self, score: torch.Tensor) -> None:
+            self.score = score
+
+    model = Net(lambda self, x: Out(self.layers[1](self.layers[0](x).sin()).sin()))
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).score.square().mean()
+
+    fit = lowtide.fit(model, torch.randn(8, 8), step=step, budget="100%")
+    x = torch.randn(6, 8)
+    expected = plain(model, x, step)
+
+    loss = step(model, x)
+    loss.backward()
+
+    assert differing(expected, outcome(model, loss)) == []
+    assert any("saved" in line for line in fit.warnings)
+
+
+def test_a_second_shape_under_apply_is_saved_where_it_differs_and_right():
+    model, x = mlp(), torch.randn(8, 16)
+    plan = harshest(model, x)
+    other = torch.randn(5, 16)
+
+    ours = copy.deepcopy(model)
+    torch.manual_seed(7)
+    with lowtide.apply(ours, plan) as applied:
+        loss = ours(other).square().mean()
+    loss.backward()
+
+    assert applied.counts.mismatched > 0
+    assert differing(plain(model, other), outcome(ours, loss)) == []

@@ -1,0 +1,73 @@
+"""Data parallel training on two ranks: bitwise what it is without lowtide, under one plan."""
+
+import pytest
+import torch
+from support import ranks, sharded_training
+from support.ranks import on_every_rank
+
+from lowtide.plan import RECOMPUTE
+from lowtide.tracing import data_parallel
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return on_every_rank(ranks.all_ways)
+
+
+@pytest.mark.parametrize("fitted", ["before", "after"])
+@pytest.mark.parametrize("way", ranks.WAYS)
+def test_data_parallel_training_is_bitwise_the_same_under_one_plan(way, fitted, trained):
+    for told in trained:
+        plain, ours = told[way, ""], told[way, fitted]
+        for what in ("losses", "gradients", "weights"):
+            assert ours[what] == plain[what]
+        assert ours["dropped"] > 0 and not ours["warnings"]
+    first, second = (told[way, fitted] for told in trained)
+    if fitted == "after":
+        assert first["plan"].decisions == second["plan"].decisions
+    assert first["plan"].counts[RECOMPUTE] > 0
+
+
+def test_a_rehearsal_that_the_reducer_notices_spoils_a_static_graph():
+    assert all(on_every_rank(ranks.noticed))
+
+
+def test_the_rank_with_the_least_memory_decides():
+    first, second = on_every_rank(ranks.budgets, "80%", "60%")
+
+    assert first["plan"].budget_bytes == second["plan"].budget_bytes
+    assert first["plan"].decisions == second["plan"].decisions
+    assert first["plan"].predicted_fraction < 0.61
+
+
+@pytest.mark.parametrize("budgets", [ranks.budgets, sharded_training.with_a_budget], ids=["replicas", "shards"])
+def test_a_budget_that_one_rank_cannot_keep_is_refused_on_all(budgets):
+    first, second = on_every_rank(budgets, "90%", 1)
+
+    assert first == second and int(first) > 1
+
+
+@pytest.mark.parametrize("fitted", [ranks.without_a_loss, sharded_training.without_a_loss], ids=["replicas", "shards"])
+def test_a_rank_that_cannot_be_traced_stops_all(fitted):
+    first, second = on_every_rank(fitted, 1)
+
+    assert "failed on rank 1" in first and "StepError" in first
+    assert second.startswith("StepError")
+
+
+def test_aliases_share_memory_and_leave_nothing_behind(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LSTM(4, 4))
+    model[0].tied = model[0].weight
+    before = dict(model.named_parameters())
+    flat = list(model[1]._flat_weights)
+    monkeypatch.setattr(data_parallel, "wrapper_of", lambda model: object())
+
+    with data_parallel.preserve_ddp_state(model):
+        inside = dict(model.named_parameters())
+        assert list(inside) == list(before)
+        assert all(inside[n] is not p and inside[n].data_ptr() == p.data_ptr() for n, p in before.items())
+        assert model[0].tied is model[0].weight
+        assert all(a is not b for a, b in zip(model[1]._flat_weights, flat, strict=True))
+
+    assert all(a is b for a, b in zip(model.parameters(), before.values(), strict=True))
+    assert all(a is b for a, b in zip(model[1]._flat_weights, flat, strict=True))

@@ -1,0 +1,283 @@
+"""Reports: whole texts of a handmade plan, and laws that tie every view to the plan it shows."""
+
+import dataclasses
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from support.toy_graphs import decoder, decoder_costs
+
+from lowtide.errors import LowtideError, PlanMismatchError
+from lowtide.graph.step_graph import Frame
+from lowtide.plan import Decision, Plan, PlannedOp
+from lowtide.reports.curves import memory_curves
+from lowtide.reports.html import html_report
+from lowtide.reports.plots import plot_memory
+from lowtide.reports.summary import Measured, by_module, by_op, collapse_path, short_op, summary, warnings
+from lowtide.reports.svg import round_ticks
+from lowtide.reports.terminal import fit_report
+from lowtide.simulation.simulator import simulate
+from lowtide.solvers.dispatch import solve
+
+MIB = 2**20
+
+
+def handmade(**changes) -> Plan:
+    """Two layers; of each, one tensor saved, one recomputed, one kept only because a replay reads it."""
+    frames, ops, decisions = [Frame(-1, "", 0)], [], []
+    for layer in range(2):
+        for path, name, action, size, stored, ms in (
+            ("mlp.up", "aten.mm.default", "recompute", 11, True, 7.25),
+            ("mlp.act", "aten.silu.default", "save", 11, True, 0.0),
+            ("norm", "aten.mul.Tensor", "save", 4, False, 0.0),
+        ):
+            frames.append(Frame(0, f"layers.{layer}.{path}", 0))
+            ops.append(PlannedOp(name, len(frames) - 1))
+            decisions.append(Decision(len(decisions), action, size * MIB, len(ops) - 1, 0, stored, ms))
+    plan = Plan(
+        method="exact",
+        decisions=tuple(decisions),
+        frames=tuple(frames),
+        ops=tuple(ops),
+        graph_fingerprint="00000000deadbeef",
+        budget_bytes=150 * MIB,
+        predicted_peak_bytes=149 * MIB,
+        plain_peak_bytes=200 * MIB,
+        resident_bytes=100 * MIB,
+        predicted_step_ms=114.5,
+        plain_step_ms=100.0,
+        bound_ms=114.0,
+        status="optimal",
+        solve_s=0.31,
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def test_the_report_says_all_of_this():
+    measured = Measured(
+        peak_bytes=149 * MIB, plain_peak_bytes=200 * MIB, overhead=0.081, bitwise_equal=True, steps=7,
+        mismatched_ops=0, unplanned_ops=1, audited_ops=2, dropped_ops=2, shapes=1, trace_s=0.5, measure_s=1.25,
+    )  # fmt: skip
+
+    text = fit_report(handmade(), measured=measured, warnings=("something else to know",))
+
+    assert (
+        text
+        == """\
+lowtide: method exact (optimal), solved in 0.3 s, on cpu
+
+                       peak  activations      step  overhead
+plain            200.00 MiB      100.0 %  100.0 ms
+plain, measured  200.00 MiB      100.0 %
+budget           150.00 MiB       50.0 %
+predicted        149.00 MiB       49.0 %  114.5 ms   +14.5 %
+measured         149.00 MiB       49.0 %              +8.1 %
+
+time bound         no plan within the budget is under 114.0 ms; gap 0.44%
+storages           save 2 (22.00 MiB), recompute 2 (22.00 MiB)
+for replays alone  save 2 (8.00 MiB)
+before the step    100.00 MiB
+taped              the model's own calls; what runs outside them is saved
+audit              2 of 2 dropped ops replayed and compared bit by bit
+against plain      loss, gradients and buffers bitwise equal
+drift              0 ops not as planned, 1 unknown to the plan, in 7 steps of 1 input shape
+preparation        trace 0.5 s, measure 1.2 s
+
+by module                                 save             recompute              replay
+layers.*.mlp                                 2  22.00 MiB          2  22.00 MiB  14.5 ms
+
+by operator                               save             recompute              replay
+mm                                           -                     2  22.00 MiB  14.5 ms
+silu                                         2  22.00 MiB          -                   -
+all                                          2  22.00 MiB          2  22.00 MiB  14.5 ms
+
+warnings
+  - Steps differ from the traced one: what did not match was saved, so the peak may be higher.
+  - something else to know"""
+    )
+
+
+def test_a_plan_alone_is_reported_without_what_nobody_measured():
+    text = fit_report(handmade(budget_bytes=None, bound_ms=None, method="every_n", status="fixed"))
+
+    assert "measured" not in text and "warnings" not in text
+    assert "lowtide: method every_n (fixed rule)" in text
+    assert "time bound         none known for this method" in text
+    assert re.search(r"^budget +- +-$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("deep", [1, 30])
+def test_no_line_is_wider_than_a_terminal(deep):
+    plan = handmade()
+    frames = tuple(dataclasses.replace(f, path=".".join(["encoder_of_something"] * deep)) for f in plan.frames)
+    ops = tuple(dataclasses.replace(o, name=f"custom.{'operator_' * deep}.default") for o in plan.ops)
+    plan = dataclasses.replace(plan, frames=frames, ops=ops)
+
+    text = fit_report(plan, decoder(), Measured(overhead=float("nan")), warnings=("word " * 60,))
+
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_timing_that_was_not_taken_is_a_dash():
+    assert Measured().overhead_text == Measured(overhead=float("nan")).overhead_text == "-"
+    assert Measured(overhead=-0.011).overhead_text == "-1.1 %"
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        ("model.layers.17.mlp.up_proj", "model.layers.*.mlp"),
+        ("model.layers.17", "model.layers.*"),
+        ("encoder.block.0.layer.1.SelfAttention.q", "encoder.block.*.layer.*.SelfAttention"),
+        ("0", "*"),
+        ("conv1.weight2", "conv1.weight2"),
+        ("lm_head", "lm_head"),
+        ("", "(outside modules)"),
+    ],
+)
+def test_numbered_siblings_share_a_row(path, row):
+    assert collapse_path(path) == row
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("aten.mm.default", "mm"), ("aten.mul.Tensor", "mul"), ("mylib.op.default", "mylib.op"), ("odd", "odd")],
+)
+def test_overloads_of_an_operator_share_a_row(name, row):
+    assert short_op(name) == row
+
+
+@pytest.mark.parametrize("method", ["none", "every_n", "full"])
+@pytest.mark.parametrize("view", [by_module, by_op], ids=lambda f: f.__name__)
+def test_groups_add_up_to_the_plan(view, method):
+    graph = decoder()
+    plan = solve(graph, decoder_costs(graph), method=method)
+
+    groups = view(plan)
+
+    for action in ("save", "recompute"):
+        assert sum(getattr(g, f"{action}_count") for g in groups) == plan.counts[action]
+        assert sum(getattr(g, f"{action}_bytes") for g in groups) == plan.bytes_by_action[action]
+    assert sum(g.recompute_ms for g in groups) == pytest.approx(sum(d.recompute_ms for d in plan.decisions))
+
+
+def test_the_summary_is_plain_json_also_without_a_bound():
+    plan = handmade(bound_ms=None)
+
+    body = json.loads(json.dumps(summary(plan, Measured(overhead=float("nan")), ["w"]), allow_nan=False))
+
+    assert body["gap"] is None and body["measured"]["overhead"] is None and body["warnings"] == ["w"]
+    assert body["counts"] == plan.counts and body["kept_for_replays"] == {"count": 2, "bytes": 8 * MIB}
+
+
+def test_each_warning_fires_on_its_own_cause_and_on_nothing_else():
+    good = Measured(peak_bytes=149 * MIB, bitwise_equal=True)
+
+    assert warnings(handmade(), good) == []
+    assert len(warnings(handmade(status="feasible"), good)) == 1
+    for bad in ({"peak_bytes": 151 * MIB}, {"bitwise_equal": False}, {"mismatched_ops": 1}, {"unplanned_ops": 1}):
+        assert len(warnings(handmade(), dataclasses.replace(good, **bad))) == 1
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, and whether tags close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "data", "action")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_needs_no_other_file_and_shows_the_memory_curve():
+    graph = decoder()
+    costs = decoder_costs(graph)
+    plan = solve(graph, costs, method="full")
+    page = Page()
+
+    page.feed(html_report(plan, graph, Measured(peak_bytes=plan.predicted_peak_bytes, overhead=0.05), costs=costs))
+    page.close()
+
+    assert page.fetched == [] and page.open == []
+    assert "Memory over one step" in page.text and "milliseconds of the plain step" in page.text
+    assert "url(" not in page.text and "@import" not in page.text
+    for group in by_module(plan):
+        assert group.name in page.text
+
+
+def test_the_page_escapes_what_a_model_is_called():
+    plan = handmade(provenance={"model": "<script>alert(1)</script>"})
+
+    page = html_report(plan, warnings=("<b>",))
+
+    assert "<script" not in page and "&lt;script&gt;" in page and "&lt;b&gt;" in page
+
+
+def test_a_page_of_a_plan_alone_shows_peaks_instead_of_a_curve():
+    page = Page()
+    page.feed(html_report(handmade()))
+
+    assert "Peak memory" in page.text and "Memory over one step" not in page.text
+
+
+@pytest.mark.parametrize("points", [1, 7, 10**6])
+def test_thinned_curves_keep_both_peaks(points):
+    graph = decoder()
+    costs = decoder_costs(graph)
+    plan = solve(graph, costs, method="full")
+
+    curves = memory_curves(graph, plan, costs, points=points)
+
+    assert max(curves.plain_bytes) == simulate(graph, costs, {}).peak_bytes
+    assert max(curves.planned_bytes) == plan.predicted_peak_bytes
+    assert len(curves.at) == len(curves.plain_bytes) == len(curves.planned_bytes) <= points + 1
+    assert list(curves.at) == sorted(curves.at) and 0 < curves.backward_at < curves.at[-1]
+    assert curves.at[-1] == pytest.approx(costs.plain_step_ms)
+
+
+def test_curves_of_another_graph_are_refused():
+    graph = decoder()
+    with pytest.raises(PlanMismatchError):
+        memory_curves(graph, handmade())
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_the_plot_is_a_picture(tmp_path, suffix, begin):
+    pytest.importorskip("matplotlib")
+    graph = decoder()
+    plan = solve(graph, decoder_costs(graph), method="full")
+
+    plot_memory(graph, plan, tmp_path / f"memory.{suffix}")
+
+    assert (tmp_path / f"memory.{suffix}").read_bytes().startswith(begin)
+
+
+def test_without_matplotlib_the_plot_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LowtideError) as error:
+        plot_memory(decoder(), handmade(), "memory.png")
+    assert str(error.value) == (
+        "cannot draw memory.png: matplotlib is not installed "
+        "(import of matplotlib.figure halted; None in sys.modules).\n"
+        "Install it with: pip install 'lowtide[plots]'"
+    )
+
+
+@pytest.mark.parametrize("top", [1, 5, 1000, 3 * 2**20, 37 * 2**30])
+def test_axis_ticks_are_few_and_round(top):
+    ticks = round_ticks(top)
+    assert ticks[0] == 0 and len(ticks) <= 7 and ticks[-1] <= top
+    assert all(tick % ticks[1] == 0 for tick in ticks[1:])

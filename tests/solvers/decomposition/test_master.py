@@ -1,0 +1,245 @@
+"""Segments planned apart: an excerpt is the step's own piece, columns add up, and the pool agrees with one model."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.case_graphs import load_case
+from support.strategies import small_graphs
+from support.toy_graphs import decoder, decoder_costs, linear_tanh, unit_costs
+
+from lowtide.graph.step_graph import UNPACK
+from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import exact
+from lowtide.solvers.decomposition.master import ColumnGeneration
+from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
+from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
+from lowtide.solvers.decomposition.subgraph import Subgraphs
+from lowtide.solvers.dispatch import solve
+from lowtide.solvers.exact import Search
+from lowtide.solvers.graph_queries import complete_actions, layers, readers
+from lowtide.solvers.lower_bound.bound import bound_time
+from lowtide.solvers.published.methods import classic
+from lowtide.solvers.search_context import Limits
+
+
+def cut_up(graph, costs, segment_of=None):
+    """The decomposition of a step, by layers or as told."""
+    segment_of = segment_of or segments(graph, worth_replaying(graph))
+    found = windows(graph, segment_of)
+    return segment_of, found, Subgraphs(graph, costs, segment_of, found)
+
+
+def decoder_pool(layers):
+    """A decoder, its costs, its pool and its plain peak."""
+    graph = decoder(layers)
+    costs = decoder_costs(graph)
+    segment_of, found, _ = cut_up(graph, costs)
+    return (
+        graph,
+        costs,
+        ColumnGeneration(graph, costs, segment_of, found),
+        simulate_actions(graph, costs, {}).peak_bytes,
+    )
+
+
+def assert_windows_agree(graph, costs, found, source):
+    whole = simulate_actions(graph, costs, {}).event_peak_bytes
+    for segment, window in enumerate(found):
+        subgraph = source.cut(segment)
+        peaks = simulate_actions(subgraph.graph, costs=subgraph.costs, actions={}).event_peak_bytes
+        ours = max(peaks[: subgraph.turn], default=0), max(peaks[subgraph.backward :], default=0)
+        # An empty window holds what lived when it began.
+        for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
+            if begin < end:
+                assert mine == max(whole[begin:end])
+
+
+@pytest.mark.parametrize("graph", [decoder(6), decoder(3, hidden=32), linear_tanh(20)], ids=["decoder", "thin", "tanh"])
+def test_an_excerpt_peaks_where_the_step_does(graph):
+    costs = unit_costs(graph)
+    _, found, source = cut_up(graph, costs)
+    assert len(found) >= 3
+    assert_windows_agree(graph, costs, found, source)
+
+
+@settings(max_examples=200, deadline=None)
+@given(graph=small_graphs(most_ops=6), data=st.data())
+def test_an_excerpt_of_any_stretch_peaks_where_the_step_does(graph, data):
+    ops = [op.id for op in graph.forward_ops]
+    cut = data.draw(st.integers(1, len(ops)))
+    segment_of = {op: int(place >= cut) for place, op in enumerate(ops)}
+    segment_of = {op: min(s, max(segment_of.values())) for op, s in segment_of.items()}
+    _, found, source = cut_up(graph, unit_costs(graph), segment_of)
+    assert_windows_agree(graph, unit_costs(graph), found, source)
+
+
+def test_columns_add_up():
+    """A plan's peak over the whole step is what its columns say, whichever segments it touches."""
+    graph, costs, pool, plain = decoder_pool(6)
+    pool.solve(plain // 2, 0.0, math.inf)
+    seen = 0
+    for pick in range(max(len(k.columns) for k in pool.different)):
+        columns = [k.columns[(pick + i) % len(k.columns)] for i, k in enumerate(pool.kinds)]
+        chosen = list(zip(pool.stretches, columns, strict=True))
+        saved, claimed = 0, 0
+        for stretch, column in chosen:
+            claimed = max(claimed, max(stretch.peaks(column)) - saved)
+            saved += stretch.kind.plain.kept_bytes - column.kept_bytes
+        actions = pool.actions(chosen)
+        seen += any(a == RECOMPUTE for a in actions.values())
+        line = simulate_actions(graph, costs, actions)
+        assert line.peak_bytes == claimed
+        assert line.recompute_ms - costs.dispatch_us / 1e3 * len(graph.forward_ops) == pytest.approx(
+            sum(c.ms for c in columns)
+        )
+    assert seen > 3
+
+
+def test_equal_layers_are_planned_once():
+    """Twice the layers ask for hardly more pricing: time grows with the number of different ones."""
+    priced = []
+    for depth in (8, 24):
+        _, _, pool, plain = decoder_pool(depth)
+        assert len(pool.kinds) >= depth and len(pool.different) <= 4
+        assert pool.solve(int(0.4 * plain), 0.0, math.inf) is not None
+        priced.append(sum(len(k._priced) for k in pool.different))
+    assert priced[1] <= 1.5 * priced[0]
+
+
+@pytest.mark.parametrize("fraction", [0.6, 0.35])
+def test_segments_apart_are_as_good_as_one_model(fraction, monkeypatch):
+    graph = decoder(5)
+    costs = decoder_costs(graph)
+    together = solve(graph, costs, f"{100 * fraction}%")
+    monkeypatch.setattr(exact, "_WHOLE_SIZE", 0)
+    apart = solve(graph, costs, f"{100 * fraction}%")
+    assert apart.predicted_peak_bytes <= apart.budget_bytes
+    assert apart.predicted_step_ms <= together.predicted_step_ms * 1.005
+    assert apart.bound_ms <= together.predicted_step_ms * 1.005
+
+
+def test_the_bound_of_segments_apart_is_one():
+    """No choice of columns that fits is faster than the bound; here all choices of a pool are tried."""
+    graph, costs, pool, plain = decoder_pool(3)
+    budget = int(0.45 * plain)
+    choice = pool.solve(budget, 0.0, math.inf)
+    fastest = float("inf")
+    for columns in itertools.product(*(k.columns[:: max(len(k.columns) // 4, 1)] for k in pool.kinds)):
+        ms = sum(c.ms for c in columns)
+        if (
+            ms < fastest
+            and simulate_actions(graph, costs, pool.actions(zip(pool.stretches, columns, strict=True))).peak_bytes
+            <= budget
+        ):
+            fastest = ms
+    chosen = simulate_actions(graph, costs, choice.actions)
+    chosen_ms = chosen.recompute_ms - costs.dispatch_us / 1e3 * len(graph.forward_ops)
+    assert chosen.peak_bytes <= budget
+    assert choice.bound_ms <= chosen_ms + 1e-9 <= fastest * 1.01 + 1e-9 < float("inf")
+
+
+def test_windows_need_forward_before_backward():
+    graph = decoder(3)
+    events = list(graph.events)
+    first = next(at for at, (kind, _) in enumerate(events) if kind == UNPACK)
+    twisted = type(graph)(**{**vars_of(graph), "events": (events[first], *events[:first], *events[first + 1 :])})
+    segment_of = {op.id: 0 for op in graph.forward_ops}
+    assert windows(graph, segment_of) is not None
+    assert windows(twisted, segment_of) is None
+
+
+def vars_of(graph):
+    return {name: getattr(graph, name) for name in type(graph).__dataclass_fields__}
+
+
+def test_actions_of_a_pool_are_closed():
+    graph, _, pool, plain = decoder_pool(6)
+    choice = pool.solve(int(0.4 * plain), 0.0, math.inf)
+    again = complete_actions(graph, [s for s, a in choice.actions.items() if a == RECOMPUTE and s in graph.stored],
+                  [s for s, a in choice.actions.items() if a != RECOMPUTE and s not in graph.stored])  # fmt: skip
+    assert again == choice.actions
+
+
+def autocast_search(fraction):
+    graph, costs = load_case("autocast")
+    search = Search(graph, costs, Limits())
+    return search, graph.resident_bytes + int(fraction * (search.plain.peak_bytes - graph.resident_bytes))
+
+
+def test_columns_count_what_python_holds_until_forward_ends():
+    """Autocast's copies of weights: dropped ones still live in forward, and at the turn they do not."""
+    search, budget = autocast_search(0.5)
+
+    choice = search.apart.pool.solve(budget, 0.0, math.inf)
+
+    assert search.apart.pool.split
+    assert search.judge(choice.actions, choice.replays).peak_bytes <= budget
+
+
+def single_layers(search, budget):
+    """The best plan with a layer a segment."""
+    return search.apart.best_choice(lambda asked, deadline: search.apart.pool.solve(asked, 0.0, deadline), budget)
+
+
+def test_two_layers_a_segment_find_what_one_cannot():
+    """A layer's input made again out of what the layer before it keeps."""
+    search, budget = autocast_search(0.5)
+
+    one, both = single_layers(search, budget), search.fastest(budget)
+
+    saved_ms = one.best_within(budget) - both.best_within(budget)
+    assert saved_ms > 0.005 * search.costs.plain_step_ms
+    bound_ms = bound_time(search.graph, search.costs, budget).step_ms
+    assert both.best_within(budget) <= 1.005 * bound_ms
+
+
+def test_stretches_are_longer_where_backward_has_released_more():
+    """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
+    graph, costs = load_case("decoder126")
+    search = Search(graph, costs, Limits())
+    budget = search.judge(classic(graph, "full")).peak_bytes
+    one = single_layers(search, budget)
+    bound = bound_time(graph, costs, budget)
+
+    choice = search.apart.stretches.choose(budget, bound.ms_per_byte, math.inf)
+
+    judged = search.judge(choice.actions, choice.replays)
+    assert judged.peak_bytes <= budget
+    assert judged.timeline.step_ms < one.best_within(budget) - 0.025 * costs.plain_step_ms
+    layer_of, ends = layers(graph), {}
+    for storage, action in choice.actions.items():
+        op = graph.storages[storage].op
+        if action == SAVE and layer_of.get(op) is not None and crosses(graph, storage, layer_of):
+            ends[layer_of[op]] = storage
+    gaps = [b - a for a, b in itertools.pairwise(sorted(ends))]
+    assert len(ends) < 60
+    assert sum(gaps[:5]) > 2 * sum(gaps[-5:])
+
+
+def crosses(graph, storage, layer_of):
+    """Whether the next layer reads what this one makes."""
+    mine = layer_of[graph.storages[storage].op]
+    return any(layer_of.get(op) == mine + 1 for op in readers(graph).get(storage, ()))
+
+
+def test_stretches_add_up():
+    """A stretch peaks where the step does, wherever it lies, and takes what its column says."""
+    graph, costs, pool, plain = decoder_pool(9)
+    pool.solve(plain // 2, 0.0, math.inf)
+    stretches = MultiSegmentColumns(pool)
+    assert stretches.choose(plain // 2, 0.01, math.inf) is not None
+    tried = 0
+    for stretch in stretches._up_to(4):
+        for column in stretch.kind.columns[::3]:
+            line = simulate_actions(graph, costs, pool.actions([(stretch, column)]), pool.replays([(stretch, column)]))
+            assert max(stretch.peaks(column)) <= line.peak_bytes
+            if max(stretch.peaks(column)) > plain:
+                assert max(stretch.peaks(column)) == line.peak_bytes
+            mode_ms = costs.dispatch_us / 1e3 * len(graph.forward_ops) * bool(column.ms)
+            assert line.recompute_ms - mode_ms == pytest.approx(column.ms)
+            tried += 1
+    assert tried > 30

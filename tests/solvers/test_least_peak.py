@@ -1,0 +1,104 @@
+"""The least peak: told quickly, the same each time it is asked for, and a budget that always succeeds."""
+
+import time
+
+import pytest
+from support.case_graphs import load_case
+from support.toy_graphs import decoder, decoder_costs
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.simulation.simulator import simulate, simulate_actions
+from lowtide.solvers.dispatch import solve
+from lowtide.solvers.exact import Search
+from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.local_search import judge, reduce_peak
+from lowtide.solvers.search_context import Limits
+
+
+def least_of(graph, costs, budget=1, **options):
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        solve(graph, costs, budget, **options)
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize("name", ("toy", "resnet", "chain48", "decoder8_4096"))
+@pytest.mark.parametrize("time_limit_s", (30.0, 0.01), ids=("enough time", "no time"))
+def test_the_least_budget_succeeds_whatever_was_asked_before_and_however_little_time_there_is(name, time_limit_s):
+    graph, costs = load_case(name)
+    least = least_of(graph, costs, time_limit_s=time_limit_s)
+
+    again, other_costs = load_case(name)  # nothing remembered
+    plan = solve(again, other_costs, least, time_limit_s=time_limit_s)
+
+    assert simulate(again, other_costs, plan).peak_bytes == plan.predicted_peak_bytes <= least
+    assert least_of(graph, costs, plan.resident_bytes + 1, time_limit_s=0.01) == least
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("resnet", 0.0), ("unet", 0.0), ("vit", 1e-3)])
+def test_the_plan_for_the_least_needs_hardly_less(name, tolerance):
+    """Nothing less where local search made both; where layers repeat, a choice of columns may come a little lower."""
+    graph, costs = load_case(name)
+    least = least_of(graph, costs)
+    plan = solve(graph, costs, least)
+
+    activations = plan.plain_peak_bytes - plan.resident_bytes
+    assert least - tolerance * activations <= plan.predicted_peak_bytes <= least
+
+
+@pytest.mark.parametrize("name", ("toy", "resnet", "unet", "vit"))
+def test_an_impossible_budget_is_told_in_seconds(name):
+    graph, costs = load_case(name)
+    start = time.process_time()
+    least_of(graph, costs)
+
+    assert time.process_time() - start < 10  # 1 to 3 s on a quiet machine
+
+
+@pytest.mark.parametrize(("name", "percent"), [("resnet", 24.5), ("unet", 36.5), ("decoder8_512", 15.9)])
+def test_replaying_more_often_needs_less_than_the_least_of_replaying_once(name, percent):
+    """What the models alone had come down to, in percent of the plain step's activation memory."""
+    graph, costs = load_case(name)
+    plain = simulate_actions(graph, costs, {}).peak_bytes - graph.resident_bytes
+    least = least_of(graph, costs)
+    plan = solve(graph, costs, least)
+
+    assert 100 * (least - graph.resident_bytes) / plain < percent
+    assert max(d.replays for d in plan.decisions) > 1
+
+
+def test_each_way_on_the_path_is_leaner_than_the_last_and_what_it_says():
+    graph = decoder(4)
+    costs = decoder_costs(graph)
+    start = judge(graph, costs, complete_actions(graph, graph.stored))
+
+    path = reduce_peak(graph, costs, start, events=200_000)
+
+    peaks = [way.peak_bytes for way in path]
+    assert path[0] is start and peaks == sorted(set(peaks), reverse=True) and len(path) > 3
+    for way in path:
+        assert simulate_actions(graph, costs, way.actions, way.replays) == way.timeline
+
+
+def test_a_target_ends_the_path_and_a_price_limits_it():
+    graph = decoder(4)
+    costs = decoder_costs(graph)
+    start = judge(graph, costs, complete_actions(graph, ()))
+    whole = reduce_peak(graph, costs, start, events=200_000)
+    target = whole[len(whole) // 2].peak_bytes
+
+    part = reduce_peak(graph, costs, start, target_bytes=target, events=200_000)
+
+    assert part == whole[: len(part)] and part[-1].peak_bytes <= target < part[-2].peak_bytes
+    assert reduce_peak(graph, costs, start, most_ms_per_byte=-1.0, events=200_000) == [start]
+    assert reduce_peak(graph, costs, start, events=0) == [start]
+
+
+def test_the_least_does_not_depend_on_what_the_search_has_learnt():
+    graph = decoder(6)
+    costs = decoder_costs(graph)
+    fresh, experienced = Search(graph, costs, Limits()), Search(graph, costs, Limits())
+    for percent in (80, 50, 30):
+        experienced.within(graph.resident_bytes + fresh.plain.peak_bytes * percent // 100)
+
+    assert fresh.least.peak_bytes == experienced.least.peak_bytes
+    assert fresh.least.actions == experienced.least.actions

@@ -1,0 +1,51 @@
+"""Plans that move storages, made by hand, and a disk that errs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from lowtide.graph.costs import DISK, HOST, Costs, Link
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import DISK_OFFLOAD, Moves, Plan
+from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers.graph_queries import complete_actions
+
+FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)
+
+
+def movable(graph: StepGraph) -> list[int]:
+    """Stored storages that may be moved."""
+    return [s for s in sorted(graph.stored) if not graph.storages[s].fixed]
+
+
+def moving(
+    graph: StepGraph,
+    storages: Iterable[int],
+    *,
+    action: str = DISK_OFFLOAD,
+    recomputed: Iterable[int] = (),
+    max_inflight_bytes: int = 0,
+    fetch_at: Mapping[int, int] | None = None,
+    link: Link = FAST,
+) -> Plan:
+    """A plan that moves ``storages``, recomputes ``recomputed`` and saves the rest."""
+    costs = Costs((1.0,) * len(graph.ops), links={DISK: link, HOST: link})
+    actions = {**complete_actions(graph, recomputed), **dict.fromkeys(storages, action)}
+    candidate = Candidate(actions, moves=Moves(max_inflight_bytes, fetch_at or {}))
+    return build_plan(graph, costs, candidate, method="none", budget_bytes=None, start_s=0)
+
+
+def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read back from disk differs in one bit."""
+    preadv = os.preadv
+
+    def flipped(fd: int, buffers: Any, offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", flipped)

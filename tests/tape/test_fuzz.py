@@ -1,0 +1,124 @@
+"""Random small programs: none is silently wrong.
+
+python tests/test_fuzz.py 5000        as many programs, of all lengths; tells what came of them
+"""
+
+import collections
+import copy
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.random_programs import INVISIBLE, draw
+from support.training_steps import differing, drop_everything, outcome, plain, planned
+
+import lowtide
+from lowtide.plan import RECOMPUTE
+from lowtide.tape import recipes, tape, values
+from lowtide.tracing.metadata_guard import MetadataGuard
+
+EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
+    "equal", "differs", "refused by name", "plain PyTorch refuses it too", "fails only here", "nothing to recompute",
+)  # fmt: skip
+LENGTHS = (6, 9, 14)
+
+
+def came_of(seed: int, length: int) -> str:
+    """Everything that may be dropped is dropped, in one step."""
+    model, x = draw(seed, length)
+    expected = outcome_or_error(model, x)
+    try:
+        plan = drop_everything(lowtide.trace(model, x))
+        if not plan.counts[RECOMPUTE]:
+            return IDLE
+        found = planned(model, x, plan)
+    except lowtide.LowtideError:
+        return SAME_ERROR if isinstance(expected, RuntimeError) else REFUSED
+    except RuntimeError:
+        return SAME_ERROR if isinstance(expected, RuntimeError) else OTHER_ERROR
+    if isinstance(expected, RuntimeError):  # it writes what autograd stored, and what was stored is made again
+        return SAME_ERROR
+    return DIFFERS if differing(expected, found) else EQUAL
+
+
+def outcome_or_error(model: torch.nn.Module, x: torch.Tensor) -> Any:
+    try:
+        return plain(model, x)
+    except RuntimeError as error:
+        return error
+
+
+def tally(seeds: range, length: int) -> collections.Counter:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # out= on a tensor of another size
+        return collections.Counter(came_of(seed, length) for seed in seeds)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_no_random_program_is_silently_wrong(length):
+    found = tally(range(length * 1000, length * 1000 + 40), length)
+
+    assert set(found) <= {EQUAL, REFUSED, SAME_ERROR, IDLE}, found
+    assert found[EQUAL] > 20
+
+
+def no_finish(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recipes.Recipe, "extend", lambda self, *args: None)
+
+
+def no_random_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tape, "draws", lambda func, args, kwargs: False)
+
+
+def no_looks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MetadataGuard, "before", lambda self, tensor: None)
+
+
+def no_strides(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(values.Shape, "of", lambda self, base: base.flatten()[: self.size.numel()].view(self.size))
+
+
+@pytest.mark.parametrize("remove", [no_finish, no_random_state, no_looks, no_strides])
+def test_a_program_tells_when_a_guard_is_gone(remove, monkeypatch):
+    remove(monkeypatch)
+
+    assert any(came_of(seed, 9) in (DIFFERS, OTHER_ERROR) for seed in range(9000, 9100))
+
+
+def fitted(model: torch.nn.Module, x: torch.Tensor) -> lowtide.Fit:
+    budget: int | str = "60%"
+    for _ in range(4):  # what the audit finds is saved from then on, which may take more than was the least before
+        try:
+            return lowtide.fit(model, x, budget=budget)
+        except lowtide.BudgetInfeasibleError as error:
+            budget = error.least_bytes
+    raise AssertionError("the least bytes went on growing")
+
+
+@pytest.mark.parametrize("seed", [500, 501, 503, 504, 505, 506, 507])  # 502 is refused by name
+def test_writes_that_nothing_shows_are_found_by_the_audit(seed):
+    model, x = draw(seed, 6, invisible=True)
+    assert model.program[0][0] in INVISIBLE
+    expected = outcome_or_error(model, x)
+    ours = copy.deepcopy(model)
+
+    fit = fitted(ours, x)
+    torch.manual_seed(7)
+    loss = ours(x).square().mean()
+    if isinstance(expected, RuntimeError):
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        return
+    loss.backward()
+
+    assert fit.plan.predicted_peak_bytes <= fit.plan.budget_bytes
+    assert differing(expected, outcome(ours, loss)) == []
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    count = int(sys.argv[1])
+    for length in LENGTHS:
+        print(length, dict(tally(range(10**6, 10**6 + count // len(LENGTHS)), length)), flush=True)

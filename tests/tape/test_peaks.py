@@ -1,0 +1,64 @@
+"""Predicted peaks beside measured ones, to the byte, where the tape itself holds something."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.training_steps import drop_everything
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.tracing.operators import draws
+
+
+class Attending(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+        self.heads = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.heads(x).view(-1, 4, 3, 2, 4).transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_attention_holds_the_generator_state_that_its_replay_needs_and_no_other(dropout):
+    model, x = Attending(dropout), torch.randn(2, 4, 8)
+    graph = lowtide.trace(model, x)
+    plan = drop_everything(graph)
+
+    proof = lowtide.verify(model, x, plan, rounds=0)
+
+    assert proof.equal and proof.dropped_ops
+    assert proof.measured_peak_bytes == proof.predicted_peak_bytes
+    assert any(op.rng_bytes for op in graph.ops) == bool(dropout)
+
+
+def test_an_operator_draws_unless_its_dropout_is_zero():
+    q, attention = torch.ones(1, 1, 4, 4), torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    assert draws(torch.ops.aten.rand.default, ([2],), {})
+    assert draws(attention, (q, q, q, 0.5), {}) and draws(attention, (q, q, q), {"dropout_p": 0.5})
+    assert not draws(attention, (q, q, q, 0.0), {}) and not draws(attention, (q, q, q), {})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_graphs_that_a_checkpoint_region_makes_in_backward_hold_nothing_afterwards(reentrant):
+    class Regions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=False)
+            return x
+
+    model, x = Regions(), torch.randn(64, 8, requires_grad=True)
+    graph = lowtide.trace(model, x)
+    plan = lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")
+
+    proof = lowtide.verify(model, x, plan, rounds=0)
+
+    assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes
