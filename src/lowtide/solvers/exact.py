@@ -30,13 +30,13 @@ from lowtide.plan import RECOMPUTE
 from lowtide.solvers.candidate import Candidate, infeasible
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
-from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
-from lowtide.solvers.graph_queries import droppable
+from lowtide.solvers.decomposition.segments import segments, windows
+from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, stored_at_backward_start
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, leanest, stored_at_backward_start
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, leanest
 from lowtide.solvers.published.methods import BUDGETED, classic_actions, lazy_candidates
 from lowtide.solvers.search_context import Found, Limits, SearchContext
 
@@ -61,7 +61,7 @@ class Search:
     """The search on one step; asking it for several budgets shares what it has learnt."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
-        ops = worth_replaying(graph)
+        ops = ops_worth_replaying(graph)
         coarse = CoarseGraph(graph, costs) if len(ops) <= _WHOLE_OPS else None
         self.context = SearchContext(graph, costs, limits, fine=coarse is not None and coarse.fine)
         self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain

@@ -16,11 +16,11 @@ from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import exact
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
-from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
+from lowtide.solvers.decomposition.segments import segments, windows
 from lowtide.solvers.decomposition.subgraph import Subgraphs
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import Search
-from lowtide.solvers.graph_queries import complete_actions, layers, readers
+from lowtide.solvers.graph_queries import complete_actions, layers, ops_worth_replaying
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.published.methods import classic
 from lowtide.solvers.search_context import Limits
@@ -28,7 +28,7 @@ from lowtide.solvers.search_context import Limits
 
 def cut_up(graph, costs, segment_of=None):
     """The decomposition of a step, by layers or as told."""
-    segment_of = segment_of or segments(graph, worth_replaying(graph))
+    segment_of = segment_of or segments(graph, ops_worth_replaying(graph))
     found = windows(graph, segment_of)
     return segment_of, found, Subgraphs(graph, costs, segment_of, found)
 
@@ -223,7 +223,7 @@ def test_stretches_are_longer_where_backward_has_released_more():
 def crosses(graph, storage, layer_of):
     """Whether the next layer reads what this one makes."""
     mine = layer_of[graph.storages[storage].op]
-    return any(layer_of.get(op) == mine + 1 for op in readers(graph).get(storage, ()))
+    return any(layer_of.get(op) == mine + 1 for op in step_facts(graph).readers.get(storage, ()))
 
 
 def test_stretches_add_up():

@@ -24,16 +24,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, readers, recomputable, repeated_layers
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms, stored_at_backward_start
+from lowtide.solvers.graph_queries import complete_actions, recomputable, repeated_layers, stored_at_backward_start
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
 
 EMPTY = "F_empty"  # run a stage for its output alone, and let its input go
 CK = "F_ck"  # run a stage for its output alone; its input stays
@@ -102,7 +103,7 @@ class StepChain:
         outputs: list[set[int]] = [set() for _ in range(count)]
         free = recomputable(graph)
         kept = {s for op in graph.forward_ops for s in op.makes if s not in free}
-        for storage, ops in readers(graph).items():
+        for storage, ops in step_facts(graph).readers.items():
             maker = graph.storages[storage].op
             if maker is None or storage in kept:
                 continue
@@ -258,18 +259,16 @@ class StepChain:
         graph, count = self.graph, len(self.outputs)
         forward: list[list[int]] = [[] for _ in range(count)]
         backward: list[list[int]] = [[] for _ in range(count)]
-        packed: dict[int, int] = {}
-        now, turned = 0, False
+        packed_in: dict[int, int] = {}
+        stage, backward_start = 0, step_facts(graph).backward_start
         for event, (kind, number) in enumerate(graph.events):
-            if kind == RUN:
-                turned |= graph.ops[number].backward
-                now = now if turned else self.stage_of[number]
+            if kind == RUN and event < backward_start:
+                stage = self.stage_of[number]
             elif kind == PACK:
-                packed.setdefault(number, now)
+                packed_in.setdefault(number, stage)
             elif kind == UNPACK:
-                turned = True
-                now = min(now, packed.get(number, now))
-            (backward if turned else forward)[now].append(event)
+                stage = min(stage, packed_in.get(number, stage))
+            (forward if event < backward_start else backward)[stage].append(event)
         return forward, backward
 
 
@@ -316,13 +315,10 @@ def _ms(graph: StepGraph, costs: Costs, events: Iterable[int]) -> float:
 
 def _backward_bytes(graph: StepGraph) -> list[int]:
     """Bytes that backward has made and that live before each event."""
-    found, live, alive = [], 0, set[int]()
-    for kind, number in graph.events:
-        found.append(live)
-        if kind == RUN and graph.ops[number].backward:
-            alive.update(graph.ops[number].makes)
-            live += sum(graph.storages[s].bytes for s in graph.ops[number].makes)
-        elif kind == FREE and number in alive:
-            alive.remove(number)
-            live -= graph.storages[number].bytes
-    return found
+    facts, change = step_facts(graph), [0] * len(graph.events)
+    for op in graph.ops:
+        for s in op.makes if op.backward else ():
+            change[facts.birth[s]] += graph.storages[s].bytes
+            if s in facts.death:
+                change[facts.death[s]] -= graph.storages[s].bytes
+    return [0, *accumulate(change)]

@@ -28,9 +28,9 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, recomputable
+from lowtide.solvers.graph_queries import complete_actions, recomputable, stored_at_backward_start
 from lowtide.solvers.milp.highs import Program
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms, stored_at_backward_start
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
 
 _ROUNDED = 10_000  # as in PyTorch
 _RATIOS = tuple(step / 100 for step in range(101))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import PACK, RELEASE, RUN, StepGraph, once_per_graph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate, infeasible
 
@@ -31,20 +31,6 @@ def planned_ms(graph: StepGraph, costs: Costs, replay_ms: float, recorded: int) 
         return costs.plain_step_ms
     tape_us = costs.dispatch_us * len(graph.forward_ops) + costs.record_us * recorded
     return costs.plain_step_ms + replay_ms + tape_us / 1e3
-
-
-@once_per_graph
-def stored_at_backward_start(graph: StepGraph) -> frozenset[int]:
-    """Storages made in forward that autograd has stored when backward begins."""
-    held: set[int] = set()
-    for kind, number in graph.events:
-        if kind == RUN and graph.ops[number].backward:
-            break
-        if kind == PACK:
-            held.add(number)
-        elif kind == RELEASE:
-            held.discard(number)
-    return frozenset(graph.saved[h] for h in held) & graph.stored
 
 
 def fastest(
