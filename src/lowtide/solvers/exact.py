@@ -36,8 +36,8 @@ from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, leanest
-from lowtide.solvers.published.methods import BUDGETED, classic_actions, lazy_candidates
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
+from lowtide.solvers.published.methods import BUDGETED, fixed_actions, lazy_candidates
 from lowtide.solvers.search_context import Found, Limits, SearchContext
 
 _WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
@@ -174,7 +174,7 @@ class Search:
 
     @cached_property
     def _classic_actions(self) -> list[dict[int, str]]:
-        return classic_actions(self.graph)
+        return fixed_actions(self.graph)
 
     def _classics_that_may_beat(self, best: Evaluated, budget_bytes: int) -> list[Evaluated]:
         """Those that fit, leaving out what takes no simulation to see: too slow, or too much saved."""
@@ -204,7 +204,7 @@ class Search:
     def least(self) -> Evaluated:
         """The least peak that is found; the same whatever was asked before, so that asking for it succeeds."""
         known = [self.plain, *self.classics, *(path[-1] for path in self._paths)]
-        chain = leanest(self.graph, self.costs, self._often)
+        chain = least_peak(self.graph, self.costs, self._often)
         if chain is not None:
             known.append(self.judge(chain.actions, chain.replays))
         found = min(known, key=lambda j: (j.peak_bytes, j.timeline.step_ms))

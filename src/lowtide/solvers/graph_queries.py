@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import Op, StepGraph
@@ -164,3 +165,8 @@ def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int]
     for op in segment_of:
         inside.update(graph.ops[op].makes)
     return complete_actions(graph, sorted((inside - kept) & graph.stored), kept)
+
+
+def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
+    """The step time without replays of a plan that recomputes or offloads: the tape watches all of forward."""
+    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)

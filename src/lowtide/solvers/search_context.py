@@ -11,9 +11,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.graph_queries import complete_actions, taped_plain_ms
 from lowtide.solvers.local_search import Evaluated, judge
-from lowtide.solvers.lower_bound.bound import taped_plain_ms
 
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 STEP_GAP = 0.0025  # of the step time, likewise

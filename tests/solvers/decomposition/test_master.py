@@ -10,6 +10,7 @@ from support.case_graphs import load_case
 from support.strategies import small_graphs
 from support.toy_graphs import decoder, decoder_costs, linear_tanh, unit_costs
 
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate_actions
@@ -22,7 +23,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import Search
 from lowtide.solvers.graph_queries import complete_actions, layers, ops_worth_replaying
 from lowtide.solvers.lower_bound.bound import bound_time
-from lowtide.solvers.published.methods import classic
+from lowtide.solvers.published.full import full
 from lowtide.solvers.search_context import Limits
 
 
@@ -201,7 +202,7 @@ def test_stretches_are_longer_where_backward_has_released_more():
     """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
     graph, costs = load_case("decoder126")
     search = Search(graph, costs, Limits())
-    budget = search.judge(classic(graph, "full")).peak_bytes
+    budget = search.judge(full(graph)).peak_bytes
     one = single_layers(search, budget)
     bound = bound_time(graph, costs, budget)
 

@@ -14,8 +14,9 @@ from support.toy_graphs import Step, chain, decoder, decoder_costs, linear_tanh,
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.simulation.simulator import simulate
+from lowtide.solvers import tuning
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.lower_bound import columns, memory_rows, relaxation
+from lowtide.solvers.lower_bound import columns, relaxation
 from lowtide.solvers.lower_bound import unavoidable as unavoidable_module
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable
@@ -41,7 +42,7 @@ def test_no_plan_of_a_small_graph_beats_the_bounds(tiny, case, record_us, replay
     costs = Costs(costs.op_ms, dispatch_us=costs.dispatch_us, record_us=record_us, replay_us=replay_us)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "_TINY", tiny)
+        patch.setattr(tuning, "SLOT_PER_STAGE_SIZE", tiny)
         assert violations(graph, costs, oracle(graph, costs)) == []
 
 
@@ -97,7 +98,7 @@ def test_what_a_replay_needs_for_itself_counts(monkeypatch):
     assert {peak for _, peak in oracle(graph, costs, most_replays=2)} == {4008, 5008}
 
     with_it = bound_time(graph, costs, 4001), bound_peak(graph)
-    monkeypatch.setattr(memory_rows.MemoryRows, "add_replays", lambda self: None)
+    monkeypatch.setattr(relaxation.MemoryRows, "add_replays", lambda self: None)
     again = dear_to_replay()  # nothing remembered
 
     assert math.isinf(with_it[0].step_ms) and math.isfinite(bound_time(again, costs, 4001).step_ms)
@@ -199,13 +200,13 @@ def wrong(monkeypatch, mutation):
     elif mutation == "nothing runs before its own stage":
         monkeypatch.setattr(relaxation, "_meet", lambda found, one, other: max(one or 0, other or 0) or None)
     elif mutation == "a replay runs when memory is fullest":
-        truth = memory_rows.MemoryRows._least_beside
+        truth = relaxation.MemoryRows._least_beside
 
         def fullest(self, op, begin, end):
             floor, own = truth(self, op, begin, end)
             return floor, own + int(self.unavoidable.floor_bytes.max()) - floor
 
-        monkeypatch.setattr(memory_rows.MemoryRows, "_least_beside", fullest)
+        monkeypatch.setattr(relaxation.MemoryRows, "_least_beside", fullest)
     elif mutation == "what is replayed at all is replayed at once":
         monkeypatch.setattr(columns.Columns, "slot_of", lambda self, op, stage: 0)
 
@@ -234,7 +235,7 @@ def fork():
 )
 def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
     wrong(monkeypatch, mutation)
-    monkeypatch.setattr(columns, "_TINY", 10_000)
+    monkeypatch.setattr(tuning, "SLOT_PER_STAGE_SIZE", 10_000)
 
     @settings(max_examples=400, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
     @given(case=small_cases())
@@ -278,7 +279,7 @@ def test_in_a_small_step_every_moment_of_backward_counts(monkeypatch):
     plain = simulate(graph, costs, {}).peak_bytes
     budget = graph.resident_bytes + int(0.36 * (plain - graph.resident_bytes))
     every = bound_time(graph, costs, budget).step_ms
-    monkeypatch.setattr(memory_rows, "_SMALL", 0)
+    monkeypatch.setattr(tuning, "ALL_MOMENTS_OPS", 0)
 
     again, _ = load_case("vit")  # nothing remembered
     assert every > bound_time(again, costs, budget).step_ms + 0.001 * costs.plain_step_ms

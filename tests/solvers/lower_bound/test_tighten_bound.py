@@ -10,8 +10,8 @@ from support.oracle import oracle, random_plans
 from support.strategies import small_cases, small_graphs
 from support.toy_graphs import unit_costs
 
+from lowtide.solvers import tuning
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.lower_bound import columns, rounding
 from lowtide.solvers.lower_bound import tighten_bound as tighten_bound_module
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
@@ -35,9 +35,9 @@ def overruled(graph, costs, found, worse):
 @pytest.fixture
 def far_from_any_plan(monkeypatch):
     """Bounds are always sharpened, and small graphs are cut into slots as large ones are."""
-    monkeypatch.setattr(columns, "_TINY", 0)
-    monkeypatch.setattr(tighten_bound_module, "_MAX_GAP_TO_PROVE", 100.0)
-    monkeypatch.setattr(rounding, "_NEIGHBOURS", 0)  # many slots
+    monkeypatch.setattr(tuning, "SLOT_PER_STAGE_SIZE", 0)
+    monkeypatch.setattr(tuning, "TIGHTEN_MAX_GAP", 100.0)
+    monkeypatch.setattr(tuning, "STAGES_APART", 0)  # many slots
 
 
 @pytest.mark.usefixtures("far_from_any_plan")
@@ -85,7 +85,7 @@ def test_slots_where_the_answer_breaks_them_are_what_proves_it(monkeypatch):
     graph, costs = load_case("unet")
     plan = solve(graph, costs, "36%")
     bound = bound_time(graph, costs, plan.budget_bytes)
-    monkeypatch.setattr(tighten_bound_module, "_ROUNDS", 1)
+    monkeypatch.setattr(tuning, "TIGHTEN_ROUNDS", 1)
 
     whole = tighten_bound(graph, costs, plan.budget_bytes, plan.predicted_step_ms, bound)
 

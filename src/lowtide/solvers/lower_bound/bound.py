@@ -33,7 +33,7 @@ Symbols (stages t as in ``unavoidable.py``; an op has a grid of stages, ends of 
                                                              and needs for itself; floor the least, and s what is saved
                                                              through all of the slot's bursts
 
-Where plans may offload, ``offload_columns.py`` adds columns for that.
+Where plans may offload, ``link_rows.py`` adds to this.
 
 Known weakness: of a burst only one op at a time counts, beside what is saved and without what is held for later, so
 near the least peak the bound stays below what any plan takes.
@@ -49,12 +49,13 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.memo import memo_of, once_per_graph
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import tuning
+from lowtide.solvers.graph_queries import taped_plain_ms
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
 
 MOVES_HOLD_FOR = "every plan that saves, recomputes or moves, whenever it does; what links can carry counts, not when"
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
-TOLERANCE = 1e-6  # of the objective: HiGHS's own, with room
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,7 @@ def _bound_time(
     if math.isinf(answer.objective):
         return Bound(math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
-    return Bound(floor_ms + max(answer.objective * (1 - TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
-
-
-def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
-    """Return the step time without replays of a plan that recomputes or offloads: the tape watches all of forward."""
-    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)
+    return Bound(floor_ms + max(answer.objective * (1 - tuning.BOUND_TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
 
 
 @once_per_graph
@@ -126,5 +122,5 @@ def bound_peak(graph: StepGraph) -> int:
     answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return least
-    claimed = answer.objective * (1 - TOLERANCE) * model.byte_unit
+    claimed = answer.objective * (1 - tuning.BOUND_TOLERANCE) * model.byte_unit
     return max(least, graph.resident_bytes + math.floor(claimed))

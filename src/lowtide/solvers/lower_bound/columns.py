@@ -14,15 +14,15 @@ from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.solvers.lower_bound.offload_columns import OffloadColumns, Terms
+from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
 from lowtide.solvers.milp.highs import INFINITY, Program
 
-_TINY = 400  # ops x stages up to which each stage has its slot
+Terms = dict[int, float]  # a row's coefficients, by column
 
 
 class Columns:
-    """One program with all its columns and no rows yet, except those of ``OffloadColumns``.
+    """One program with its columns and no rows yet.
 
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
@@ -36,6 +36,7 @@ class Columns:
         s: By storage that a plan decides over or a replay may read.
         K: By unstored storage of ``s``: the stages up to which it may be pinned, and the column for each.
         V: By storage and slot of its maker.
+        o: By storage that may be offloaded and tier (``link_rows.py``).
         peak: None where time is minimised.
     """
 
@@ -58,9 +59,11 @@ class Columns:
         self.A, self.N = self._replay_columns(timed=timed)
         self.s = {x: self.program.column() for x in self._choices()}
         self.peak = None if timed else self.program.column(1.0, upper=INFINITY)
-        self.offload = OffloadColumns(
-            self.program, graph, costs, capacities or {}, self.unavoidable.movable, self.ms_unit, timed=timed
-        )
+        noted_ms = (costs.record_us + costs.replay_us) / 1e3  # when it leaves, and when it comes back
+        self.o = {
+            x: {tier: self.program.column(noted_ms / self.ms_unit * timed) for tier in capacities or ()}
+            for x in sorted(self.unavoidable.movable)
+        }
         self.K = {x: self._pin_columns(x) for x in self.s if x not in graph.stored}
         self.V = {
             (x, i): self.program.column()
@@ -92,6 +95,10 @@ class Columns:
         op = self.maker(storage)
         return {self.A[op][self.slot_of(op, stage)]: factor}
 
+    def offloaded(self, storage: int, factor: float) -> Terms:
+        """``factor`` times "``storage`` is offloaded"."""
+        return dict.fromkeys(self.o.get(storage, {}).values(), factor)
+
     def held_into(self, storage: int, slot: int, factor: float) -> Terms:
         """``factor`` times "``storage``, brought back earlier, is held into ``slot`` of its maker"."""
         return {self.V[storage, slot - 1]: factor} if slot else {}
@@ -99,7 +106,7 @@ class Columns:
     def _grids(self, more_slots: frozenset[int]) -> dict[int, tuple[int, ...]]:
         unavoidable = self.unavoidable
         stages: tuple[int, ...] = ()
-        if len(unavoidable.useful) * len(unavoidable.stages) <= _TINY:
+        if len(unavoidable.useful) * len(unavoidable.stages) <= tuning.SLOT_PER_STAGE_SIZE:
             stages = tuple(range(len(unavoidable.stages)))
         elif unavoidable.stages:
             begin = unavoidable.stages[0]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
+import numpy as np
+
 from lowtide.graph.costs import Costs
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
-from lowtide.solvers.lower_bound.columns import Columns
-from lowtide.solvers.lower_bound.memory_rows import MemoryRows
+from lowtide.solvers import tuning
+from lowtide.solvers.lower_bound.columns import Columns, Terms
+from lowtide.solvers.lower_bound.link_rows import add_link_rows
+from lowtide.solvers.lower_bound.unavoidable import Span
+from lowtide.solvers.milp.highs import INFINITY
 
 
 class Relaxation(Columns):
@@ -36,7 +42,8 @@ class Relaxation(Columns):
         self._pinned()
         self._held()
         if budget_bytes is not None:
-            self.offload.add_link_rows({column: self.program.cost[column] for op in self.N.values() for column in op})
+            replays = {column: self.program.cost[column] for op in self.N.values() for column in op}
+            add_link_rows(self.program, graph, costs, capacities or {}, self.o, replays, self.ms_unit)
         memory = MemoryRows(self)
         memory.add_moments()
         memory.add_replays()
@@ -44,7 +51,7 @@ class Relaxation(Columns):
 
     def _keep_or_replay(self) -> None:
         """What backward asks for is saved, offloaded, or replayed by the first time; what is saved is not replayed."""
-        unavoidable, row, offloaded = self.unavoidable, self.program.row, self.offload.terms
+        unavoidable, row, offloaded = self.unavoidable, self.program.row, self.offloaded
         for x in sorted(unavoidable.droppable):
             first = unavoidable.ask_stages[x][0]
             row({self.s[x]: 1, **self.replayed_by(x, first, 1), **offloaded(x, 1)}, lower=1)
@@ -62,7 +69,7 @@ class Relaxation(Columns):
         for op in self.unavoidable.useful:
             for x in self.decided_reads(op):
                 for replayed, stage in zip(self.A[op], self.grid[op], strict=True):
-                    there = {self.s[x]: -1, **self.replayed_by(x, stage, -1), **self.offload.terms(x, -1)}
+                    there = {self.s[x]: -1, **self.replayed_by(x, stage, -1), **self.offloaded(x, -1)}
                     self._lazy_row({replayed: 1, **there}, upper=0)
 
     def _same_burst(self) -> None:
@@ -125,7 +132,7 @@ class Relaxation(Columns):
             for stage in unavoidable.ask_stages.get(x, ()):
                 i = self.slot_of(op, stage)
                 if i:  # the first slot is in the rows of ``_keep_or_replay``
-                    there = {self.s[x]: 1.0, self.N[op][i]: 1.0, **self.held_into(x, i, 1), **self.offload.terms(x, 1)}
+                    there = {self.s[x]: 1.0, self.N[op][i]: 1.0, **self.held_into(x, i, 1), **self.offloaded(x, 1)}
                     self._lazy_row(there, lower=1)
         for op in unavoidable.useful:
             for x in self.decided_reads(op):
@@ -135,11 +142,196 @@ class Relaxation(Columns):
                     if not (i or low):
                         continue  # the rows of ``_reads`` say so
                     kept = dict(self.K[x])[self.grid[op][i - 1]] if i and x in self.K else self.s[x]
-                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.offload.terms(x, -1)}
+                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.offloaded(x, -1)}
                     if maker is not None:
                         terms.update(self.held_into(x, low, -1))
                         terms.update(dict.fromkeys(self.N[maker][low : self.slot_of(maker, stage) + 1], -1.0))
                     self._lazy_row(terms, upper=0)
+
+
+class MemoryRows:
+    """Adds the rows with bytes to the program of ``columns``.
+
+    Attributes:
+        moments: The event of each memory row, by row.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.graph, self.unavoidable = columns, columns.graph, columns.unavoidable
+        budget_bytes = columns.budget_bytes
+        # Rows that hold at this peak whatever a plan decides are left out.
+        self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
+        self.moments: dict[int, int] = {}
+
+    def add_moments(self) -> None:
+        """At each moment that may bind, the floor and what is saved, pinned or held stay within the budget."""
+        end = len(self.graph.events)
+        change = np.zeros(end + 1, dtype=np.int64)
+        changes: dict[int, list[tuple[int, int]]] = {}
+        for column, size, spans in self._charges():
+            for start, stop in spans:
+                change[start] += size
+                change[stop] -= size
+                changes.setdefault(start, []).append((column, size))
+                changes.setdefault(stop, []).append((column, -size))
+        most = self.unavoidable.floor_bytes + np.cumsum(change[:-1])
+        live: dict[int, int] = {}
+        upcoming = iter(sorted(changes))
+        due = next(upcoming, end)
+        for event in self._binding_events(most, np.array(sorted({0, end, *changes}))):
+            while due <= event:
+                for column, size in changes[due]:
+                    live[column] = live.get(column, 0) + size
+                    if not live[column]:
+                        del live[column]
+                due = next(upcoming, end + 1)
+            terms = {column: size / self.columns.byte_unit for column, size in live.items()}
+            self._add(terms, int(self.unavoidable.floor_bytes[event]), event)
+
+    def add_replays(self) -> None:
+        """While an op runs again there are what it reads, what it makes and its workspace, beside all that is saved."""
+        unavoidable, byte_unit = self.unavoidable, self.columns.byte_unit
+        if not unavoidable.stages:
+            return
+        rows = []
+        for op in unavoidable.useful:
+            for i, stage in enumerate(self.columns.grid[op]):
+                begin = self.columns.slot_begin(op, i)
+                saved_bytes = self._saved_through(stage)
+                if self._most_beside(op, begin, stage) + saved_bytes <= self.limit_bytes:
+                    continue
+                floor, own = self._least_beside(op, begin, stage)
+                if floor + own + saved_bytes > self.limit_bytes:
+                    rows.append((op, i, stage, floor, own))
+        saved = self._saved_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
+        for op, i, stage, floor, own in rows:
+            terms = {self.columns.N[op][i]: own / byte_unit, saved[stage]: 1.0}
+            for x in self.columns.decided_reads(op):
+                if self._saved_until.get(x, -1) >= unavoidable.last_asks[stage]:  # counted with the op already
+                    terms[self.columns.s[x]] = -self.graph.storages[x].bytes / byte_unit
+            self._add(terms, floor, unavoidable.last_asks[stage], lazy=True)
+
+    def _add(self, terms: Terms, floor_bytes: int, event: int, *, lazy: bool = False) -> None:
+        columns = self.columns
+        if columns.peak is not None:
+            terms[columns.peak] = -1.0
+        most_bytes = self.graph.resident_bytes if columns.budget_bytes is None else columns.budget_bytes
+        row = columns.program.row(terms, upper=(most_bytes - floor_bytes) / columns.byte_unit, lazy=lazy)
+        self.moments[row] = event
+
+    def _charges(self) -> Iterable[tuple[int, int, Iterable[Span]]]:
+        """Column, bytes and when it costs them."""
+        unavoidable, storages, birth = self.unavoidable, self.graph.storages, step_facts(self.graph).birth
+        stages, ends = unavoidable.stages, unavoidable.stage_ends
+        for x, column in self.columns.s.items():
+            size = storages[x].bytes
+            if x in unavoidable.kept_spans:
+                yield column, size, unavoidable.kept_spans[x]
+                continue
+            begin = min(unavoidable.first_stage[op] for op in unavoidable.read_by[x])
+            yield column, size, unavoidable.extra_spans(x, [(birth[x], stages[begin])])
+            for stage, pinned in self.columns.K[x]:
+                yield pinned, size, unavoidable.extra_spans(x, [(stages[begin], ends[stage])])
+                begin = stage + 1
+        for (x, i), column in self.columns.V.items():
+            stage = self.columns.grid[self.columns.maker(x)][i]
+            yield column, storages[x].bytes, unavoidable.extra_spans(x, [(unavoidable.last_asks[stage], ends[stage])])
+
+    def _binding_events(self, most: np.ndarray, cuts: np.ndarray) -> list[int]:
+        """The events that get a row: in forward all that can bind, in backward the highest of each of some parts."""
+        floor = self.unavoidable.floor_bytes
+        first_stage = self.unavoidable.stages[0] if self.unavoidable.stages else len(floor)
+        peaks = [int(floor[a:b].argmax()) + a for a, b in pairwise(cuts.tolist())]
+        chosen = []
+        highest = -1
+        for event in reversed([e for e in peaks if e < first_stage]):
+            if floor[event] > highest:  # what is saved only adds up in forward
+                highest = int(floor[event])
+                chosen.append(event)
+        backward = [e for e in peaks if e >= first_stage]
+        parts = (
+            len(backward)
+            if len(self.graph.ops) <= tuning.ALL_MOMENTS_OPS
+            else min(tuning.BACKWARD_MOMENTS, len(backward))
+        )
+        for part in np.array_split(np.array(backward, dtype=int), max(parts, 1)):
+            if len(part):
+                chosen.append(int(part[most[part].argmax()]))
+        return sorted(e for e in chosen if most[e] > self.limit_bytes)
+
+    def _most_beside(self, op: int, begin: int, end: int) -> int:
+        """At least the sum of what ``_least_beside`` returns, and cheap to compute."""
+        low, high = self._asks_in(begin, end)
+        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        return self._own_bytes(op) + sum(self.graph.storages[s].bytes for s in self._made_reads(op)) + int(idle.min())
+
+    def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
+        """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
+        low, high = self._asks_in(begin, end)
+        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        beside = floor.copy()
+        for x in self._made_reads(op):
+            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[low:high]
+        return int(floor.min()), self._own_bytes(op) + int(beside.min()) - int(floor.min())
+
+    def _own_bytes(self, op: int) -> int:
+        """What a replay of ``op`` needs beside what it reads."""
+        node = self.graph.ops[op]
+        return sum(self.graph.storages[s].bytes for s in node.makes) + node.workspace_bytes + node.rng_bytes
+
+    def _made_reads(self, op: int) -> list[int]:
+        """What ``op`` reads that was made in the step."""
+        return [s for s in dict.fromkeys(self.graph.ops[op].reads) if self.graph.storages[s].op is not None]
+
+    def _asks_in(self, begin: int, end: int) -> tuple[int, int]:
+        """Of the stages from ``begin`` to ``end``: places in ``ask_events``, the second not included."""
+        unavoidable = self.unavoidable
+        events = (unavoidable.stages[begin], unavoidable.last_asks[end] + 1)
+        low, high = np.searchsorted(unavoidable.ask_events, events)
+        return int(low), int(high)
+
+    def _in_floor(self, storage: int) -> np.ndarray:
+        """Just before which ``ask_events`` the floor counts ``storage``, as a mask."""
+        if storage not in self._floor_masks:
+            self._floor_masks[storage] = self.unavoidable.in_floor(storage, self.unavoidable.ask_events - 1)
+        return self._floor_masks[storage]
+
+    @cached_property
+    def _floor_masks(self) -> dict[int, np.ndarray]:
+        return {}
+
+    @cached_property
+    def _saved_until(self) -> dict[int, int]:
+        """Of storages that, if saved, cost their bytes from before the first burst on: until which event."""
+        first = int(self.unavoidable.ask_events[0]) - 1
+        spans = ((x, begin, end) for x in self.columns.s for begin, end in self.unavoidable.kept_spans.get(x, ()))
+        return {x: end for x, begin, end in spans if begin <= first < end}
+
+    def _saved_through(self, stage: int) -> int:
+        """Bytes that can be saved through all bursts up to those of ``stage``."""
+        ends, sums = self._saved_sums
+        return int(sums[-1] - sums[np.searchsorted(ends, self.unavoidable.last_asks[stage])])
+
+    @cached_property
+    def _saved_sums(self) -> tuple[np.ndarray, np.ndarray]:
+        by_end = sorted((end, self.graph.storages[x].bytes) for x, end in self._saved_until.items())
+        return np.array([end for end, _ in by_end]), np.cumsum([0, *(size for _, size in by_end)])
+
+    def _saved_columns(self, stages: list[int]) -> Mapping[int, int]:
+        """For each of the falling ``stages`` a column with the bytes that are saved through it."""
+        columns = self.columns
+        waiting = sorted(self._saved_until, key=lambda x: (self._saved_until[x], x))
+        found: dict[int, int] = {}
+        later: Terms = {}
+        for stage in stages:
+            terms = dict(later)
+            while waiting and self._saved_until[waiting[-1]] >= self.unavoidable.last_asks[stage]:
+                x = waiting.pop()
+                terms[columns.s[x]] = -self.graph.storages[x].bytes / columns.byte_unit
+            found[stage] = columns.program.column(upper=INFINITY)
+            columns.program.row({found[stage]: 1.0, **terms}, lower=0.0)
+            later = {found[stage]: -1.0}
+        return found
 
 
 def _meet(dominator: Mapping[int, int | None], one: int | None, other: int | None) -> int | None:

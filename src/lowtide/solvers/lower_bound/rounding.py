@@ -10,11 +10,9 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.lower_bound.relaxation import Relaxation
-
-_SLOTS_A_ROUND = 2
-_NEIGHBOURS = 3  # violated stages at most this far apart share one slot
+from lowtide.solvers.lower_bound.columns import Columns
 
 
 class Rounded(NamedTuple):
@@ -24,7 +22,7 @@ class Rounded(NamedTuple):
     replays: dict[int, int]
 
 
-def rounded(graph: StepGraph, model: Relaxation, values: np.ndarray, share: float = 0.5) -> Rounded:
+def rounded(graph: StepGraph, model: Columns, values: np.ndarray, share: float = 0.5) -> Rounded:
     """What ``values`` save by ``share`` at least is saved; the rest is recomputed as often as they say."""
     dropped = [x for x, column in model.s.items() if values[column] < share and x in graph.stored]
     kept = [x for x, column in model.s.items() if values[column] >= share and x not in graph.stored]
@@ -34,9 +32,7 @@ def rounded(graph: StepGraph, model: Relaxation, values: np.ndarray, share: floa
     return Rounded(actions, replays)
 
 
-def violated_stages(
-    graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarray, budget_bytes: int
-) -> list[int]:
+def violated_stages(graph: StepGraph, costs: Costs, model: Columns, values: np.ndarray, budget_bytes: int) -> list[int]:
     """Stages without a slot in which ``values``, rounded, need most memory above the budget; apart from each other."""
     unavoidable, with_slot = model.unavoidable, {stage for grid in model.grid.values() for stage in grid[:-1]}
     highest: dict[int, int] = {}
@@ -47,9 +43,9 @@ def violated_stages(
             highest[stage] = 0 if stage in with_slot else max(highest.get(stage, 0), peak)
     runs: list[list[int]] = []
     for stage in sorted(highest):
-        if runs and stage - runs[-1][-1] <= _NEIGHBOURS:
+        if runs and stage - runs[-1][-1] <= tuning.STAGES_APART:
             runs[-1].append(stage)
         else:
             runs.append([stage])
     tops = [top for top in (max(run, key=lambda t: highest[t]) for run in runs) if highest[top]]
-    return sorted(tops, key=lambda t: -highest[t])[:_SLOTS_A_ROUND]
+    return sorted(tops, key=lambda t: -highest[t])[: tuning.SLOTS_PER_ROUND]

@@ -5,12 +5,12 @@ the end of a slot, of which an op has two. Here branch and bound keeps decisions
 solution violates what was left out. After Boland, Hewitt, Marshall and Savelsbergh 2017, "The continuous-time service
 network design problem", Operations Research 65(5): solve with few slots, add slots where the answer breaks, repeat.
 
-It looks for a proof, which takes less time than an optimum: that no values satisfy the rows and are ``_GAP_TO_PROVE``
-faster than the known plan. Every plan satisfies each row, however many slots there are, so every program on the way
+It looks for a proof, which takes less time than an optimum: that no values satisfy the rows and are faster than the
+known plan by ``TIGHT_GAP``. Every plan satisfies each row, however many slots there are, so every program on the way
 proves a bound.
 
-Known weaknesses: only for small programs, and only where the plan is within ``_MAX_GAP_TO_PROVE`` of the bound, which
-it is not near the least peak. The bound depends on the known plan, and may rise with the budget by less than that gap.
+Known weaknesses: only for small programs, and only where the plan is within ``TIGHTEN_MAX_GAP`` of the bound, which it
+is not near the least peak. The bound depends on the known plan, and may rise with the budget by less than that gap.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ from itertools import chain
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.lower_bound.bound import TOLERANCE, Bound, taped_plain_ms
+from lowtide.solvers import tuning
+from lowtide.solvers.graph_queries import taped_plain_ms
+from lowtide.solvers.lower_bound.bound import Bound
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.rounding import violated_stages
-
-_GAP_TO_PROVE = 0.0098  # of the step, between plan and bound: proving less takes long
-_MAX_GAP_TO_PROVE = 0.05  # of the bound: larger gaps are left alone
-_ROUNDS = 4
-_ROW_NODES = 300_000  # rows of a program times nodes of its search
-_MOST_ROWS = 10_000
 
 
 def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: float, bound: Bound) -> Bound:
@@ -40,25 +36,25 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         known_ms: Step time of a plan within the budget.
         bound: Result of ``bound_time``; its ``ms_per_byte`` stays.
     """
-    target_ms = known_ms / (1 + _GAP_TO_PROVE)
+    target_ms = known_ms / (1 + tuning.TIGHT_GAP)
     plain_fits = simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes
-    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + _MAX_GAP_TO_PROVE):
+    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + tuning.TIGHTEN_MAX_GAP):
         return bound
     floor_ms, best_ms = taped_plain_ms(graph, costs), bound.step_ms
     slots: set[int] = set()
-    for _ in range(_ROUNDS):
+    for _ in range(tuning.TIGHTEN_ROUNDS):
         model = Relaxation(graph, costs, budget_bytes, slots=slots)
         program = model.program
-        if len(program.row_upper) > _MOST_ROWS:
+        if len(program.row_upper) > tuning.TIGHTEN_MAX_ROWS:
             break
         for column in chain(model.s.values(), *model.A.values(), *model.N.values()):
             program.integer[column] = True
         limit = (target_ms - floor_ms) / model.ms_unit
         program.row({column: cost for column, cost in enumerate(program.cost) if cost}, upper=limit)
-        nodes = _ROW_NODES // len(program.row_upper)
+        nodes = tuning.TIGHTEN_WORK // len(program.row_upper)
         answer = program.minimise(gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True)
         proven = limit if answer.status == "infeasible" else min(answer.bound, limit)
-        best_ms = max(best_ms, floor_ms + proven * (1 - TOLERANCE) * model.ms_unit)
+        best_ms = max(best_ms, floor_ms + proven * (1 - tuning.BOUND_TOLERANCE) * model.ms_unit)
         if answer.status == "infeasible":
             break
         values = answer.values if len(answer.values) else program.relax().values

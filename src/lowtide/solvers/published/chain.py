@@ -153,9 +153,9 @@ class StepChain:
             )
         return tuple(found)
 
-    def offer(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
-        """``schedule`` as an offer: its time and floor are sums over stages, actions are worked out when asked for."""
-        saved, checkpoints, runs = _reading(schedule)
+    def lazy_candidate(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
+        """``schedule`` with its time and floor as sums over stages; its actions are worked out on demand."""
+        saved, checkpoints, runs = _parse(schedule)
         floor_bytes = self.graph.resident_bytes + sum(self.graph.storages[s].bytes for s in self._at_backward_start)
         replay_ms, recorded = 0.0, 0
         for k in range(len(self.outputs)):
@@ -174,10 +174,10 @@ class StepChain:
         """``schedule`` as actions and replay counts.
 
         Steps before the first ``BACKWARD`` are the forward pass itself: they decide what is saved. Later ones are
-        replays. A value is made anew once for each run of its stage that needs it, and the last time it stays until
-        nobody needs it any more: exactly what a schedule asks for that keeps each checkpoint until it is used.
+        replays. A storage is replayed once for each run of its stage that needs it. After the last replay it stays
+        until nothing needs it any more, which suits schedules that keep each checkpoint until it is used.
         """
-        saved, checkpoints, runs = _reading(schedule)
+        saved, checkpoints, runs = _parse(schedule)
         kept = self.kept.union(*(self.outputs[k] for k in checkpoints))
         inside = {s for op in self.graph.forward_ops if self.stage_of[op.id] not in saved for s in op.makes}
         actions = complete_actions(self.graph, sorted((inside - kept) & self.graph.stored), kept)
@@ -287,8 +287,15 @@ class _Runs(NamedTuple):
     both: int
 
 
-def _reading(schedule: Sequence[Step]) -> tuple[set[int], set[int], list[_Runs]]:
-    """Stages that the forward pass saves, stages whose output it keeps, and what each runs later."""
+class _Parsed(NamedTuple):
+    """Stages that the forward pass saves, stages whose output it keeps, and how often each stage runs again."""
+
+    saved: set[int]
+    checkpoints: set[int]
+    runs: list[_Runs]
+
+
+def _parse(schedule: Sequence[Step]) -> _Parsed:
     backward_start = next(i for i, step in enumerate(schedule) if step.kind == BACKWARD)
     sweep, later = schedule[:backward_start], schedule[backward_start:]
     saved = {step.stage for step in sweep if step.kind == ALL}
@@ -298,7 +305,7 @@ def _reading(schedule: Sequence[Step]) -> tuple[set[int], set[int], list[_Runs]]
     for step, after in pairwise(later):
         if step.kind == ALL:
             (inner if after.kind == BACKWARD else both)[step.stage] += 1
-    return saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))]
+    return _Parsed(saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))])
 
 
 def _replays(work: _Work, runs: _Runs) -> dict[int, int]:
