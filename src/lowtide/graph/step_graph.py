@@ -142,7 +142,7 @@ class StepGraph:
 
 
 def to_dict(graph: StepGraph) -> dict:
-    """Plain JSON types; ``graph.serial.from_dict`` reads it back and checks it."""
+    """Plain JSON types; ``json_format.from_dict`` reads it back and checks it."""
     return {
         "version": VERSION,
         "device": graph.device,

@@ -152,7 +152,7 @@ def repeated_layers(graph: StepGraph, method: str) -> dict[int, int]:
 
 
 def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int] = ()) -> dict[int, str]:
-    """Actions that recompute what is made inside a segment, except ``keep`` and what an op elsewhere reads.
+    """Actions that recompute what is made inside a segment, except ``keep`` and what an op outside the segment reads.
 
     Args:
         segment_of: Segment of each checkpointed forward op; ops without one run plainly.

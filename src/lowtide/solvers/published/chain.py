@@ -156,7 +156,9 @@ class StepChain:
     def lazy_candidate(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
         """``schedule`` with its time and floor as sums over stages; its actions are worked out on demand."""
         saved, checkpoints, runs = _parse(schedule)
-        floor_bytes = self.graph.resident_bytes + sum(self.graph.storages[s].bytes for s in self._at_backward_start)
+        floor_bytes = self.graph.resident_bytes + sum(
+            self.graph.storages[s].bytes for s in stored_at_backward_start(self.graph)
+        )
         replay_ms, recorded = 0.0, 0
         for k in range(len(self.outputs)):
             if k in saved:
@@ -214,15 +216,11 @@ class StepChain:
         return tuple(map(frozenset, made))
 
     @cached_property
-    def _at_backward_start(self) -> frozenset[int]:
-        return stored_at_backward_start(self.graph)
-
-    @cached_property
     def _floors(self) -> list[tuple[int, int]]:
         """Bytes that each stage would hold when backward begins, without its output, and of its output."""
         found = []
         for made, output in zip(self._made, self.outputs, strict=True):
-            held = (made & self._at_backward_start) - self.kept
+            held = (made & stored_at_backward_start(self.graph)) - self.kept
             sizes = {s: self.graph.storages[s].bytes for s in held}
             found.append((sum(sizes[s] for s in held - output), sum(sizes[s] for s in held & output)))
         return found
