@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,61 @@ def test_the_check_itself_catches(module, source):
 )
 def test_the_check_itself_lets_pass(module, source):
     assert complaints(module, source) == []
+
+
+MOST_SOLVER_LEVELS = 9
+
+
+def files_imported(sources):
+    """By module the modules that it imports, of those that ``sources`` names; type-checking imports count."""
+    found = {}
+    for module, source in sources.items():
+        names = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{module}: write imports in full"
+                names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+        found[module] = {name.removeprefix("lowtide.") for name in names} & sources.keys() - {module}
+    return found
+
+
+def longest_chain(imported):
+    """The longest row of modules in which each imports the next one.
+
+    Raises:
+        CycleError: modules import each other in a circle.
+    """
+    below = {}
+    for module in TopologicalSorter(imported).static_order():
+        below[module] = [module, *max((below[name] for name in sorted(imported[module])), key=len, default=[])]
+    return max(below.values(), key=len)
+
+
+def sources_under(prefix=""):
+    return {m: (SOURCE / (m.replace(".", "/") + ".py")).read_text() for m in MODULES if m.startswith(prefix)}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert len(longest_chain(files_imported(sources_under()))) > 10
+
+
+def test_a_solver_stands_on_few_others():
+    assert len(longest_chain(files_imported(sources_under("solvers.")))) <= MOST_SOLVER_LEVELS
+
+
+def test_chains_and_circles_are_found():
+    sources = {
+        "a": "from lowtide.s import b",
+        "s.b": "def f():\n    import lowtide.s.c",
+        "s.c": "from lowtide.d import name",
+        "d": "",
+    }
+    assert longest_chain(files_imported(sources)) == ["a", "s.b", "s.c", "d"]
+    sources["d"] = "if TYPE_CHECKING:\n    from lowtide.s.b import Name"
+    with pytest.raises(CycleError):
+        longest_chain(files_imported(sources))
 
 
 def test_every_public_name_can_be_had():

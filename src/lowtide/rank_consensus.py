@@ -91,7 +91,7 @@ def agree_on_plan(
     answer: list[Any] = [None]  # a plan and the graph it was made for, or why there is none
     if dist.get_rank(group) == decider:
         try:
-            answer = [(replace(graph), solve(graph, budget_bytes))]  # without what is cached beside its fields
+            answer = [(graph, solve(graph, budget_bytes))]
         except BudgetInfeasibleError as error:
             answer = [(str(error), error.budget_bytes, error.least_bytes, error.proven_bytes)]
         except Exception as error:

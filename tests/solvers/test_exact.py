@@ -18,7 +18,8 @@ from lowtide.solvers.exact import Search
 from lowtide.solvers.graph_queries import complete_actions, layers
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp import coarsening, peak_model
-from lowtide.solvers.published.methods import BUDGETED, classic
+from lowtide.solvers.published.full import full
+from lowtide.solvers.published.methods import BUDGETED
 from lowtide.solvers.search_context import Limits
 
 
@@ -206,7 +207,7 @@ def test_the_same_problem_gets_the_same_plan(small_decoder):
 def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     graph, costs = small_decoder
     search = Search(graph, costs, Limits())
-    wasteful = search.judge(classic(graph, "full"))
+    wasteful = search.judge(full(graph))
     budget = graph.resident_bytes + 2 * (wasteful.peak_bytes - graph.resident_bytes)
 
     thrifty = search.context.save_what_fits(wasteful, budget)

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
-from typing import TypeVar
+from functools import cached_property
 
 VERSION = 1
-T = TypeVar("T")
 
 # Events, in the order of the step. The second number is an op, a storage or a saved-tensor id.
 RUN = 0  # op executes
@@ -144,22 +141,8 @@ class StepGraph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def once_per_graph(function: Callable[[StepGraph], T]) -> Callable[[StepGraph], T]:
-    """Decorator: what ``function(graph)`` returns is kept with the graph, as its cached properties are."""
-    name = f"{function.__module__}.{function.__name__}"
-
-    @wraps(function)
-    def kept(graph: StepGraph) -> T:
-        cache = vars(graph)
-        if name not in cache:
-            cache[name] = function(graph)
-        return cache[name]
-
-    return kept
-
-
 def to_dict(graph: StepGraph) -> dict:
-    """Plain JSON types; ``graph.serial.from_dict`` reads it back and checks it."""
+    """Plain JSON types; ``json_format.from_dict`` reads it back and checks it."""
     return {
         "version": VERSION,
         "device": graph.device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lowtide.graph.costs import Costs, Link
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.simulation.simulator import simulate
@@ -38,22 +39,16 @@ def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, p
     # Which bytes live when does not depend on how fast a link is.
     op_ms = replace(op_ms, links={**dict.fromkeys(plan.tiers, Link(1.0, 1.0)), **op_ms.links})
     planned, plain = simulate(graph, op_ms, plan), simulate(graph, op_ms, {})
-    at: list[float] = []
-    now = backward_at = 0.0
+    at = [0.0]  # when each event begins, and the end: an op takes its memory when it starts
     for kind, number in graph.events:
-        if kind == RUN:
-            if graph.ops[number].backward and not backward_at:
-                backward_at = now
-            at.append(now)  # an op takes its memory when it starts
-            now += 1.0 if costs is None else costs.op_ms[number]
-        else:
-            at.append(now)
-    size = max(1, -(-len(at) // points))
-    starts = range(0, len(at), size)
+        ms = 0.0 if kind != RUN else 1.0 if costs is None else costs.op_ms[number]
+        at.append(at[-1] + ms)
+    size = max(1, -(-len(graph.events) // points))
+    starts = range(0, len(graph.events), size)
     return Curves(
-        at=(*(at[i] for i in starts), now),
+        at=(*(at[i] for i in starts), at[-1]),
         axis="operators run" if costs is None else "milliseconds of the plain step",
         plain_bytes=(*(max(plain.event_peak_bytes[i : i + size]) for i in starts), plain.live_bytes[-1]),
         planned_bytes=(*(max(planned.event_peak_bytes[i : i + size]) for i in starts), planned.live_bytes[-1]),
-        backward_at=backward_at or now,
+        backward_at=at[step_facts(graph).first_backward_run],
     )

@@ -13,7 +13,7 @@ from lowtide.plan import TIER_OF
 from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, new_figure, save_figure
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.pareto_front import FrontierPoint, frontier
-from lowtide.solvers.published.methods import BUDGETED, CLASSICS
+from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
 
 _SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets at which the methods that make the most of one are asked
 
@@ -57,7 +57,7 @@ def trade_off(
     """Plan the step over its whole range of budgets, and by every published method that applies to it; where ``costs``
     knows links to other tiers, over the range that moving opens too."""
     classics: dict[str, list[tuple[int, float]]] = {}
-    for method in CLASSICS:
+    for method in PUBLISHED:
         found = set()
         for budget in _SHARES if method in BUDGETED else (None,):
             try:

@@ -24,7 +24,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
-from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph, once_per_graph
+from lowtide.graph.facts import step_facts
+from lowtide.graph.memo import once_per_graph
+from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Moves
 from lowtide.simulation.transfers import NEEDED, RAN, REPLAYED, SENT, SETTLED, STARTED, Logged
 
@@ -78,12 +80,9 @@ class _Index:
         self.workspace = [op.workspace_bytes for op in graph.ops]
         self.rng = [op.rng_bytes for op in graph.ops]
         # The op that completes what each op makes: itself, or one that finishes it in place.
-        self.complete = list(range(len(graph.ops)))
-        for op in graph.ops:
-            if op.completes_inplace is not None:
-                self.complete[op.completes_inplace] = op.id
-        backward = (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward)
-        self.backward_at = next(backward, len(graph.events))
+        facts = step_facts(graph)
+        self.complete = [facts.completed_by.get(op.id, op.id) for op in graph.ops]
+        self.backward_at = facts.first_backward_run
 
 
 @once_per_graph

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.candidate import build_plan
+from lowtide.solvers.candidate import Candidate, build_plan, infeasible
 from lowtide.solvers.exact import exact
 from lowtide.solvers.offload.search import search_with_offload
-from lowtide.solvers.published.lazy_candidates import fastest
-from lowtide.solvers.published.methods import BUDGETED, CLASSICS, lazy_candidates
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
+from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
 from lowtide.solvers.search_context import Limits
 from lowtide.units import parse_budget
 
-METHODS = ("exact", *CLASSICS)
+METHODS = ("exact", *PUBLISHED)
 Offload = Iterable[str] | Mapping[str, int | str | None]
 
 
@@ -102,12 +102,28 @@ def _solve(
         else:
             candidate = exact(graph, costs, budget_bytes, limits)
     else:
-        offered = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
-        candidate = fastest(graph, costs, offered, budget_bytes, method=method)
+        known = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
+        candidate = _fastest_published(graph, costs, known, budget_bytes, method)
     sharpen = method == "exact"
     return build_plan(
         graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s, sharpen=sharpen
     )
+
+
+def _fastest_published(
+    graph: StepGraph, costs: Costs, known: Sequence[LazyCandidate], budget_bytes: int | None, method: str
+) -> Candidate:
+    """The fastest of a published method's candidates whose simulated peak is within the budget.
+
+    Raises:
+        BudgetInfeasibleError: none is; ``least_bytes`` is the least of their peaks.
+    """
+    found = fastest_within(graph, costs, known, budget_bytes)
+    if found is not None:
+        return found
+    least = least_peak(graph, costs, known)
+    assert least is not None and budget_bytes is not None
+    raise infeasible(graph, costs, budget_bytes, least.actions, method=method, replays=least.replays)
 
 
 def capacities_by(costs: Costs, offload: Offload, *, method: str = "exact") -> dict[str, int | None]:

@@ -30,14 +30,14 @@ from lowtide.plan import RECOMPUTE
 from lowtide.solvers.candidate import Candidate, infeasible
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
-from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
-from lowtide.solvers.graph_queries import droppable
+from lowtide.solvers.decomposition.segments import segments, windows
+from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, stored_at_backward_start
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, leanest, stored_at_backward_start
-from lowtide.solvers.published.methods import BUDGETED, classic_actions, lazy_candidates
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
+from lowtide.solvers.published.methods import BUDGETED, fixed_actions, lazy_candidates
 from lowtide.solvers.search_context import Found, Limits, SearchContext
 
 _WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
@@ -61,7 +61,7 @@ class Search:
     """The search on one step; asking it for several budgets shares what it has learnt."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
-        ops = worth_replaying(graph)
+        ops = ops_worth_replaying(graph)
         coarse = CoarseGraph(graph, costs) if len(ops) <= _WHOLE_OPS else None
         self.context = SearchContext(graph, costs, limits, fine=coarse is not None and coarse.fine)
         self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
@@ -174,7 +174,7 @@ class Search:
 
     @cached_property
     def _classic_actions(self) -> list[dict[int, str]]:
-        return classic_actions(self.graph)
+        return fixed_actions(self.graph)
 
     def _classics_that_may_beat(self, best: Evaluated, budget_bytes: int) -> list[Evaluated]:
         """Those that fit, leaving out what takes no simulation to see: too slow, or too much saved."""
@@ -204,7 +204,7 @@ class Search:
     def least(self) -> Evaluated:
         """The least peak that is found; the same whatever was asked before, so that asking for it succeeds."""
         known = [self.plain, *self.classics, *(path[-1] for path in self._paths)]
-        chain = leanest(self.graph, self.costs, self._often)
+        chain = least_peak(self.graph, self.costs, self._often)
         if chain is not None:
             known.append(self.judge(chain.actions, chain.replays))
         found = min(known, key=lambda j: (j.peak_bytes, j.timeline.step_ms))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from lowtide.graph.step_graph import RUN, UNPACK, Op, StepGraph, once_per_graph
+from lowtide.graph.costs import Costs
+from lowtide.graph.facts import step_facts
+from lowtide.graph.memo import once_per_graph
+from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 
 _MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
@@ -37,8 +40,36 @@ def recomputable(graph: StepGraph) -> frozenset[int]:
 @once_per_graph
 def droppable(graph: StepGraph) -> frozenset[int]:
     """Storages that autograd stores, that backward asks for, and that a plan may recompute."""
-    asked_for = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
-    return graph.stored & recomputable(graph) & asked_for
+    return frozenset(graph.stored & recomputable(graph) & step_facts(graph).first_use.keys())
+
+
+@once_per_graph
+def movable(graph: StepGraph) -> frozenset[int]:
+    """Storages that a plan may move: made in forward, stored, asked for by backward, and written by nobody since."""
+    free = (graph.storages[s] for s in graph.stored & step_facts(graph).first_use.keys())
+    return frozenset(s.id for s in free if s.kind == "activation" and not s.fixed)
+
+
+@once_per_graph
+def stored_at_backward_start(graph: StepGraph) -> frozenset[int]:
+    """Storages made in forward that autograd has stored when the first backward op runs."""
+    facts = step_facts(graph)
+    start = facts.first_backward_run
+    held = (n for n, at in facts.packed.items() if at < start and facts.released.get(n, start) >= start)
+    return graph.stored.intersection(graph.saved[n] for n in held)
+
+
+@once_per_graph
+def ops_worth_replaying(graph: StepGraph) -> list[int]:
+    """Replayable ops that lead to something droppable, in program order."""
+    readers, replayable = step_facts(graph).readers, replayable_ops(graph)
+    free, wanted = recomputable(graph), droppable(graph)
+    worth: set[int] = set()
+    for op in reversed(graph.forward_ops):
+        outputs = [s for s in op.makes if s in free]
+        if op.id in replayable and any(s in wanted or not worth.isdisjoint(readers.get(s, ())) for s in outputs):
+            worth.add(op.id)
+    return sorted(worth)
 
 
 def complete_actions(graph: StepGraph, recomputed: Iterable[int], kept: Iterable[int] = ()) -> dict[int, str]:
@@ -65,29 +96,6 @@ def complete_actions(graph: StepGraph, recomputed: Iterable[int], kept: Iterable
             if actions[read] == RECOMPUTE:
                 wanted.append(read)
     return dict(sorted(actions.items()))
-
-
-@once_per_graph
-def readers(graph: StepGraph) -> dict[int, list[int]]:
-    """Forward ops that read each storage, in program order."""
-    found: dict[int, list[int]] = {}
-    for op in graph.forward_ops:
-        for storage in dict.fromkeys(op.reads):
-            found.setdefault(storage, []).append(op.id)
-    return found
-
-
-@once_per_graph
-def birth_and_first_use(graph: StepGraph) -> tuple[dict[int, int], dict[int, int]]:
-    """Event at which each storage is made, and at which backward first asks for it."""
-    made: dict[int, int] = {}
-    asked: dict[int, int] = {}
-    for event, (kind, number) in enumerate(graph.events):
-        if kind == RUN:
-            made.update(dict.fromkeys(graph.ops[number].makes, event))
-        elif kind == UNPACK:
-            asked.setdefault(graph.saved[number], event)
-    return made, asked
 
 
 @once_per_graph
@@ -144,16 +152,21 @@ def repeated_layers(graph: StepGraph, method: str) -> dict[int, int]:
 
 
 def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int] = ()) -> dict[int, str]:
-    """Actions that recompute what is made inside a segment, except ``keep`` and what an op elsewhere reads.
+    """Actions that recompute what is made inside a segment, except ``keep`` and what an op outside the segment reads.
 
     Args:
         segment_of: Segment of each checkpointed forward op; ops without one run plainly.
     """
     kept, inside = set(keep), set[int]()
-    for storage, ops in readers(graph).items():
+    for storage, ops in step_facts(graph).readers.items():
         maker = graph.storages[storage].op
         if maker is not None and any(segment_of.get(op) != segment_of.get(maker) for op in ops):
             kept.add(storage)
     for op in segment_of:
         inside.update(graph.ops[op].makes)
     return complete_actions(graph, sorted((inside - kept) & graph.stored), kept)
+
+
+def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
+    """The step time without replays of a plan that recomputes or offloads: the tape watches all of forward."""
+    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)

@@ -21,18 +21,14 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE
-from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
 from lowtide.solvers.lower_bound.relaxation import Relaxation
-from lowtide.solvers.lower_bound.unavoidable import unavoidable
+from lowtide.solvers.lower_bound.rounding import rounded, violated_stages
 
 _MOST_OPS = 2500
 _ROUNDS = 3
 _SHARES = (0.25, 0.5)  # what is kept by less than this is recomputed
 _MOST_ABOVE = 0.2  # of the budget's activations: a start further above is too far
-_SLOTS_A_ROUND = 2
-_APART = 3  # stages that are crowded together: one slot is enough for them
 
 
 def round_relaxation(
@@ -48,7 +44,7 @@ def round_relaxation(
     found: list[Evaluated] = []
     slots: set[int] = set()
     for _ in range(_ROUNDS if len(graph.ops) <= _MOST_OPS else 0):
-        model = Relaxation(unavoidable(graph), costs, budget_bytes, slots=slots)
+        model = Relaxation(graph, costs, budget_bytes, slots=slots)
         relaxed = model.program.relax()
         if not math.isfinite(relaxed.objective):
             break
@@ -70,37 +66,7 @@ def _starts(
     most_bytes = budget_bytes + _MOST_ABOVE * (budget_bytes - graph.resident_bytes)
     seen: list[dict[int, str]] = []
     for share in _SHARES:
-        start = rounded(graph, costs, model, values, share)
+        start = judge(graph, costs, *rounded(graph, model, values, share))
         if start.peak_bytes <= most_bytes and start.actions not in seen:
             seen.append(start.actions)
             yield start
-
-
-def rounded(graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarray, share: float = 0.5) -> Evaluated:
-    """What ``values`` keep by ``share`` at least is kept; the rest is made again as often as they say."""
-    dropped = [x for x, column in model.s.items() if values[column] < share and x in graph.stored]
-    kept = [x for x, column in model.s.items() if values[column] >= share and x not in graph.stored]
-    actions = complete_actions(graph, dropped, kept)
-    times = {op: max(round(float(sum(values[column] for column in columns))), 1) for op, columns in model.N.items()}
-    replays = {x: times[op] for op in times for x in graph.ops[op].makes if actions.get(x) == RECOMPUTE}
-    return judge(graph, costs, actions, replays)
-
-
-def violated_stages(
-    graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarray, budget_bytes: int
-) -> list[int]:
-    """Stages without a slot in which what ``values`` say needs most memory above the budget; apart from each other."""
-    unavoidable, ended = model.unavoidable, {stage for grid in model.grid.values() for stage in grid[:-1]}
-    highest: dict[int, int] = {}
-    for event, peak in enumerate(rounded(graph, costs, model, values).timeline.event_peak_bytes):
-        stage = unavoidable.stage_of(event)
-        if peak > budget_bytes and stage >= 0:
-            highest[stage] = 0 if stage in ended else max(highest.get(stage, 0), peak)
-    runs: list[list[int]] = []
-    for stage in sorted(highest):
-        if runs and stage - runs[-1][-1] <= _APART:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    tops = [top for top in (max(run, key=lambda t: highest[t]) for run in runs) if highest[top]]
-    return sorted(tops, key=lambda t: -highest[t])[:_SLOTS_A_ROUND]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.explanation import collapse_path, short_op
-from lowtide.graph.step_graph import FREE, Op, StepGraph
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF, Moves
 from lowtide.simulation.simulator import Contents, Timeline, contents_at_peak
 from lowtide.solvers.lower_bound.bound import Bound
@@ -62,7 +63,7 @@ def _links(timeline: Timeline) -> list[list[Any]]:
 
 def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> list[list[Any]]:
     """Kind, module, operator, count and bytes of each group of storages, most bytes first."""
-    freed = {number for kind, number in graph.events[: peak.event] if kind == FREE}
+    freed = {s for s, event in step_facts(graph).death.items() if event < peak.event}
     rows: list[tuple[str, int, int]] = []
     for s, size in peak.replayed.items():
         rows.append(("fetched" if actions.get(s) in TIER_OF else "replayed", s, size))

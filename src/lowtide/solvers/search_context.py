@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.graph.costs import Costs
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.solvers.graph_queries import birth_and_first_use, complete_actions
+from lowtide.solvers.graph_queries import complete_actions, taped_plain_ms
 from lowtide.solvers.local_search import Evaluated, judge
-from lowtide.solvers.lower_bound.bound import taped_plain_ms
 
 _GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
 STEP_GAP = 0.0025  # of the step time, likewise
@@ -98,14 +98,14 @@ class SearchContext:
         graph, ops = self.graph, self.costs.op_ms
         dropped = [s for s, action in judged.actions.items() if action == RECOMPUTE and s in graph.stored]
         kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
-        made, asked = birth_and_first_use(graph)
+        facts = step_facts(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
         tries = self.events(CLEAN_UP_EVENTS) // max(len(graph.events), 1)
         peaks = np.array(judged.timeline.event_peak_bytes)
         for storage in list(dropped):
             if tries == 0:
                 break
-            room = budget_bytes - int(peaks[made[storage] : asked.get(storage)].max(initial=0))
+            room = budget_bytes - int(peaks[facts.birth[storage] : facts.first_use.get(storage)].max(initial=0))
             if room < graph.storages[storage].bytes:
                 continue
             tries -= 1

@@ -10,25 +10,26 @@ from support.case_graphs import load_case
 from support.strategies import small_graphs
 from support.toy_graphs import decoder, decoder_costs, linear_tanh, unit_costs
 
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import exact
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
-from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
+from lowtide.solvers.decomposition.segments import segments, windows
 from lowtide.solvers.decomposition.subgraph import Subgraphs
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import Search
-from lowtide.solvers.graph_queries import complete_actions, layers, readers
+from lowtide.solvers.graph_queries import complete_actions, layers, ops_worth_replaying
 from lowtide.solvers.lower_bound.bound import bound_time
-from lowtide.solvers.published.methods import classic
+from lowtide.solvers.published.full import full
 from lowtide.solvers.search_context import Limits
 
 
 def cut_up(graph, costs, segment_of=None):
     """The decomposition of a step, by layers or as told."""
-    segment_of = segment_of or segments(graph, worth_replaying(graph))
+    segment_of = segment_of or segments(graph, ops_worth_replaying(graph))
     found = windows(graph, segment_of)
     return segment_of, found, Subgraphs(graph, costs, segment_of, found)
 
@@ -201,7 +202,7 @@ def test_stretches_are_longer_where_backward_has_released_more():
     """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
     graph, costs = load_case("decoder126")
     search = Search(graph, costs, Limits())
-    budget = search.judge(classic(graph, "full")).peak_bytes
+    budget = search.judge(full(graph)).peak_bytes
     one = single_layers(search, budget)
     bound = bound_time(graph, costs, budget)
 
@@ -223,7 +224,7 @@ def test_stretches_are_longer_where_backward_has_released_more():
 def crosses(graph, storage, layer_of):
     """Whether the next layer reads what this one makes."""
     mine = layer_of[graph.storages[storage].op]
-    return any(layer_of.get(op) == mine + 1 for op in readers(graph).get(storage, ()))
+    return any(layer_of.get(op) == mine + 1 for op in step_facts(graph).readers.get(storage, ()))
 
 
 def test_stretches_add_up():

@@ -17,7 +17,7 @@ from lowtide.solvers.candidate import build_plan
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.published.chain import CK, EMPTY, StepChain
 from lowtide.solvers.published.knapsack import dp_knapsack, greedy_knapsack, ilp_knapsack
-from lowtide.solvers.published.methods import BUDGETED, CLASSICS, lazy_candidates
+from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
 from lowtide.solvers.published.revolve import extra_steps, revolve_schedule
 from lowtide.solvers.published.rotor import _enough_bytes, tabulate
 
@@ -97,8 +97,8 @@ def test_what_skips_a_layer_is_kept_in_every_plan():
 
     assert mask in StepChain.of(graph, "rotor").kept
     for method in ("revolve", "rotor"):
-        for offer in lazy_candidates(graph, unit_costs(graph), method):
-            assert offer.candidate().actions.get(mask, SAVE) == SAVE
+        for lazy in lazy_candidates(graph, unit_costs(graph), method):
+            assert lazy.candidate().actions.get(mask, SAVE) == SAVE
 
 
 @pytest.mark.parametrize("case", ("ladder", "decoder"))
@@ -124,20 +124,20 @@ def test_a_chain_promises_no_less_memory_and_time_than_the_step_takes(case, smal
 
 @settings(max_examples=40, deadline=None)
 @given(case=layered_cases())
-def test_an_offer_is_carried_out_within_its_time_and_not_below_its_floor(case):
+def test_a_candidate_is_carried_out_within_its_time_and_not_below_its_floor(case):
     graph, costs = case
 
-    for method in CLASSICS:
+    for method in PUBLISHED:
         try:
             found = lazy_candidates(graph, costs, method)
         except ValueError:  # one layer holds most of the ops
             continue
-        for offer in found:
-            candidate = offer.candidate()
+        for lazy in found:
+            candidate = lazy.candidate()
             line = simulate_actions(graph, costs, candidate.actions, candidate.replays)
-            assert line.peak_bytes >= offer.floor_bytes
+            assert line.peak_bytes >= lazy.floor_bytes
             if method in BUDGETED:
-                assert line.step_ms <= offer.step_ms + 1e-9
+                assert line.step_ms <= lazy.step_ms + 1e-9
             plan = build_plan(graph, costs, candidate, method=method, budget_bytes=None, start_s=0.0)
             assert simulate(graph, costs, plan) == line
 
@@ -368,7 +368,7 @@ def slower_than(graph, costs, budget, methods):
 def test_exact_is_at_least_as_fast_as_every_classic_on_a_decoder(percent):
     graph = decoder(layers=3)
 
-    assert list(slower_than(graph, decoder_costs(graph), f"{percent}%", CLASSICS)) == []
+    assert list(slower_than(graph, decoder_costs(graph), f"{percent}%", PUBLISHED)) == []
 
 
 @pytest.mark.parametrize("method", ["rotor", "revolve"])
@@ -391,14 +391,14 @@ def test_below_what_replaying_once_can_reach_exact_takes_their_schedules(method)
 def test_exact_is_at_least_as_fast_as_every_classic_on_layers(case, percent):
     graph, costs = case
 
-    assert list(slower_than(graph, costs, f"{percent}%", CLASSICS)) == []
+    assert list(slower_than(graph, costs, f"{percent}%", PUBLISHED)) == []
 
 
 @settings(max_examples=60, deadline=None)
 @given(graph=small_graphs(), percent=st.sampled_from([95, 80, 60, 50]))
 def test_exact_is_at_least_as_fast_as_every_classic_without_layers(graph, percent):
     if simulate(graph, unit_costs(graph), {}).peak_bytes > 1:
-        assert list(slower_than(graph, unit_costs(graph), f"{percent}%", CLASSICS)) == []
+        assert list(slower_than(graph, unit_costs(graph), f"{percent}%", PUBLISHED)) == []
 
 
 def test_the_list_of_what_beats_exact_is_not_always_empty(monkeypatch):

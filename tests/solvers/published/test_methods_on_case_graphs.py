@@ -9,7 +9,7 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import Search
-from lowtide.solvers.published.methods import BUDGETED, CLASSICS
+from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
 from lowtide.solvers.search_context import Limits
 
 SEARCHED = ("toy", "chain48", "decoder8_512", "decoder8_4096", "vit", "lora")  # the others take minutes
@@ -19,7 +19,7 @@ BUDGET = "45%"
 
 def published(graph, costs):
     """Plans by method, one for ``BUDGET`` where the method has a plan for each."""
-    for method in CLASSICS[1:]:
+    for method in PUBLISHED[1:]:
         try:
             yield method, solve(graph, costs, BUDGET if method in BUDGETED else None, method=method)
         except (BudgetInfeasibleError, ValueError):  # it does not fit, or no layer repeats

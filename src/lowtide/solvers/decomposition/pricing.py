@@ -18,7 +18,7 @@ from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import left_s
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
-from lowtide.solvers.published.methods import classic
+from lowtide.solvers.published.selective import selective
 
 _PRICING_NODES = 5
 _PRICING_GAP = 1e-2  # finer columns cost twice the time, and no plan of a case was better by more than 0.02 %
@@ -77,7 +77,7 @@ class ColumnPool:
         self._leaned: dict[tuple, float] = {}  # at what worth of a byte
         self.plain = self.column(complete_actions(subgraph.graph, ()))
         self.add(self.plain)
-        self.add(self.column(classic(subgraph.graph, "selective")))
+        self.add(self.column(selective(subgraph.graph)))
 
     @cached_property
     def coarse(self) -> CoarseGraph:

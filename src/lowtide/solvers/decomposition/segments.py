@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph, once_per_graph
-from lowtide.solvers.graph_queries import droppable, layers, readers, recomputable, replayable_ops
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
+from lowtide.solvers.graph_queries import layers
 
 _SMALL_OPS = 12  # segments with fewer ops worth replaying join their neighbour
 
@@ -21,18 +22,6 @@ class Windows:
 
     forward: tuple[int, int]
     backward: tuple[int, int]
-
-
-@once_per_graph
-def worth_replaying(graph: StepGraph) -> list[int]:
-    """Replayable ops that lead to something droppable, in program order."""
-    consumers, allowed, free, wanted = readers(graph), replayable_ops(graph), recomputable(graph), droppable(graph)
-    worth: set[int] = set()
-    for op in reversed(graph.forward_ops):
-        mine = [s for s in op.makes if s in free]
-        if op.id in allowed and any(s in wanted or not worth.isdisjoint(consumers.get(s, ())) for s in mine):
-            worth.add(op.id)
-    return sorted(worth)
 
 
 def segments(graph: StepGraph, ops: Iterable[int]) -> dict[int, int]:
@@ -59,21 +48,13 @@ def _ends_what_it_could_begin(graph: StepGraph, op: int) -> bool:
     return not graph.ops[op].makes or (len(read) == 1 and read <= graph.stored)
 
 
-def backward_start_event(graph: StepGraph) -> int:
-    """The event at which backward begins."""
-    for at, (kind, number) in enumerate(graph.events):
-        if kind == UNPACK or (kind == RUN and graph.ops[number].backward):
-            return at
-    return len(graph.events)
-
-
 def windows(graph: StepGraph, segment_of: dict[int, int]) -> list[Windows] | None:
     """The windows of every segment, in order; None where forward and backward take turns.
 
     A segment's backward begins when the first thing that it packed is unpacked. Backward walks segments from the last
     to the first; what it unpacks out of turn counts to the segment it has come to.
     """
-    count, backward_start = max(segment_of.values(), default=0) + 1, backward_start_event(graph)
+    count, backward_start = max(segment_of.values(), default=0) + 1, step_facts(graph).backward_start
     forward = [backward_start] * count
     backward = [len(graph.events)] * count
     packed_in: dict[int, int] = {}

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import FREE, RUN, UNPACK, Frame, Op, StepGraph, Storage
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import FREE, RUN, Frame, Op, StepGraph, Storage
 from lowtide.solvers.decomposition.segments import Windows
-from lowtide.solvers.graph_queries import readers
 
 _NEVER = 1 << 60
 _BALLAST = "ballast"
@@ -128,29 +128,9 @@ class Subgraphs:
         self.ops_of: list[list[int]] = [[] for _ in windows]
         for op, segment in segment_of.items():
             self.ops_of[segment].append(op)
-        self._readers = readers(graph)
-        self._read_events()
-
-    def _read_events(self) -> None:
-        graph = self.graph
-        self.born: dict[int, int] = {}
-        self.dies: dict[int, int] = {}
-        self.events_of: dict[int, list[int]] = {}
-        unpacked: dict[int, list[int]] = {}
-        for at, (kind, number) in enumerate(graph.events):
-            if kind == RUN:
-                for storage in graph.ops[number].makes:
-                    self.born[storage] = at
-                    self.dies[storage] = _NEVER
-                continue
-            storage = number if kind == FREE else graph.saved[number]
-            self.dies[storage] = at
-            self.events_of.setdefault(storage, []).append(at)
-            if kind == UNPACK:
-                unpacked.setdefault(storage, []).append(at)
-        freed = {number for kind, number in graph.events if kind == FREE}
-        self.dies.update((s, _NEVER) for s in self.born if s not in freed)
-        self._first_unpack = {s: events[0] for s, events in unpacked.items()}
+        self.facts = facts = step_facts(graph)
+        self.born, self.events_of = facts.birth, facts.references
+        self.dies = {s: facts.references[s][-1] if s in facts.death else _NEVER for s in facts.birth}
 
     def window(self, run: range) -> Windows:
         """Of the segments of ``run`` as one."""
@@ -190,9 +170,9 @@ class Subgraphs:
     def tied(self, storage: int, run: range) -> str:
         """Why ``storage`` has to be saved for the sake of segments beside ``run``; "" if it has not."""
         window = self.window(run)
-        if any(self.segment_of.get(op) not in run for op in self._readers.get(storage, ())):
+        if any(self.segment_of.get(op) not in run for op in self.facts.readers.get(storage, ())):
             return "read by another segment" if storage in self.graph.stored else ""
-        asked = self._first_unpack.get(storage, window.backward[0])
+        asked = self.facts.first_use.get(storage, window.backward[0])
         if not window.backward[0] <= asked < window.backward[1]:
             return "asked for by another segment"
         # Python may hold it a little into later segments' forward: seldom a moment that binds, and the judge sees it.

@@ -1,19 +1,19 @@
-"""What no plan can beat: a least step time for a budget, and a least peak, from a linear relaxation.
+"""Lower bounds that hold for every plan: a least step time for a budget, and a least peak, from a linear relaxation.
 
-The bound holds for every plan that the tape can carry out: any set of recomputed storages, each op replayed any number
-of times, as early as backward first asks for something that needs it. It shares no formulation with the MILP of
-``exact.py``: rows are only what is *certain* of memory (``unavoidable.py``), so that leaving any of them out, or
-replacing a moment by a later one, makes the bound weaker and never wrong.
+A plan may recompute any set of storages, and replay each op any number of times, as early as backward first asks for
+something that needs it. The bound shares no formulation with the MILP of ``exact.py``: its rows state only what memory
+every plan needs (``unavoidable.py``). Without one of them, or with a later moment in one, the bound is weaker and still
+holds.
 
 After Checkmate's relaxation (Jain et al. 2020, https://arxiv.org/abs/1910.02653), whose matrix of stages and ops is
 cut down to a few columns an op. Differs: two families of rows keep it tight. An unstored storage that is kept for a
-replay is *pinned* until that replay, as recipes pin it; and an op runs again only in a burst that also runs whatever
-lies on every path from it to what was asked for, its *post-dominator* (Cooper, Harvey and Kennedy 2001, "A simple, fast
-dominance algorithm").
+replay is *pinned* until that replay, as recipes pin it. And an op runs again only in a burst that also runs its
+*post-dominator*: the next op on every path from it to what was asked for (Cooper, Harvey and Kennedy 2001, "A simple,
+fast dominance algorithm").
 
-Symbols (stages t as in ``unavoidable.py``; an op has a grid of stages, ends of its slots i):
+Symbols (stages t as in ``unavoidable.py``; an op has a grid of stages, ends of its slots i, as in ``columns.py``):
 
-    s_x       1: x is kept                              D_j = A_{j,last}  1: op j is replayed at all
+    s_x       1: x is saved                             D_j = A_{j,last}  1: op j is replayed at all
     A_{j,i}   1: op j has been replayed by slot i       N_{j,i}           1: j is replayed in slot i; N_{j,0} = A_{j,0}
     K_{x,t}   1: unstored x is pinned through stage t   V_{x,i}           1: x, brought back, is held beyond slot i
 
@@ -21,7 +21,7 @@ Symbols (stages t as in ``unavoidable.py``; an op has a grid of stages, ends of 
     such that s_x + A_{j,t} >= 1                             backward asks for x, made by j, in stage t
               A_{j,t} <= s_p + A_{maker(p),t}                a replay finds what it reads
               A_{j,t} <= A_{d,t}                             d: post-dominator of j among what leads to stages up to t
-              D_j + sum s_x <= outputs of j                  what is kept is not made again
+              D_j + sum s_x <= outputs of j                  what is saved is not made again
               N_{j,i} >= A_{j,i} - A_{j,i-1}
               s_x + V_{x,i-1} + N_{j,i} >= 1                 ... each time that it asks
               N_{j,i} <= s_p + V_p + N_p                     every replay finds what it reads there and then;
@@ -30,13 +30,13 @@ Symbols (stages t as in ``unavoidable.py``; an op has a grid of stages, ends of 
               K_{x,t} >= D_j - A_{j,t} - D_{maker(x)}        for each reader j of x
               floor + sum m (s + K + V) <= budget            at every moment that may bind
               floor + own_{j,i} N_{j,i} + sum m s <= budget  while j runs again in slot i: own is what it reads, makes
-                                                             and needs for itself; floor the least, and s what is kept
+                                                             and needs for itself; floor the least, and s what is saved
                                                              through all of the slot's bursts
 
-Where plans may move storages, ``offload_columns.py`` adds columns for that.
+Where plans may offload, ``link_rows.py`` adds to this.
 
-Known weaknesses: of a burst only one op at a time counts, beside what is kept and not what is held for later, so near
-the least peak the bound stays below what any plan takes.
+Known weakness: of a burst only one op at a time counts, beside what is saved and without what is held for later, so
+near the least peak the bound stays below what any plan takes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph, once_per_graph
+from lowtide.graph.memo import memo_of, once_per_graph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import tuning
+from lowtide.solvers.graph_queries import taped_plain_ms
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
 
 MOVES_HOLD_FOR = "every plan that saves, recomputes or moves, whenever it does; what links can carry counts, not when"
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
-TOLERANCE = 1e-6  # of the objective: HiGHS's own, with room
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Bound:
     """What holds for every plan within one budget.
 
     Attributes:
-        step_ms: None has a shorter step; infinite where none fits.
-        ms_per_byte: What one more byte of budget takes off ``step_ms``: a price for small changes.
+        step_ms: No plan has a shorter step; infinite where no plan fits.
+        ms_per_byte: How much one more byte of budget lowers ``step_ms``: a price for small changes.
     """
 
     step_ms: float
@@ -75,21 +77,16 @@ def bound_time(
     """Return the least step time that any plan within ``budget_bytes`` can have.
 
     Args:
-        capacities: Most bytes that plans may move, by tier; None: any number.
-
-    Example:
-        >>> bound = bound_time(graph, costs, plan.budget_bytes)
-        >>> bound.step_ms <= simulate(graph, costs, plan).step_ms
-        True
+        capacities: Most bytes that plans may offload, by tier; None: any number.
     """
     if capacities:
         return _bound_time(graph, costs, budget_bytes, capacities)
-    # Asked for twice, by whoever looks for a plan and by whoever writes it down.
-    known: dict[tuple, Bound] = vars(graph).setdefault(f"{__name__}.bounds", {})
-    key = (budget_bytes, costs.op_ms, costs.dispatch_us, costs.record_us, costs.replay_us)
-    if key not in known:
-        known[key] = _bound_time(graph, costs, budget_bytes, None)
-    return known[key]
+    # The search asks for it, and the plan that comes of the search.
+    memo = memo_of(graph)
+    key = (bound_time, budget_bytes, costs.op_ms, costs.dispatch_us, costs.record_us, costs.replay_us)
+    if key not in memo:
+        memo[key] = _bound_time(graph, costs, budget_bytes, None)
+    return memo[key]
 
 
 def _bound_time(
@@ -97,39 +94,33 @@ def _bound_time(
 ) -> Bound:
     if simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes:
         return Bound(costs.plain_step_ms, 0.0)
-    sure = unavoidable_with_offload(graph) if capacities else unavoidable(graph)
-    if sure.floor_bytes.max() > budget_bytes:
+    always = unavoidable_with_offload(graph) if capacities else unavoidable(graph)
+    if always.floor_bytes.max() > budget_bytes:
         return Bound(math.inf, 0.0)
     floor_ms = taped_plain_ms(graph, costs)
-    model = Relaxation(sure, costs, budget_bytes, capacities)
+    model = Relaxation(graph, costs, budget_bytes, capacities)
     answer = model.program.relax()
     if math.isnan(answer.objective):
         return Bound(floor_ms, 0.0)
     if math.isinf(answer.objective):
         return Bound(math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
-    return Bound(floor_ms + max(answer.objective * (1 - TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
-
-
-def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
-    """Return the step time beside replays where something is recomputed or moved: the tape watches all of forward."""
-    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)
+    return Bound(floor_ms + max(answer.objective * (1 - tuning.BOUND_TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
 
 
 @once_per_graph
 def bound_peak_with_offload(graph: StepGraph) -> int:
-    """Return a peak that no plan stays below, whatever it recomputes or moves: what is live for certain at a moment."""
+    """Return a peak that no plan stays below, whatever it recomputes or offloads: absolute allocated bytes."""
     return int(unavoidable_with_offload(graph).floor_bytes.max(initial=graph.resident_bytes))
 
 
 @once_per_graph
 def bound_peak(graph: StepGraph) -> int:
     """Return the least peak that any plan can have: absolute allocated bytes."""
-    sure = unavoidable(graph)
-    least = int(sure.floor_bytes.max())
-    model = Relaxation(sure, Costs((0.0,) * len(graph.ops)), None)
+    least = int(unavoidable(graph).floor_bytes.max())
+    model = Relaxation(graph, Costs((0.0,) * len(graph.ops)), None)
     answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return least
-    claimed = answer.objective * (1 - TOLERANCE) * model.byte_unit
+    claimed = answer.objective * (1 - tuning.BOUND_TOLERANCE) * model.byte_unit
     return max(least, graph.resident_bytes + math.floor(claimed))

@@ -1,15 +1,7 @@
-"""The linear program behind ``bound.py``, whose docstring gives its rows and symbols. Every row holds for every plan.
-
-An op's *grid* is a rising list of stages, ``(t_0, ..., t_last)``; its slot i ends with stage t_i. There are two slots,
-until the stage in which the plain step peaks and after it: that stage is where kept storages meet the transients of the
-loss head or of the last layer, and more slots did not bring the bound nearer (``benchmarks/LOG.md``). Only tiny graphs
-get one for each stage. Where two ops' slots do not match, "by stage t" becomes "by the end of the slot that has t",
-which only loosens a row.
-"""
+"""The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from itertools import pairwise
@@ -17,151 +9,84 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.graph.costs import Costs
-from lowtide.solvers.lower_bound.offload_columns import OffloadColumns, Terms
-from lowtide.solvers.lower_bound.unavoidable import Span, Unavoidable
-from lowtide.solvers.milp.highs import INFINITY, Program
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers import tuning
+from lowtide.solvers.lower_bound.columns import Columns, Terms
+from lowtide.solvers.lower_bound.link_rows import add_link_rows
+from lowtide.solvers.lower_bound.unavoidable import Span
+from lowtide.solvers.milp.highs import INFINITY
 
-_TINY = 400  # ops x stages up to which each stage has its slot
-_MOMENTS = 96  # memory rows for backward; never chosen by the budget, so that the bound falls as it grows
-_SMALL = 2500  # ops up to which a step gets one for every moment
 
-
-class Relaxation:
-    """Columns and rows for one graph.
-
-    Args:
-        budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
-        capacities: Most bytes that plans may move, by tier; None: any number. ``certain`` has to know of it too.
-        slots: Further stages that end a slot.
+class Relaxation(Columns):
+    """The columns of one graph, and all rows.
 
     Attributes:
-        program: The objective is recompute time in ``ms_unit``, or the peak beyond what is resident in ``byte_unit``.
         moments: The event of each memory row, by row.
     """
 
     def __init__(
         self,
-        unavoidable: Unavoidable,
+        graph: StepGraph,
         costs: Costs,
         budget_bytes: int | None,
         capacities: Mapping[str, int | None] | None = None,
         *,
         slots: Iterable[int] = (),
     ) -> None:
-        self.unavoidable, self.costs, self.budget_bytes, self._slots = (
-            unavoidable,
-            costs,
-            budget_bytes,
-            frozenset(slots),
-        )
-        self.graph, self.program = unavoidable.graph, Program()
-        self._later = partial(self.program.row, lazy=True)
-        self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
-        self.byte_unit = max(float(unavoidable.floor_bytes.max() - self.graph.resident_bytes) / 1e3, 1.0)
-        self.moments: dict[int, int] = {}
-        self._grids()
-        self._columns()
-        self.away = OffloadColumns(
-            self.program, self.graph, costs, capacities or {}, unavoidable.movable if capacities else (), self.ms_unit,
-            timed=budget_bytes is not None,
-        )  # fmt: skip
+        super().__init__(graph, costs, budget_bytes, capacities, slots=slots)
+        self._lazy_row = partial(self.program.row, lazy=True)
         self._keep_or_replay()
         self._reads()
         self._same_burst()
         self._pinned()
         self._held()
         if budget_bytes is not None:
-            self.away.carried({column: self.program.cost[column] for mine in self.N.values() for column in mine})
-        self._memory()
-        self._replayed()
-
-    # Columns
-
-    def _grids(self) -> None:
-        unavoidable = self.unavoidable
-        stages: tuple[int, ...] = ()
-        if len(unavoidable.useful) * len(unavoidable.stages) <= _TINY:
-            stages = tuple(range(len(unavoidable.stages)))
-        elif unavoidable.stages:
-            backward_start = unavoidable.stages[0]
-            peak = unavoidable.stage_of(backward_start + int(unavoidable.plain_bytes[backward_start:].argmax()))
-            stages = tuple(sorted({peak, *self._slots}))
-        self.grid: dict[int, tuple[int, ...]] = {}
-        for op in unavoidable.useful:
-            since, until = unavoidable.since[op], unavoidable.until[op]
-            self.grid[op] = (*(t for t in stages if since <= t < until), until)
-
-    def _slot(self, op: int, stage: int) -> int:
-        """The slot of ``op`` that has ``stage``; the last one for later stages."""
-        return min(bisect_left(self.grid[op], stage), len(self.grid[op]) - 1)
-
-    def _columns(self) -> None:
-        unavoidable, costs, column = self.unavoidable, self.costs, self.program.column
-        timed = self.budget_bytes is not None
-        self.A: dict[int, list[int]] = {}
-        self.N: dict[int, list[int]] = {}
-        for op in unavoidable.useful:
-            ms = (costs.op_ms[op] + costs.replay_us / 1e3) / self.ms_unit * timed
-            slots = len(self.grid[op])
-            steps = [column() for _ in range(slots - 1)]
-            self.A[op] = [*steps, column(costs.record_us / 1e3 / self.ms_unit * timed)]
-            self.N[op] = [self.A[op][0], *(column(ms) for _ in range(slots - 1))]  # in the first slot they are one
-            self.program.cost[self.A[op][0]] += ms
-        read = (
-            s for op in unavoidable.useful for s in self.graph.ops[op].reads if self.graph.storages[s].op is not None
-        )
-        choices = sorted(unavoidable.droppable.union(read, unavoidable.movable) - unavoidable.always_kept)
-        self.s = {x: column() for x in choices}
-        self.peak = None if timed else column(1.0, upper=INFINITY)
-
-    def _by(self, storage: int, stage: int, factor: float) -> Terms:
-        """``storage`` has been brought back by ``stage``; nothing where it cannot be."""
-        op = self.graph.storages[storage].op
-        if storage not in self.unavoidable.returns or op is None or stage < self.unavoidable.since[op]:
-            return {}
-        return {self.A[op][self._slot(op, stage)]: factor}
-
-    # Rows without bytes
+            replays = {column: self.program.cost[column] for op in self.N.values() for column in op}
+            add_link_rows(self.program, graph, costs, capacities or {}, self.o, replays, self.ms_unit)
+        memory = MemoryRows(self)
+        memory.add_moments()
+        memory.add_replays()
+        self.moments = memory.moments
 
     def _keep_or_replay(self) -> None:
-        unavoidable, row = self.unavoidable, self.program.row
+        """What backward asks for is saved, offloaded, or replayed by the first time; what is saved is not replayed."""
+        unavoidable, row, offloaded = self.unavoidable, self.program.row, self.offloaded
         for x in sorted(unavoidable.droppable):
-            row({self.s[x]: 1, **self._by(x, unavoidable.asked[x][0], 1), **self.away.terms(x, 1)}, lower=1)
+            first = unavoidable.ask_stages[x][0]
+            row({self.s[x]: 1, **self.replayed_by(x, first, 1), **offloaded(x, 1)}, lower=1)
         for x in sorted(unavoidable.movable - unavoidable.droppable):
-            row({self.s[x]: 1, **self.away.terms(x, 1)}, lower=1)
+            row({self.s[x]: 1, **offloaded(x, 1)}, lower=1)
         for op in unavoidable.useful:
-            outputs = [self.s[x] for x in self.graph.ops[op].makes if x in unavoidable.returns and x in self.s]
+            outputs = [self.s[x] for x in self.graph.ops[op].makes if x in unavoidable.replayable and x in self.s]
             row({self.A[op][-1]: 1, **dict.fromkeys(outputs, 1.0)}, upper=len(outputs))
             for i, (before, after) in enumerate(pairwise(self.A[op])):
                 row({before: 1, after: -1}, upper=0)
                 row({self.N[op][i + 1]: 1, before: 1, after: -1}, lower=0)
 
-    def _sources(self, op: int) -> Iterable[int]:
-        """What ``op`` reads that a plan decides over."""
-        return (x for x in dict.fromkeys(self.graph.ops[op].reads) if x in self.s)
-
     def _reads(self) -> None:
+        """By the time an op is replayed, what it reads is saved, offloaded or replayed."""
         for op in self.unavoidable.useful:
-            for x in self._sources(op):
-                for step, stage in zip(self.A[op], self.grid[op], strict=True):
-                    elsewhere = self.away.terms(x, -1)
-                    self._later({step: 1, self.s[x]: -1, **self._by(x, stage, -1), **elsewhere}, upper=0)
+            for x in self.decided_reads(op):
+                for replayed, stage in zip(self.A[op], self.grid[op], strict=True):
+                    there = {self.s[x]: -1, **self.replayed_by(x, stage, -1), **self.offloaded(x, -1)}
+                    self._lazy_row({replayed: 1, **there}, upper=0)
 
     def _same_burst(self) -> None:
         """An op is replayed only together with its post-dominator."""
         unavoidable = self.unavoidable
         last = len(unavoidable.stages)
-        wanted: dict[int, list[int]] = {last: list(unavoidable.useful)} if unavoidable.useful else {}
+        ops_at: dict[int, list[int]] = {last: list(unavoidable.useful)} if unavoidable.useful else {}
         for op in unavoidable.useful:
             for stage in self.grid[op][:-1]:
-                wanted.setdefault(stage, []).append(op)
-        for stage, ops in wanted.items():
+                ops_at.setdefault(stage, []).append(op)
+        for stage, ops in ops_at.items():
             dominator = self._post_dominators(stage, min(ops))
             for op in ops:
                 above = dominator[op]
-                at = self._slot(op, stage)
                 if above is not None:
-                    self._later({self.A[op][at]: 1, self.A[above][self._slot(above, stage)]: -1}, upper=0)
+                    here, there = self.slot_of(op, stage), self.slot_of(above, stage)
+                    self._lazy_row({self.A[op][here]: 1, self.A[above][there]: -1}, upper=0)
 
     def _post_dominators(self, stage: int, first: int) -> dict[int, int | None]:
         """By op from ``first`` on: the next op on every path to what backward has asked for by ``stage``."""
@@ -170,198 +95,205 @@ class Relaxation:
         for op in reversed(unavoidable.useful):
             if op < first:
                 break
-            if unavoidable.since[op] > stage:
+            if unavoidable.first_stage[op] > stage:
                 continue
-            outputs = [x for x in self.graph.ops[op].makes if x in unavoidable.returns]
-            if any(unavoidable.asked[x][0] <= stage for x in outputs if x in unavoidable.droppable):
+            outputs = [x for x in self.graph.ops[op].makes if x in unavoidable.replayable]
+            if any(unavoidable.ask_stages[x][0] <= stage for x in outputs if x in unavoidable.droppable):
                 found[op] = None
                 continue
-            nexts = [r for x in outputs for r in unavoidable.read_by.get(x, ()) if unavoidable.since[r] <= stage]
-            meet: int | None = nexts[0]
-            for other in nexts[1:]:
+            readers = [
+                r for x in outputs for r in unavoidable.read_by.get(x, ()) if unavoidable.first_stage[r] <= stage
+            ]
+            meet: int | None = readers[0]
+            for other in readers[1:]:
                 meet = _meet(found, meet, other)
             found[op] = meet
         return found
 
-    def _held(self) -> None:
-        """What is brought back is there when it is asked for or read: just then, or held since."""
-        unavoidable = self.unavoidable
-        self.V: dict[tuple[int, int], int] = {}  # storage, slot of its maker
-        for x in sorted(unavoidable.returns & self.s.keys()):
-            op = unavoidable.maker(x)
-            for i in range(len(self.grid[op]) - 1):
-                self.V[x, i] = held = self.program.column()
-                self._later({held: 1, self.N[op][i]: -1, **self._since(x, i, -1)}, upper=0)
-            for stage in unavoidable.asked.get(x, ()):
-                i = self._slot(op, stage)
-                if i:  # the first slot is in the rows above
-                    there = {self.s[x]: 1.0, self.N[op][i]: 1.0, **self._since(x, i, 1), **self.away.terms(x, 1)}
-                    self._later(there, lower=1)
-        for op in unavoidable.useful:
-            for x in self._sources(op):
-                for i, stage in enumerate(self.grid[op]):
-                    begin = self.grid[op][i - 1] + 1 if i else unavoidable.since[op]
-                    maker = unavoidable.maker(x) if x in unavoidable.returns else None
-                    low = self._slot(maker, begin) if maker is not None else 0
-                    if not (i or low):
-                        continue  # the rows above say so
-                    kept = dict(self.K[x])[self.grid[op][i - 1]] if i and x in self.K else self.s[x]
-                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.away.terms(x, -1)}
-                    if maker is not None:
-                        terms.update(self._since(x, low, -1))
-                        terms.update(dict.fromkeys(self.N[maker][low : self._slot(maker, stage) + 1], -1.0))
-                    self._later(terms, upper=0)
-
-    def _since(self, storage: int, slot: int, factor: float) -> Terms:
-        return {self.V[storage, slot - 1]: factor} if slot else {}
-
     def _pinned(self) -> None:
-        """K: by storage, the column for each stretch of stages up to the one given."""
-        unavoidable = self.unavoidable
-        self.K: dict[int, list[tuple[int, int]]] = {}
-        for x in self.s:
-            if x in self.graph.stored:
-                continue
-            ends = sorted({stage for op in unavoidable.read_by[x] for stage in self.grid[op]})[:-1]
-            self.K[x] = [(stage, self.program.column()) for stage in ends]
-            for (_, before), (_, after) in pairwise([(0, self.s[x]), *self.K[x]]):
-                self._later({before: 1, after: -1}, lower=0)
-            for stage, pinned in self.K[x]:
-                for op in unavoidable.read_by[x]:
-                    i = self._slot(op, stage)
+        """An unstored storage that is kept for a replay is pinned until then."""
+        for x, pins in self.K.items():
+            for (_, before), (_, after) in pairwise([(0, self.s[x]), *pins]):
+                self._lazy_row({before: 1, after: -1}, lower=0)
+            for stage, pinned in pins:
+                for op in self.unavoidable.read_by[x]:
+                    i = self.slot_of(op, stage)
                     if i < len(self.grid[op]) - 1:
-                        back = {self.A[unavoidable.maker(x)][-1]: 1.0} if x in unavoidable.returns else {}
-                        self._later({pinned: 1, self.A[op][-1]: -1, self.A[op][i]: 1, **back}, lower=0)
+                        back = {self.A[self.maker(x)][-1]: 1.0} if x in self.unavoidable.replayable else {}
+                        self._lazy_row({pinned: 1, self.A[op][-1]: -1, self.A[op][i]: 1, **back}, lower=0)
 
-    # Rows with bytes
+    def _held(self) -> None:
+        """What is brought back is there when it is asked for or read: replayed just then, or held since."""
+        unavoidable = self.unavoidable
+        for x in sorted(unavoidable.replayable & self.s.keys()):
+            op = self.maker(x)
+            for i in range(len(self.grid[op]) - 1):
+                self._lazy_row({self.V[x, i]: 1, self.N[op][i]: -1, **self.held_into(x, i, -1)}, upper=0)
+            for stage in unavoidable.ask_stages.get(x, ()):
+                i = self.slot_of(op, stage)
+                if i:  # the first slot is in the rows of ``_keep_or_replay``
+                    there = {self.s[x]: 1.0, self.N[op][i]: 1.0, **self.held_into(x, i, 1), **self.offloaded(x, 1)}
+                    self._lazy_row(there, lower=1)
+        for op in unavoidable.useful:
+            for x in self.decided_reads(op):
+                for i, stage in enumerate(self.grid[op]):
+                    maker = self.maker(x) if x in unavoidable.replayable else None
+                    low = self.slot_of(maker, self.slot_begin(op, i)) if maker is not None else 0
+                    if not (i or low):
+                        continue  # the rows of ``_reads`` say so
+                    kept = dict(self.K[x])[self.grid[op][i - 1]] if i and x in self.K else self.s[x]
+                    terms = {self.N[op][i]: 1.0, kept: -1.0, **self.offloaded(x, -1)}
+                    if maker is not None:
+                        terms.update(self.held_into(x, low, -1))
+                        terms.update(dict.fromkeys(self.N[maker][low : self.slot_of(maker, stage) + 1], -1.0))
+                    self._lazy_row(terms, upper=0)
 
-    def _memory(self) -> None:
-        charges = list(self._charges())
+
+class MemoryRows:
+    """Adds the rows with bytes to the program of ``columns``.
+
+    Attributes:
+        moments: The event of each memory row, by row.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.graph, self.unavoidable = columns, columns.graph, columns.unavoidable
+        budget_bytes = columns.budget_bytes
+        # Rows that hold at this peak whatever a plan decides are left out.
+        self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
+        self.moments: dict[int, int] = {}
+
+    def add_moments(self) -> None:
+        """At each moment that may bind, the floor and what is saved, pinned or held stay within the budget."""
         end = len(self.graph.events)
         change = np.zeros(end + 1, dtype=np.int64)
-        starts: dict[int, list[tuple[int, int]]] = {}
-        for column, size, spans in charges:
+        changes: dict[int, list[tuple[int, int]]] = {}
+        for column, size, spans in self._charges():
             for start, stop in spans:
                 change[start] += size
                 change[stop] -= size
-                starts.setdefault(start, []).append((column, size))
-                starts.setdefault(stop, []).append((column, -size))
+                changes.setdefault(start, []).append((column, size))
+                changes.setdefault(stop, []).append((column, -size))
         most = self.unavoidable.floor_bytes + np.cumsum(change[:-1])
-        chosen = self._moments(most, np.array(sorted({0, end, *starts})))
         live: dict[int, int] = {}
-        done = iter(sorted(starts))
-        due = next(done, end)
-        for event in chosen:
+        upcoming = iter(sorted(changes))
+        due = next(upcoming, end)
+        for event in self._binding_events(most, np.array(sorted({0, end, *changes}))):
             while due <= event:
-                for column, size in starts[due]:
+                for column, size in changes[due]:
                     live[column] = live.get(column, 0) + size
                     if not live[column]:
                         del live[column]
-                due = next(done, end + 1)
-            self._memory_row(event, live)
+                due = next(upcoming, end + 1)
+            terms = {column: size / self.columns.byte_unit for column, size in live.items()}
+            self._add(terms, int(self.unavoidable.floor_bytes[event]), event)
+
+    def add_replays(self) -> None:
+        """While an op runs again there are what it reads, what it makes and its workspace, beside all that is saved."""
+        unavoidable, byte_unit = self.unavoidable, self.columns.byte_unit
+        if not unavoidable.stages:
+            return
+        rows = []
+        for op in unavoidable.useful:
+            for i, stage in enumerate(self.columns.grid[op]):
+                begin = self.columns.slot_begin(op, i)
+                saved_bytes = self._saved_through(stage)
+                if self._most_beside(op, begin, stage) + saved_bytes <= self.limit_bytes:
+                    continue
+                floor, own = self._least_beside(op, begin, stage)
+                if floor + own + saved_bytes > self.limit_bytes:
+                    rows.append((op, i, stage, floor, own))
+        saved = self._saved_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
+        for op, i, stage, floor, own in rows:
+            terms = {self.columns.N[op][i]: own / byte_unit, saved[stage]: 1.0}
+            for x in self.columns.decided_reads(op):
+                if self._saved_until.get(x, -1) >= unavoidable.last_asks[stage]:  # counted with the op already
+                    terms[self.columns.s[x]] = -self.graph.storages[x].bytes / byte_unit
+            self._add(terms, floor, unavoidable.last_asks[stage], lazy=True)
+
+    def _add(self, terms: Terms, floor_bytes: int, event: int, *, lazy: bool = False) -> None:
+        columns = self.columns
+        if columns.peak is not None:
+            terms[columns.peak] = -1.0
+        most_bytes = self.graph.resident_bytes if columns.budget_bytes is None else columns.budget_bytes
+        row = columns.program.row(terms, upper=(most_bytes - floor_bytes) / columns.byte_unit, lazy=lazy)
+        self.moments[row] = event
 
     def _charges(self) -> Iterable[tuple[int, int, Iterable[Span]]]:
         """Column, bytes and when it costs them."""
-        unavoidable, storages = self.unavoidable, self.graph.storages
-        stages, ends = unavoidable.stages, unavoidable.ends
-        for x, column in self.s.items():
-            size, made = storages[x].bytes, unavoidable.ran[unavoidable.maker(x)]
+        unavoidable, storages, birth = self.unavoidable, self.graph.storages, step_facts(self.graph).birth
+        stages, ends = unavoidable.stages, unavoidable.stage_ends
+        for x, column in self.columns.s.items():
+            size = storages[x].bytes
             if x in unavoidable.kept_spans:
                 yield column, size, unavoidable.kept_spans[x]
                 continue
-            begin = min(unavoidable.since[op] for op in unavoidable.read_by[x])
-            yield column, size, unavoidable.extra_spans(x, [(made, stages[begin])])
-            for stage, pinned in self.K[x]:
+            begin = min(unavoidable.first_stage[op] for op in unavoidable.read_by[x])
+            yield column, size, unavoidable.extra_spans(x, [(birth[x], stages[begin])])
+            for stage, pinned in self.columns.K[x]:
                 yield pinned, size, unavoidable.extra_spans(x, [(stages[begin], ends[stage])])
                 begin = stage + 1
-        for (x, i), column in self.V.items():
-            stage = self.grid[unavoidable.maker(x)][i]
-            yield column, storages[x].bytes, unavoidable.extra_spans(x, [(unavoidable.settled[stage], ends[stage])])
+        for (x, i), column in self.columns.V.items():
+            stage = self.columns.grid[self.columns.maker(x)][i]
+            yield column, storages[x].bytes, unavoidable.extra_spans(x, [(unavoidable.last_asks[stage], ends[stage])])
 
-    def _moments(self, most: np.ndarray, cuts: np.ndarray) -> list[int]:
+    def _binding_events(self, most: np.ndarray, cuts: np.ndarray) -> list[int]:
         """The events that get a row: in forward all that can bind, in backward the highest of each of some parts."""
         floor = self.unavoidable.floor_bytes
-        backward_start = self.unavoidable.stages[0] if self.unavoidable.stages else len(floor)
+        first_stage = self.unavoidable.stages[0] if self.unavoidable.stages else len(floor)
         peaks = [int(floor[a:b].argmax()) + a for a, b in pairwise(cuts.tolist())]
         chosen = []
         highest = -1
-        for event in reversed([e for e in peaks if e < backward_start]):
-            if floor[event] > highest:  # what is kept only adds up in forward
+        for event in reversed([e for e in peaks if e < first_stage]):
+            if floor[event] > highest:  # what is saved only adds up in forward
                 highest = int(floor[event])
                 chosen.append(event)
-        backward = [e for e in peaks if e >= backward_start]
-        parts = len(backward) if len(self.graph.ops) <= _SMALL else min(_MOMENTS, len(backward))
+        backward = [e for e in peaks if e >= first_stage]
+        parts = (
+            len(backward)
+            if len(self.graph.ops) <= tuning.ALL_MOMENTS_OPS
+            else min(tuning.BACKWARD_MOMENTS, len(backward))
+        )
         for part in np.array_split(np.array(backward, dtype=int), max(parts, 1)):
             if len(part):
                 chosen.append(int(part[most[part].argmax()]))
-        limit = self.budget_bytes if self.budget_bytes is not None else int(floor.max())
-        return sorted(e for e in chosen if most[e] > limit)
-
-    def _replayed(self) -> None:
-        """While an op runs again there are what it reads, what it makes and its workspace, beside all that is kept."""
-        unavoidable = self.unavoidable
-        if not unavoidable.stages:
-            return
-        limit = self.budget_bytes if self.budget_bytes is not None else int(unavoidable.floor_bytes.max())
-        rows = []
-        for op in unavoidable.useful:
-            for i, stage in enumerate(self.grid[op]):
-                begin = self.grid[op][i - 1] + 1 if i else unavoidable.since[op]
-                kept_bytes = self._kept_through(stage)
-                if self._most_beside(op, begin, stage) + kept_bytes <= limit:
-                    continue
-                floor, own = self._least_beside(op, begin, stage)
-                if floor + own + kept_bytes > limit:
-                    rows.append((op, i, stage, floor, own))
-        kept = self._kept_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
-        for op, i, stage, floor, own in rows:
-            terms = {self.N[op][i]: own / self.byte_unit, kept[stage]: 1.0}
-            for x in self._sources(op):
-                if self._kept_until.get(x, -1) >= unavoidable.settled[stage]:  # counted with the op already
-                    terms[self.s[x]] = -self.graph.storages[x].bytes / self.byte_unit
-            if self.peak is not None:
-                terms[self.peak] = -1.0
-                upper = self.graph.resident_bytes - floor
-            else:
-                assert self.budget_bytes is not None
-                upper = self.budget_bytes - floor
-            self.moments[self._later(terms, upper=upper / self.byte_unit)] = unavoidable.settled[stage]
+        return sorted(e for e in chosen if most[e] > self.limit_bytes)
 
     def _most_beside(self, op: int, begin: int, end: int) -> int:
-        """At least the sum of what ``_least_beside`` returns, and quickly told."""
-        graph = self.graph
-        own = sum(graph.storages[s].bytes for s in graph.ops[op].makes)
-        own += sum(
-            graph.storages[s].bytes for s in dict.fromkeys(graph.ops[op].reads) if graph.storages[s].op is not None
-        )
-        own += graph.ops[op].workspace_bytes + graph.ops[op].rng_bytes
+        """At least the sum of what ``_least_beside`` returns, and cheap to compute."""
         low, high = self._asks_in(begin, end)
-        return own + int(self.unavoidable.idle_bytes[self.unavoidable.asks[low:high] - 1].min())
-
-    def _asks_in(self, begin: int, end: int) -> tuple[int, int]:
-        """Of the stages from ``begin`` to ``end``, places in ``certain.asks``."""
-        unavoidable = self.unavoidable
-        low, high = np.searchsorted(unavoidable.asks, (unavoidable.stages[begin], unavoidable.settled[end] + 1))
-        return int(low), int(high)
+        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        return self._own_bytes(op) + sum(self.graph.storages[s].bytes for s in self._made_reads(op)) + int(idle.min())
 
     def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
         """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
-        unavoidable, graph = self.unavoidable, self.graph
         low, high = self._asks_in(begin, end)
-        before = unavoidable.asks[low:high] - 1
-        floor = unavoidable.idle_bytes[before]
+        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
         beside = floor.copy()
-        for x in dict.fromkeys(graph.ops[op].reads):
-            if graph.storages[x].op is not None:
-                beside += graph.storages[x].bytes * ~self._in_floor(x)[low:high]
-        own = sum(graph.storages[s].bytes for s in graph.ops[op].makes)
-        own += graph.ops[op].workspace_bytes + graph.ops[op].rng_bytes
-        return int(floor.min()), own + int(beside.min()) - int(floor.min())
+        for x in self._made_reads(op):
+            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[low:high]
+        return int(floor.min()), self._own_bytes(op) + int(beside.min()) - int(floor.min())
+
+    def _own_bytes(self, op: int) -> int:
+        """What a replay of ``op`` needs beside what it reads."""
+        node = self.graph.ops[op]
+        return sum(self.graph.storages[s].bytes for s in node.makes) + node.workspace_bytes + node.rng_bytes
+
+    def _made_reads(self, op: int) -> list[int]:
+        """What ``op`` reads that was made in the step."""
+        return [s for s in dict.fromkeys(self.graph.ops[op].reads) if self.graph.storages[s].op is not None]
+
+    def _asks_in(self, begin: int, end: int) -> tuple[int, int]:
+        """Of the stages from ``begin`` to ``end``: places in ``ask_events``, the second not included."""
+        unavoidable = self.unavoidable
+        events = (unavoidable.stages[begin], unavoidable.last_asks[end] + 1)
+        low, high = np.searchsorted(unavoidable.ask_events, events)
+        return int(low), int(high)
 
     def _in_floor(self, storage: int) -> np.ndarray:
-        """Just before which of ``certain.asks`` the floor counts ``storage``, as a mask."""
+        """Just before which ``ask_events`` the floor counts ``storage``, as a mask."""
         if storage not in self._floor_masks:
-            self._floor_masks[storage] = self.unavoidable.in_floor(storage, self.unavoidable.asks - 1)
+            self._floor_masks[storage] = self.unavoidable.in_floor(storage, self.unavoidable.ask_events - 1)
         return self._floor_masks[storage]
 
     @cached_property
@@ -369,47 +301,37 @@ class Relaxation:
         return {}
 
     @cached_property
-    def _kept_until(self) -> dict[int, int]:
-        """Of storages that cost their bytes from before the first burst on, if they are kept: until which event."""
-        first = int(self.unavoidable.asks[0]) - 1
-        spans = ((x, begin, end) for x in self.s for begin, end in self.unavoidable.kept_spans.get(x, ()))
+    def _saved_until(self) -> dict[int, int]:
+        """Of storages that, if saved, cost their bytes from before the first burst on: until which event."""
+        first = int(self.unavoidable.ask_events[0]) - 1
+        spans = ((x, begin, end) for x in self.columns.s for begin, end in self.unavoidable.kept_spans.get(x, ()))
         return {x: end for x, begin, end in spans if begin <= first < end}
 
-    def _kept_through(self, stage: int) -> int:
-        """Bytes that can be kept through all bursts up to those of ``stage``."""
-        ends, sums = self._kept_sums
-        return int(sums[-1] - sums[np.searchsorted(ends, self.unavoidable.settled[stage])])
+    def _saved_through(self, stage: int) -> int:
+        """Bytes that can be saved through all bursts up to those of ``stage``."""
+        ends, sums = self._saved_sums
+        return int(sums[-1] - sums[np.searchsorted(ends, self.unavoidable.last_asks[stage])])
 
     @cached_property
-    def _kept_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        by_end = sorted((end, self.graph.storages[x].bytes) for x, end in self._kept_until.items())
+    def _saved_sums(self) -> tuple[np.ndarray, np.ndarray]:
+        by_end = sorted((end, self.graph.storages[x].bytes) for x, end in self._saved_until.items())
         return np.array([end for end, _ in by_end]), np.cumsum([0, *(size for _, size in by_end)])
 
-    def _kept_columns(self, stages: list[int]) -> dict[int, int]:
-        """For each of the falling ``stages`` a column with the bytes that are kept through it."""
-        waiting = sorted(self._kept_until, key=lambda x: (self._kept_until[x], x))
+    def _saved_columns(self, stages: list[int]) -> Mapping[int, int]:
+        """For each of the falling ``stages`` a column with the bytes that are saved through it."""
+        columns = self.columns
+        waiting = sorted(self._saved_until, key=lambda x: (self._saved_until[x], x))
         found: dict[int, int] = {}
         later: Terms = {}
         for stage in stages:
             terms = dict(later)
-            while waiting and self._kept_until[waiting[-1]] >= self.unavoidable.settled[stage]:
+            while waiting and self._saved_until[waiting[-1]] >= self.unavoidable.last_asks[stage]:
                 x = waiting.pop()
-                terms[self.s[x]] = -self.graph.storages[x].bytes / self.byte_unit
-            found[stage] = self.program.column(upper=INFINITY)
-            self.program.row({found[stage]: 1.0, **terms}, lower=0.0)
+                terms[columns.s[x]] = -self.graph.storages[x].bytes / columns.byte_unit
+            found[stage] = columns.program.column(upper=INFINITY)
+            columns.program.row({found[stage]: 1.0, **terms}, lower=0.0)
             later = {found[stage]: -1.0}
         return found
-
-    def _memory_row(self, event: int, live: Mapping[int, int]) -> None:
-        terms = {column: size / self.byte_unit for column, size in live.items()}
-        floor = int(self.unavoidable.floor_bytes[event]) - self.graph.resident_bytes
-        if self.peak is not None:
-            row = self.program.row({**terms, self.peak: -1.0}, upper=-floor / self.byte_unit)
-        else:
-            assert self.budget_bytes is not None
-            left = self.budget_bytes - self.graph.resident_bytes - floor
-            row = self.program.row(terms, upper=left / self.byte_unit)
-        self.moments[row] = event
 
 
 def _meet(dominator: Mapping[int, int | None], one: int | None, other: int | None) -> int | None:

@@ -1,17 +1,16 @@
-"""A sharper bound for one budget: the relaxation of ``bound.py`` with whole decisions, and slots where they matter.
+"""A tighter bound for one budget: the relaxation of ``bound.py`` with whole decisions, and slots where they matter.
 
-What ``bound.py`` gives away where storages are few and large: half of one may be kept, and what is brought back is only
-counted at the end of a slot, of which an op has two. Here branch and bound keeps decisions whole, and slots are added
-where they are missed, after Boland, Hewitt, Marshall and Savelsbergh 2017, "The continuous-time service network design
-problem", Operations Research 65(5): solve with few slots, look at which stages the answer breaks what was left out, and
-solve again with those.
+``bound.py`` is weak where storages are few and large: half of one may be saved, and a replayed storage only counts at
+the end of a slot, of which an op has two. Here branch and bound keeps decisions whole, and slots are added where the
+solution violates what was left out. After Boland, Hewitt, Marshall and Savelsbergh 2017, "The continuous-time service
+network design problem", Operations Research 65(5): solve with few slots, add slots where the answer breaks, repeat.
 
-What is asked for is a proof, which is sooner had than an optimum: that nothing satisfies the rows and is faster than
-``_NEAR`` below the known plan. More slots leave each row one that every plan satisfies, so whatever a program on the
-way proves is a bound.
+It looks for a proof, which takes less time than an optimum: that no values satisfy the rows and are faster than the
+known plan by ``TIGHT_GAP``. Every plan satisfies each row, however many slots there are, so every program on the way
+proves a bound.
 
-Known weaknesses: only for small programs; further than ``_HOPELESS`` from the bound, near the least peak, not even
-tried. The bound depends on the plan that is known, and may rise with the budget within that distance.
+Known weaknesses: only for small programs, and only where the plan is within ``TIGHTEN_MAX_GAP`` of the bound, which it
+is not near the least peak. The bound depends on the known plan, and may rise with the budget by less than that gap.
 """
 
 from __future__ import annotations
@@ -23,44 +22,39 @@ from itertools import chain
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.lower_bound.bound import TOLERANCE, Bound, taped_plain_ms
+from lowtide.solvers import tuning
+from lowtide.solvers.graph_queries import taped_plain_ms
+from lowtide.solvers.lower_bound.bound import Bound
 from lowtide.solvers.lower_bound.relaxation import Relaxation
-from lowtide.solvers.lower_bound.unavoidable import unavoidable
-from lowtide.solvers.lp_rounding import violated_stages
-
-_NEAR = 0.0098  # of the step: a plan this near to its bound is near enough
-_HOPELESS = 0.05  # likewise: one this far from it is not brought that near
-_ROUNDS = 4
-_WORK = 300_000  # rows of a program times nodes of its search
-_MOST_ROWS = 10_000
+from lowtide.solvers.lower_bound.rounding import violated_stages
 
 
 def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: float, bound: Bound) -> Bound:
-    """Return a bound that proves the known plan nearly the fastest, or the best that was found.
+    """Return a bound that proves the known plan nearly the fastest, or the tightest that was found.
 
     Args:
         known_ms: Step time of a plan within the budget.
-        bound: What ``bound_time`` says; its price stays.
+        bound: Result of ``bound_time``; its ``ms_per_byte`` stays.
     """
-    target_ms = known_ms / (1 + _NEAR)
+    target_ms = known_ms / (1 + tuning.TIGHT_GAP)
     plain_fits = simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes
-    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + _HOPELESS):
+    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + tuning.TIGHTEN_MAX_GAP):
         return bound
     floor_ms, best_ms = taped_plain_ms(graph, costs), bound.step_ms
     slots: set[int] = set()
-    for _ in range(_ROUNDS):
-        model = Relaxation(unavoidable(graph), costs, budget_bytes, slots=slots)
+    for _ in range(tuning.TIGHTEN_ROUNDS):
+        model = Relaxation(graph, costs, budget_bytes, slots=slots)
         program = model.program
-        if len(program.row_upper) > _MOST_ROWS:
+        if len(program.row_upper) > tuning.TIGHTEN_MAX_ROWS:
             break
         for column in chain(model.s.values(), *model.A.values(), *model.N.values()):
             program.integer[column] = True
         limit = (target_ms - floor_ms) / model.ms_unit
         program.row({column: cost for column, cost in enumerate(program.cost) if cost}, upper=limit)
-        nodes = _WORK // len(program.row_upper)
+        nodes = tuning.TIGHTEN_WORK // len(program.row_upper)
         answer = program.minimise(gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True)
         proven = limit if answer.status == "infeasible" else min(answer.bound, limit)
-        best_ms = max(best_ms, floor_ms + proven * (1 - TOLERANCE) * model.ms_unit)
+        best_ms = max(best_ms, floor_ms + proven * (1 - tuning.BOUND_TOLERANCE) * model.ms_unit)
         if answer.status == "infeasible":
             break
         values = answer.values if len(answer.values) else program.relax().values

@@ -1,12 +1,12 @@
-"""What is live for certain at each moment of a step, whatever the plan: the ground that the bound stands on.
+"""What is live at each moment of a step under every plan: the ground on which the lower bound stands.
 
-Read off the events alone, by the rules of the tape:
+It follows from the events alone, by the rules of the tape:
 
 - Python's hold on what forward made (RUN to FREE) and backward's on what it unpacked (UNPACK to DROP) cost their bytes
   under every plan, and so do storages that may not be recomputed. ``floor_bytes`` counts just these.
-- A storage that autograd stores and that is kept costs its bytes beyond that from PACK to RELEASE (``kept_spans``).
+- A storage that autograd stores and that is saved costs its bytes beyond that from PACK to RELEASE (``kept_spans``).
 - Replays run only in bursts, and bursts only start when something that may be dropped is unpacked. A *stage* begins
-  with such unpacks and lasts until the next ones that follow an op; from ``settled`` on nothing is replayed in it.
+  with such unpacks and lasts until the next ones that follow an op; after ``last_asks`` nothing is replayed in it.
 
 Shares no code with the models of ``exact.py``.
 """
@@ -19,58 +19,51 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph, once_per_graph
-from lowtide.solvers.graph_queries import readers, recomputable, replayable_ops
+from lowtide.graph.facts import StepFacts, step_facts
+from lowtide.graph.memo import once_per_graph
+from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.solvers.graph_queries import droppable, movable, ops_worth_replaying, recomputable
 
 Span = tuple[int, int]  # of events, the second not included
 
 
 class Unavoidable:
-    """Moments and lifetimes of ``graph``.
+    """Lifetimes and stages of ``graph``, which is not referred to afterwards.
 
     Args:
-        may_move: Plans may keep what autograd stores elsewhere meanwhile: then that is no more certain than what they
-            may recompute.
+        may_offload: Plans may offload. Offloadable tensors then do not count as unavoidable.
 
     Attributes:
-        movable: What such plans may move; none where they may not.
+        movable: Storages that such plans may offload; none without ``may_offload``.
         useful: Replayable ops that lead to something droppable, in program order.
         droppable: Storages that autograd stores, backward asks for, and a plan may recompute.
-        returns: Storages that a replay can bring back (all that useful ops make and that may be recomputed).
+        replayable: Storages that a replay can bring back: all that useful ops make and that may be recomputed.
+        always_kept: Stored storages that every plan saves.
         read_by: Useful ops that read each storage made in forward.
-        floor_bytes: Per event, most bytes that are live under every plan. ``idle_bytes``: without the workspace of what
-            runs. ``plain_bytes``: with all stored kept.
-        stages: Event at which each stage begins. ``settled[t]``, ``ends[t]``: after its last unpack; its end.
-        asked: Stages in which backward asks for each droppable storage. ``asks``: all events at which it does.
-        since, until: First and last stage in which each useful op can be replayed.
-        kept_spans: When a storage that autograd stores costs its bytes only because it is kept.
+        idle_bytes: Per event, bytes that are live under every plan, without the workspace of the op that runs.
+        floor_bytes: ``idle_bytes`` and that workspace.
+        plain_bytes: ``floor_bytes`` and everything that the plain step stores.
+        kept_spans: When a stored storage costs its bytes only because it is saved, by storage.
+        stages: Event at which each stage begins.
+        last_asks: Last unpack of something droppable in each stage.
+        stage_ends: Event at which each stage ends.
+        ask_stages: Stages in which backward asks for each droppable storage.
+        ask_events: All events at which backward asks for something droppable.
+        first_stage, last_stage: First and last stage in which each useful op can be replayed.
     """
 
-    def __init__(self, graph: StepGraph, *, may_move: bool = False) -> None:
-        self.graph = graph
-        free, allowed, consumers = recomputable(graph), replayable_ops(graph), readers(graph)
-        self._read_events()
-        asked_for = {graph.saved[handle] for handle in self._unpacked}
-        made = (graph.storages[s] for s in graph.stored & asked_for if may_move)
-        self.movable = frozenset(s.id for s in made if s.kind == "activation" and not s.fixed)
-        useful: set[int] = set()
-        for op in reversed(graph.forward_ops):
-            mine = [s for s in op.makes if s in free]
-            if op.id in allowed and any(s in asked_for or not useful.isdisjoint(consumers.get(s, ())) for s in mine):
-                useful.add(op.id)
-        self.useful = sorted(useful)
-        self.returns = frozenset(s for op in useful for s in graph.ops[op].makes if s in free)
-        self.droppable = frozenset(graph.stored & asked_for & self.returns)
-        self.read_by = {s: [op for op in ops if op in useful] for s, ops in consumers.items()}
+    def __init__(self, graph: StepGraph, *, may_offload: bool = False) -> None:
+        facts, free = step_facts(graph), recomputable(graph)
+        self.movable = movable(graph) if may_offload else frozenset[int]()
+        self.useful = ops_worth_replaying(graph)
+        self.droppable = droppable(graph)
+        useful = set(self.useful)
+        self.replayable = frozenset(s for op in self.useful for s in graph.ops[op].makes if s in free)
+        self.read_by = {s: [op for op in ops if op in useful] for s, ops in facts.readers.items()}
         self.always_kept = graph.stored - free - self.movable
-        self._floor(free | self.movable)
-        self._stages()
-        self._reach()
-
-    def maker(self, storage: int) -> int:
-        op = self.graph.storages[storage].op
-        assert op is not None
-        return op
+        self._read_lifetimes(graph, facts, free | self.movable)
+        self._read_stages(graph, facts)
+        self._read_reach(graph)
 
     def stage_of(self, event: int) -> int:
         return bisect_right(self.stages, event) - 1
@@ -93,103 +86,80 @@ class Unavoidable:
             found |= (start <= events) & (events < end)
         return found
 
-    def _read_events(self) -> None:
-        graph = self.graph
-        self.ran: dict[int, int] = {}
-        self.freed: dict[int, int] = {}
-        self._packed: dict[int, int] = {}
-        self._released: dict[int, int] = {}
-        self._unpacked: dict[int, list[Span]] = defaultdict(list)
-        open_since: dict[int, int] = {}
-        for at, (kind, number) in enumerate(graph.events):
-            if kind == RUN:
-                self.ran[number] = at
-            elif kind == FREE:
-                self.freed.setdefault(number, at)
-            elif kind == PACK:
-                self._packed[number] = at
-            elif kind == RELEASE:
-                self._released[number] = at
-            elif kind == UNPACK:
-                open_since.setdefault(number, at)
-            elif kind == DROP:
-                self._unpacked[number].append((open_since.pop(number, at), at))
-        for handle, at in open_since.items():
-            self._unpacked[handle].append((at, len(graph.events)))
-
-    def _floor(self, free: frozenset[int]) -> None:
-        graph, end = self.graph, len(self.graph.events)
-        held: dict[int, list[Span]] = defaultdict(list)
-        kept: dict[int, list[Span]] = defaultdict(list)
-        for handle, spans in self._unpacked.items():
-            held[graph.saved[handle]] += spans
-        for handle, at in self._packed.items():
-            kept[graph.saved[handle]].append((at, self._released.get(handle, end)))
-        change, extra = np.zeros(end + 1, dtype=np.int64), np.zeros(end, dtype=np.int64)
+    def _read_lifetimes(self, graph: StepGraph, facts: StepFacts, optional: frozenset[int]) -> None:
+        """Spans and bytes. ``optional``: storages that some plan does not hold while only autograd stores them."""
+        end = len(graph.events)
+        unpacked: dict[int, list[Span]] = defaultdict(list)
+        stored: dict[int, list[Span]] = defaultdict(list)
+        for number, spans in facts.unpack_spans.items():
+            unpacked[graph.saved[number]] += spans
+        for number, at in facts.packed.items():
+            stored[graph.saved[number]].append((at, facts.released.get(number, end)))
+        workspace_bytes = np.zeros(end, dtype=np.int64)
         self._floor_spans: dict[int, list[Span]] = {}
         for op in graph.ops:
-            extra[self.ran[op.id]] = op.workspace_bytes
+            run = facts.run_event[op.id]
+            workspace_bytes[run] = op.workspace_bytes
             for s in op.makes:
-                spans = [(self.ran[op.id], self.freed.get(s, end)), *held[s], *([] if s in free else kept[s])]
-                self._floor_spans[s] = _union(spans)
-                for start, stop in self._floor_spans[s]:
-                    change[start] += graph.storages[s].bytes
-                    change[stop] -= graph.storages[s].bytes
-        self.idle_bytes = np.cumsum(change[:-1]) + graph.resident_bytes
-        self.floor_bytes = self.idle_bytes + extra
-        self.kept_spans = {s: self.extra_spans(s, _union(kept[s])) for s in sorted(graph.stored & free)}
-        more = np.zeros(end + 1, dtype=np.int64)
-        for s, spans in self.kept_spans.items():
-            for start, stop in spans:
-                more[start] += graph.storages[s].bytes
-                more[stop] -= graph.storages[s].bytes
-        self.plain_bytes = self.floor_bytes + np.cumsum(more[:-1])
+                always_stored = [] if s in optional else stored[s]
+                self._floor_spans[s] = _union([(run, facts.death.get(s, end)), *unpacked[s], *always_stored])
+        self.kept_spans = {s: self.extra_spans(s, _union(stored[s])) for s in sorted(graph.stored & optional)}
+        self.idle_bytes = _live_bytes(graph, self._floor_spans) + graph.resident_bytes
+        self.floor_bytes = self.idle_bytes + workspace_bytes
+        self.plain_bytes = self.floor_bytes + _live_bytes(graph, self.kept_spans)
 
-    def _stages(self) -> None:
-        graph, end = self.graph, len(self.graph.events)
-        asks = {
-            at for handle, spans in self._unpacked.items() for at, _ in spans if graph.saved[handle] in self.droppable
-        }
-        self.asks = np.array(sorted(asks), dtype=np.int64)
+    def _read_stages(self, graph: StepGraph, facts: StepFacts) -> None:
+        asks: dict[int, list[int]] = {s: [] for s in self.droppable}
+        for number, spans in facts.unpack_spans.items():
+            if graph.saved[number] in self.droppable:
+                asks[graph.saved[number]] += [at for at, _ in spans]
+        ask_events = {at for events in asks.values() for at in events}
+        self.ask_events = np.array(sorted(ask_events), dtype=np.int64)
         self.stages: list[int] = []
-        self.settled: list[int] = []
-        ran = True
+        self.last_asks: list[int] = []
+        op_ran = True
         for at, (kind, _) in enumerate(graph.events):
-            ran |= kind == RUN
-            if at in asks:
-                if ran:
+            op_ran |= kind == RUN
+            if at in ask_events:
+                if op_ran:
                     self.stages.append(at)
-                    self.settled.append(at)
-                self.settled[-1] = at
-                ran = False
-        self.ends = [*self.stages[1:], end]
-        self.asked: dict[int, list[int]] = defaultdict(list)
-        for handle, spans in self._unpacked.items():
-            if graph.saved[handle] in self.droppable:
-                self.asked[graph.saved[handle]] += [self.stage_of(at) for at, _ in spans]
-        self.asked = {s: sorted(set(stages)) for s, stages in self.asked.items()}
+                    self.last_asks.append(at)
+                self.last_asks[-1] = at
+                op_ran = False
+        self.stage_ends = [*self.stages[1:], len(graph.events)]
+        self.ask_stages = {s: sorted({self.stage_of(at) for at in events}) for s, events in asks.items()}
 
-    def _reach(self) -> None:
-        self.since: dict[int, int] = {}
-        self.until: dict[int, int] = {}
+    def _read_reach(self, graph: StepGraph) -> None:
+        self.first_stage: dict[int, int] = {}
+        self.last_stage: dict[int, int] = {}
         for op in reversed(self.useful):
-            outputs = [s for s in self.graph.ops[op].makes if s in self.returns]
-            readers_ = [r for s in outputs for r in self.read_by.get(s, ())]
-            stages = [t for s in outputs for t in self.asked.get(s, ())]
-            self.since[op] = min([*stages, *(self.since[r] for r in readers_)])
-            self.until[op] = max([*stages, *(self.until[r] for r in readers_)])
+            outputs = [s for s in graph.ops[op].makes if s in self.replayable]
+            readers = [r for s in outputs for r in self.read_by.get(s, ())]
+            stages = [t for s in outputs for t in self.ask_stages.get(s, ())]
+            self.first_stage[op] = min([*stages, *(self.first_stage[r] for r in readers)])
+            self.last_stage[op] = max([*stages, *(self.last_stage[r] for r in readers)])
 
 
 @once_per_graph
 def unavoidable(graph: StepGraph) -> Unavoidable:
-    """``Certain(graph)``, made once."""
+    """What holds for plans that save or recompute."""
     return Unavoidable(graph)
 
 
 @once_per_graph
 def unavoidable_with_offload(graph: StepGraph) -> Unavoidable:
-    """``Certain(graph, may_move=True)``, made once."""
-    return Unavoidable(graph, may_move=True)
+    """What holds for plans that may offload as well."""
+    return Unavoidable(graph, may_offload=True)
+
+
+def _live_bytes(graph: StepGraph, spans_of: dict[int, list[Span]]) -> np.ndarray:
+    """Bytes of the storages whose spans are given, per event."""
+    change = np.zeros(len(graph.events) + 1, dtype=np.int64)
+    for s, spans in spans_of.items():
+        for start, end in spans:
+            change[start] += graph.storages[s].bytes
+            change[end] -= graph.storages[s].bytes
+    return np.cumsum(change[:-1])
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

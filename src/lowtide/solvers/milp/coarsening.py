@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph
-from lowtide.solvers.decomposition.segments import segments, worth_replaying
-from lowtide.solvers.graph_queries import droppable, readers, recomputable
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.solvers.decomposition.segments import segments
+from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, recomputable
 
 _NEVER = 1 << 60
 _MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
@@ -121,10 +122,11 @@ class CoarseGraph:
 
     def __init__(self, graph: StepGraph, costs: Costs, *, reach: int | None = None) -> None:
         self.graph, self.costs, self.reach = graph, costs, reach
-        self._read_events()
+        self.facts = step_facts(graph)
+        self.run_event = self.facts.run_event
         free = recomputable(graph)
         self.droppable = droppable(graph)
-        self.ops = worth_replaying(graph)
+        self.ops = ops_worth_replaying(graph)
         self.fine = len(self.ops) <= _FINE_OPS
         self.segment_of = segments(graph, self.ops)
         self.trigger_events, self._trigger_of_storage = self._triggers()
@@ -145,34 +147,13 @@ class CoarseGraph:
         """The last trigger at or before ``event``; -1 before the first."""
         return bisect_right(self.trigger_events, event) - 1
 
-    def _read_events(self) -> None:
-        graph = self.graph
-        self._dead: dict[int, int] = {}
-        self._packed: dict[int, int] = {}
-        self._direct_end: dict[int, int] = {}
-        self._first_unpack: dict[int, int] = {}
-        self.run_event: dict[int, int] = {}
-        for at, (kind, number) in enumerate(graph.events):
-            if kind == RUN:
-                self.run_event[number] = at
-            elif kind == FREE:
-                self._dead[number] = at
-            elif kind == PACK:
-                self._packed.setdefault(graph.saved[number], at)
-            elif kind == UNPACK:
-                self._first_unpack.setdefault(graph.saved[number], at)
-            elif kind in (RELEASE, DROP):
-                self._direct_end[graph.saved[number]] = at
-        for storage in self._packed:
-            self._direct_end.setdefault(storage, len(graph.events))  # stored and never let go
-
     def _triggers(self) -> tuple[list[int], dict[int, int]]:
         """Events at which replays may start, and the trigger of each droppable storage."""
-        at = sorted((event, s) for s, event in self._first_unpack.items() if s in self.droppable)
+        at = sorted((event, s) for s, event in self.facts.first_use.items() if s in self.droppable)
         return [event for event, _ in at], {s: trigger for trigger, (_, s) in enumerate(at)}
 
     def _groups(self) -> list[Group]:
-        graph, consumers = self.graph, readers(self.graph)
+        graph, consumers = self.graph, self.facts.readers
         worth, head_of = set(self.ops), dict[int, int]()
         stored = graph.stored
         for number in reversed(self.ops):
@@ -236,11 +217,15 @@ class CoarseGraph:
             storage=storage,
             bytes=self.graph.storages[storage].bytes,
             group=group,
-            dead=self._dead.get(storage, _NEVER),
-            direct_end=self._direct_end.get(storage, -1),
+            dead=self.facts.death.get(storage, _NEVER),
+            direct_end=self._direct_end(storage),
             first=self._trigger_of_storage.get(storage) if group else None,
             consumers=[],
         )
+
+    def _direct_end(self, storage: int) -> int:
+        never = len(self.graph.events) if storage in self.facts.first_pack else -1
+        return self.facts.last_reference.get(storage, never)
 
     def _decisions(self) -> list[Decision]:
         kept = set(map(id, self.pieces))
@@ -280,9 +265,9 @@ class CoarseGraph:
         optional = {p.storage for p in self.pieces if p.group is not None}
         for op in graph.ops:
             for storage in op.makes:
-                end = self._dead.get(storage, ends)
-                if storage not in optional and storage in self._packed:
-                    end = max(end, self._direct_end[storage])
+                end = self.facts.death.get(storage, ends)
+                if storage not in optional and storage in self.facts.first_pack:
+                    end = max(end, self._direct_end(storage))
                 change[self.run_event[op.id]] += graph.storages[storage].bytes
                 change[min(end, ends)] -= graph.storages[storage].bytes
             peak_extra[self.run_event[op.id]] = op.workspace_bytes

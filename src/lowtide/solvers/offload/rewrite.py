@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lowtide.graph.costs import Costs
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Op, StepGraph, Storage
 from lowtide.plan import TIER_OF, Moves
 
@@ -45,12 +46,12 @@ class _Rewrite:
             ops.append(op_)
         self.saved = tuple(self.back.get(s, s) for s in graph.saved)
         self.events: list[tuple[int, int]] = []
-        complete = {op.completes_inplace: op.id for op in graph.ops if op.completes_inplace is not None}
+        completed_by = step_facts(graph).completed_by
         self.sends_after: dict[int, list[int]] = {}
         for s in moved:
             maker = graph.storages[s].op
             assert maker is not None
-            self.sends_after.setdefault(complete.get(maker, maker), []).append(s)
+            self.sends_after.setdefault(completed_by.get(maker, maker), []).append(s)
         self.storages, self.ops = tuple(storages), (*ops, *fetches)
         self.outgoing: deque[int] = deque()
         self.freed: set[int] = set()

@@ -19,13 +19,13 @@ from functools import cached_property
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import UNPACK, StepGraph, once_per_graph
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Moves
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers.candidate import Candidate, infeasible
-from lowtide.solvers.decomposition.segments import backward_start_event
 from lowtide.solvers.exact import Search
-from lowtide.solvers.graph_queries import birth_and_first_use
+from lowtide.solvers.graph_queries import movable
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.offload.local_search import trade_offloads
 from lowtide.solvers.offload.rewrite import without_offloaded
@@ -70,14 +70,6 @@ def search_with_offload(
         BudgetInfeasibleError: none was found that needs so little.
     """
     return OffloadSearch(graph, costs, limits, capacities).within(budget_bytes)
-
-
-@once_per_graph
-def movable(graph: StepGraph) -> frozenset[int]:
-    """Storages that a plan may move: made in forward, stored, asked for by backward, and written by nobody since."""
-    asked_for = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
-    free = (s for s in graph.stored & asked_for if graph.storages[s].kind == "activation")
-    return frozenset(s for s in free if not graph.storages[s].fixed)
 
 
 def _by_count(limits: Limits) -> Limits:
@@ -259,7 +251,8 @@ class OffloadSearch:
         """Those of ``storages`` that links of ``load`` times the speed carry off in time, and back in time."""
         graph, links = self.graph, self.costs.links
         at_ms = event_times(graph, self.costs, timeline)
-        made, needed = birth_and_first_use(self.graph)
+        facts = step_facts(graph)
+        made, needed = facts.birth, facts.first_use
         largest = max((graph.storages[s].bytes for s in storages), default=0)
         carried: dict[int, str] = {}
         free_ms = dict.fromkeys(self.capacities, 0.0)
@@ -270,7 +263,7 @@ class OffloadSearch:
             # Two of the largest may be on their way, so one more may wait for one.
             if end_ms - begin_ms <= 2 * links[tier].store_ms(largest) / load:
                 carried[s], free_ms[tier] = action, end_ms
-        free_ms = dict.fromkeys(self.capacities, at_ms[min(backward_start_event(graph), len(at_ms) - 1)])
+        free_ms = dict.fromkeys(self.capacities, at_ms[min(facts.backward_start, len(at_ms) - 1)])
         for s in sorted(carried, key=lambda s: needed[s]):
             tier = TIER_OF[carried[s]]
             end_ms = free_ms[tier] + links[tier].fetch_ms(graph.storages[s].bytes) / load

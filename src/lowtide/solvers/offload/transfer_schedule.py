@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs, Link
-from lowtide.graph.step_graph import RUN, UNPACK, StepGraph, once_per_graph
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import TIER_OF, Moves
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.simulation.transfers import FETCH
@@ -70,7 +71,7 @@ def _with_window(
         return Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves))
 
     tried = [judged(Moves(max_inflight_bytes))]
-    unpacks = _unpacks(graph)
+    unpacks = step_facts(graph).unpack_events
     needed = {t.storage: t.event for t in tried[0].timeline.transfers if t.direction == FETCH}
     fetch_at = _latest_starts(graph, costs, actions, tried[0].timeline, needed)
     for _ in range(_ROUNDS):
@@ -86,7 +87,7 @@ def _latest_starts(
     graph: StepGraph, costs: Costs, actions: Mapping[int, str], timeline: Timeline, needed: Mapping[int, int]
 ) -> dict[int, int]:
     """By storage: the number of the last unpack at which its fetch may start and still be in time."""
-    unpacks, at_ms = _unpacks(graph), event_times(graph, costs, timeline)
+    unpacks, at_ms = step_facts(graph).unpack_events, event_times(graph, costs, timeline)
     times = [at_ms[event] for event in unpacks]
     busy_from: dict[str, float] = {}  # by tier: when the link is wanted for what is needed later
     found = {}
@@ -142,9 +143,3 @@ def event_times(graph: StepGraph, costs: Costs, timeline: Timeline | None = None
         if kind == RUN:
             now += costs.op_ms[number] + (0.0 if graph.ops[number].backward else costs.dispatch_us / 1e3)
     return found
-
-
-@once_per_graph
-def _unpacks(graph: StepGraph) -> list[int]:
-    """Events at which backward unpacks something."""
-    return [event for event, (kind, _) in enumerate(graph.events) if kind == UNPACK]

@@ -24,16 +24,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.graph.facts import step_facts
+from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, readers, recomputable, repeated_layers
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms, stored_at_backward_start
+from lowtide.solvers.graph_queries import complete_actions, recomputable, repeated_layers, stored_at_backward_start
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
 
 EMPTY = "F_empty"  # run a stage for its output alone, and let its input go
 CK = "F_ck"  # run a stage for its output alone; its input stays
@@ -102,7 +103,7 @@ class StepChain:
         outputs: list[set[int]] = [set() for _ in range(count)]
         free = recomputable(graph)
         kept = {s for op in graph.forward_ops for s in op.makes if s not in free}
-        for storage, ops in readers(graph).items():
+        for storage, ops in step_facts(graph).readers.items():
             maker = graph.storages[storage].op
             if maker is None or storage in kept:
                 continue
@@ -152,10 +153,12 @@ class StepChain:
             )
         return tuple(found)
 
-    def offer(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
-        """``schedule`` as an offer: its time and floor are sums over stages, actions are worked out when asked for."""
-        saved, checkpoints, runs = _reading(schedule)
-        floor_bytes = self.graph.resident_bytes + sum(self.graph.storages[s].bytes for s in self._at_backward_start)
+    def lazy_candidate(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
+        """``schedule`` with its time and floor as sums over stages; its actions are worked out on demand."""
+        saved, checkpoints, runs = _parse(schedule)
+        floor_bytes = self.graph.resident_bytes + sum(
+            self.graph.storages[s].bytes for s in stored_at_backward_start(self.graph)
+        )
         replay_ms, recorded = 0.0, 0
         for k in range(len(self.outputs)):
             if k in saved:
@@ -173,10 +176,10 @@ class StepChain:
         """``schedule`` as actions and replay counts.
 
         Steps before the first ``BACKWARD`` are the forward pass itself: they decide what is saved. Later ones are
-        replays. A value is made anew once for each run of its stage that needs it, and the last time it stays until
-        nobody needs it any more: exactly what a schedule asks for that keeps each checkpoint until it is used.
+        replays. A storage is replayed once for each run of its stage that needs it. After the last replay it stays
+        until nothing needs it any more, which suits schedules that keep each checkpoint until it is used.
         """
-        saved, checkpoints, runs = _reading(schedule)
+        saved, checkpoints, runs = _parse(schedule)
         kept = self.kept.union(*(self.outputs[k] for k in checkpoints))
         inside = {s for op in self.graph.forward_ops if self.stage_of[op.id] not in saved for s in op.makes}
         actions = complete_actions(self.graph, sorted((inside - kept) & self.graph.stored), kept)
@@ -213,15 +216,11 @@ class StepChain:
         return tuple(map(frozenset, made))
 
     @cached_property
-    def _at_backward_start(self) -> frozenset[int]:
-        return stored_at_backward_start(self.graph)
-
-    @cached_property
     def _floors(self) -> list[tuple[int, int]]:
         """Bytes that each stage would hold when backward begins, without its output, and of its output."""
         found = []
         for made, output in zip(self._made, self.outputs, strict=True):
-            held = (made & self._at_backward_start) - self.kept
+            held = (made & stored_at_backward_start(self.graph)) - self.kept
             sizes = {s: self.graph.storages[s].bytes for s in held}
             found.append((sum(sizes[s] for s in held - output), sum(sizes[s] for s in held & output)))
         return found
@@ -258,18 +257,16 @@ class StepChain:
         graph, count = self.graph, len(self.outputs)
         forward: list[list[int]] = [[] for _ in range(count)]
         backward: list[list[int]] = [[] for _ in range(count)]
-        packed: dict[int, int] = {}
-        now, turned = 0, False
+        packed_in: dict[int, int] = {}
+        stage, backward_start = 0, step_facts(graph).backward_start
         for event, (kind, number) in enumerate(graph.events):
-            if kind == RUN:
-                turned |= graph.ops[number].backward
-                now = now if turned else self.stage_of[number]
+            if kind == RUN and event < backward_start:
+                stage = self.stage_of[number]
             elif kind == PACK:
-                packed.setdefault(number, now)
+                packed_in.setdefault(number, stage)
             elif kind == UNPACK:
-                turned = True
-                now = min(now, packed.get(number, now))
-            (backward if turned else forward)[now].append(event)
+                stage = min(stage, packed_in.get(number, stage))
+            (forward if event < backward_start else backward)[stage].append(event)
         return forward, backward
 
 
@@ -288,8 +285,15 @@ class _Runs(NamedTuple):
     both: int
 
 
-def _reading(schedule: Sequence[Step]) -> tuple[set[int], set[int], list[_Runs]]:
-    """Stages that the forward pass saves, stages whose output it keeps, and what each runs later."""
+class _Parsed(NamedTuple):
+    """Stages that the forward pass saves, stages whose output it keeps, and how often each stage runs again."""
+
+    saved: set[int]
+    checkpoints: set[int]
+    runs: list[_Runs]
+
+
+def _parse(schedule: Sequence[Step]) -> _Parsed:
     backward_start = next(i for i, step in enumerate(schedule) if step.kind == BACKWARD)
     sweep, later = schedule[:backward_start], schedule[backward_start:]
     saved = {step.stage for step in sweep if step.kind == ALL}
@@ -299,7 +303,7 @@ def _reading(schedule: Sequence[Step]) -> tuple[set[int], set[int], list[_Runs]]
     for step, after in pairwise(later):
         if step.kind == ALL:
             (inner if after.kind == BACKWARD else both)[step.stage] += 1
-    return saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))]
+    return _Parsed(saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))])
 
 
 def _replays(work: _Work, runs: _Runs) -> dict[int, int]:
@@ -316,13 +320,10 @@ def _ms(graph: StepGraph, costs: Costs, events: Iterable[int]) -> float:
 
 def _backward_bytes(graph: StepGraph) -> list[int]:
     """Bytes that backward has made and that live before each event."""
-    found, live, alive = [], 0, set[int]()
-    for kind, number in graph.events:
-        found.append(live)
-        if kind == RUN and graph.ops[number].backward:
-            alive.update(graph.ops[number].makes)
-            live += sum(graph.storages[s].bytes for s in graph.ops[number].makes)
-        elif kind == FREE and number in alive:
-            alive.remove(number)
-            live -= graph.storages[number].bytes
-    return found
+    facts, change = step_facts(graph), [0] * len(graph.events)
+    for op in graph.ops:
+        for s in op.makes if op.backward else ():
+            change[facts.birth[s]] += graph.storages[s].bytes
+            if s in facts.death:
+                change[facts.death[s]] -= graph.storages[s].bytes
+    return [0, *accumulate(change)]

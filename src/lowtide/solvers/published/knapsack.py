@@ -9,7 +9,7 @@ https://pytorch.org/blog/activation-checkpointing-techniques/, and ``torch/_func
 - ``dp`` rounds weights to 1/10000; items come largest first, and an item is taken if the value grows by it.
 
 Differs: the items are the ops of which autograd stores an output; PyTorch first lets a minimum cut choose what to store
-and offers only dear ops (matrix products, reductions, random ops) to the knapsack. The value is measured time, that of
+and passes only dear ops (matrix products, reductions, random ops) to the knapsack. The value is measured time, that of
 the op and of what else must run while all other items are kept; PyTorch counts the op's own FLOPs. What may not be
 replayed is kept and weighs nothing. PyTorch is given the ratio by hand; under a budget in bytes, ratios in steps of
 0.01 (0.05 for ``ilp``) are tried with each strategy, and the fastest plan whose *simulated peak* fits is taken.
@@ -27,15 +27,11 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, recomputable
+from lowtide.solvers.graph_queries import complete_actions, recomputable, stored_at_backward_start
 from lowtide.solvers.milp.highs import Program
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms, stored_at_backward_start
-
-_ROUNDED = 10_000  # as in PyTorch
-_RATIOS = tuple(step / 100 for step in range(101))
-_ILP_RATIOS = tuple(step / 20 for step in range(20))  # a hundred times dearer
-_GAP, _NODES, _TIME_LIMIT_S = 1e-4, 200, 10.0  # of one ILP; the gap is SciPy's, which PyTorch calls
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
 
 
 def greedy_knapsack(weights: Sequence[float], values: Sequence[float], capacity: float) -> list[int]:
@@ -50,8 +46,8 @@ def greedy_knapsack(weights: Sequence[float], values: Sequence[float], capacity:
 
 def dp_knapsack(weights: Sequence[float], values: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
     """Items to keep for each capacity: the most value within it, weights rounded to 1/10000."""
-    units = max(round(capacity * _ROUNDED) for capacity in capacities)
-    rounded = [round(w * _ROUNDED) for w in weights]
+    units = max(round(capacity * tuning.KNAPSACK_UNITS) for capacity in capacities)
+    rounded = [round(w * tuning.KNAPSACK_UNITS) for w in weights]
     best = np.zeros(units + 1)
     taken = np.zeros((len(values), units + 1), dtype=bool)
     for i, (weight, value) in enumerate(zip(rounded, values, strict=True)):
@@ -62,7 +58,7 @@ def dp_knapsack(weights: Sequence[float], values: Sequence[float], capacities: S
         best[weight:] = np.maximum(best[weight:], with_it)
     found = []
     for capacity in capacities:
-        left, kept = round(capacity * _ROUNDED), []
+        left, kept = round(capacity * tuning.KNAPSACK_UNITS), []
         for i in reversed(range(len(values))):
             if taken[i, left]:
                 kept.append(i)
@@ -77,7 +73,12 @@ def ilp_knapsack(weights: Sequence[float], values: Sequence[float], capacity: fl
     most = max(values, default=0.0) or 1.0
     columns = [program.column(-value / most, integer=True) for value in values]
     program.row(dict(zip(columns, weights, strict=True)), upper=capacity)
-    answer = program.minimise(gap=_GAP, slack=0.0, node_limit=_NODES, time_limit_s=_TIME_LIMIT_S)
+    answer = program.minimise(
+        gap=tuning.KNAPSACK_ILP_GAP,
+        slack=0.0,
+        node_limit=tuning.KNAPSACK_ILP_NODES,
+        time_limit_s=tuning.KNAPSACK_ILP_TIME_LIMIT_S,
+    )
     return [i for i, value in enumerate(answer.values) if value > 0.5]
 
 
@@ -110,21 +111,21 @@ def knapsack(graph: StepGraph, costs: Costs, ratio: float | None = None) -> list
     total = sum(item.bytes for item in items) or 1
     weights = [item.bytes / total for item in items]
     values = [sum(costs.op_ms[op] for op in item.work) for item in items]
-    ratios = _RATIOS if ratio is None else (float(ratio),)
+    ratios = tuning.KNAPSACK_RATIOS if ratio is None else (float(ratio),)
     choices = list(zip(ratios, dp_knapsack(weights, values, ratios)))
     if ratio is None:
         choices += [(share, greedy_knapsack(weights, values, share)) for share in ratios]
-        choices += [(share, ilp_knapsack(weights, values, share)) for share in _ILP_RATIOS]
-    offers: dict[frozenset[int], LazyCandidate] = {}
+        choices += [(share, ilp_knapsack(weights, values, share)) for share in tuning.KNAPSACK_ILP_RATIOS]
+    found: dict[frozenset[int], LazyCandidate] = {}
     for share, kept in choices:
         # Rounding may leave something out although all is allowed.
         dropped = frozenset(range(len(items))).difference(kept) if share < 1 else frozenset[int]()
-        if dropped not in offers:
-            offers[dropped] = _offer(graph, costs, [items[i] for i in sorted(dropped)], share)
-    return list(offers.values())
+        if dropped not in found:
+            found[dropped] = _lazy_candidate(graph, costs, [items[i] for i in sorted(dropped)], share)
+    return list(found.values())
 
 
-def _offer(graph: StepGraph, costs: Costs, dropped: list[_Item], share: float) -> LazyCandidate:
+def _lazy_candidate(graph: StepGraph, costs: Costs, dropped: list[_Item], share: float) -> LazyCandidate:
     gone = {s for item in dropped for s in item.stored}
     work = frozenset[int]().union(*(item.work for item in dropped))
     replay_ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in sorted(work))

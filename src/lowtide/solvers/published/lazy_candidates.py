@@ -1,4 +1,4 @@
-"""A method with many plans lists them cheaply; they are worked out and judged only as far as a budget asks."""
+"""A published method with many plans lists them cheaply; few are worked out and simulated for any one budget."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import PACK, RELEASE, RUN, StepGraph, once_per_graph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.candidate import Candidate, infeasible
+from lowtide.solvers.candidate import Candidate
 
 
 @dataclass(frozen=True)
 class LazyCandidate:
-    """One plan of a method.
+    """A candidate that is not worked out yet.
 
     Attributes:
-        step_ms: At most so long: every replay that the plan allows for takes place.
-        floor_bytes: The peak is no less: what is saved lives together when backward begins.
+        step_ms: Upper bound of its step time: every replay that the plan allows for takes place.
+        floor_bytes: Lower bound of its peak: what is saved lives together when backward begins.
+        candidate: Works it out.
     """
 
     step_ms: float
@@ -33,56 +34,26 @@ def planned_ms(graph: StepGraph, costs: Costs, replay_ms: float, recorded: int) 
     return costs.plain_step_ms + replay_ms + tape_us / 1e3
 
 
-@once_per_graph
-def stored_at_backward_start(graph: StepGraph) -> frozenset[int]:
-    """Storages made in forward that autograd has stored when backward begins."""
-    held: set[int] = set()
-    for kind, number in graph.events:
-        if kind == RUN and graph.ops[number].backward:
-            break
-        if kind == PACK:
-            held.add(number)
-        elif kind == RELEASE:
-            held.discard(number)
-    return frozenset(graph.saved[h] for h in held) & graph.stored
-
-
-def fastest(
-    graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate], budget_bytes: int | None, *, method: str
-) -> Candidate:
-    """Of a method's plans the fastest whose simulated peak fits, and of equally fast ones that with the lower floor.
-
-    Raises:
-        BudgetInfeasibleError: none fits; ``least_bytes`` is the least of their peaks.
-    """
-    found = fastest_within(graph, costs, offers, budget_bytes)
-    if found is not None:
-        return found
-    least = leanest(graph, costs, offers)
-    assert least is not None and budget_bytes is not None
-    raise infeasible(graph, costs, budget_bytes, least.actions, method=method, replays=least.replays)
-
-
 def fastest_within(
-    graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate], budget_bytes: int | None
+    graph: StepGraph, costs: Costs, candidates: Sequence[LazyCandidate], budget_bytes: int | None
 ) -> Candidate | None:
-    """The fastest offer whose simulated peak fits, if one does."""
-    for offer in sorted(offers, key=lambda o: (o.step_ms, o.floor_bytes)):
+    """The fastest candidate whose simulated peak is within the budget; None where none is."""
+    for lazy in sorted(candidates, key=lambda c: (c.step_ms, c.floor_bytes)):
         if budget_bytes is None:
-            return offer.candidate()
-        if offer.floor_bytes <= budget_bytes:
-            candidate = offer.candidate()
+            return lazy.candidate()
+        if lazy.floor_bytes <= budget_bytes:
+            candidate = lazy.candidate()
             if _peak_bytes(graph, costs, candidate) <= budget_bytes:
                 return candidate
     return None
 
 
-def leanest(graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate]) -> Candidate | None:
-    """The offer with the least simulated peak; None of none."""
+def least_peak(graph: StepGraph, costs: Costs, candidates: Sequence[LazyCandidate]) -> Candidate | None:
+    """The candidate with the least simulated peak; None where there are no candidates."""
     least: tuple[int, Candidate] | None = None
-    for offer in sorted(offers, key=lambda o: o.floor_bytes):
-        if least is None or offer.floor_bytes < least[0]:
-            candidate = offer.candidate()
+    for lazy in sorted(candidates, key=lambda c: c.floor_bytes):
+        if least is None or lazy.floor_bytes < least[0]:
+            candidate = lazy.candidate()
             peak_bytes = _peak_bytes(graph, costs, candidate)
             if least is None or peak_bytes < least[0]:
                 least = peak_bytes, candidate

@@ -1,6 +1,8 @@
-"""The published methods, by the name under which ``solve`` knows them."""
+"""The published methods, by the name under which ``solve`` knows them: add a method to one of the tables here."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -15,28 +17,25 @@ from lowtide.solvers.published.rotor import rotor
 from lowtide.solvers.published.selective import selective
 from lowtide.solvers.published.sqrt_n import sqrt_n
 
-CLASSICS = ("none", "full", "every_n", "sqrt_n", "selective", "revolve", "rotor", "knapsack")
-# These have a plan for each budget; with the option named here one of their plans can be asked for without a budget.
+Actions = dict[int, str]
+
+# Methods with one plan, whatever the budget.
+FIXED: dict[str, Callable[[StepGraph], Actions]] = {
+    "none": lambda graph: complete_actions(graph, ()),
+    "full": full,
+    "every_n": every_n,
+    "sqrt_n": sqrt_n,
+    "selective": selective,
+}
+# Methods with a plan for each budget; with the option named here one of their plans can be had without a budget.
 BUDGETED = {"revolve": "n", "rotor": None, "knapsack": "ratio"}
-
-
-def classic(graph: StepGraph, method: str, n: int | None = None) -> dict[int, str]:
-    """Actions of a classic that has one plan, whatever the budget.
-
-    Raises:
-        ValueError: the graph has no repeated layers and the method needs them, or ``n`` makes no sense.
-    """
-    if method == "none":
-        return complete_actions(graph, ())
-    if method == "every_n":
-        return every_n(graph, 2 if n is None else n)
-    return {"full": full, "sqrt_n": sqrt_n, "selective": selective}[method](graph)
+PUBLISHED = (*FIXED, *BUDGETED)
 
 
 def lazy_candidates(
     graph: StepGraph, costs: Costs, method: str, *, n: int | None = None, ratio: float | None = None
 ) -> list[LazyCandidate]:
-    """Every plan that a classic has to offer.
+    """Every plan that a published method has.
 
     Raises:
         ValueError: the graph has no repeated layers and the method needs them, or ``n`` or ``ratio`` makes no sense.
@@ -47,18 +46,16 @@ def lazy_candidates(
         return rotor(graph, costs)
     if method == "knapsack":
         return knapsack(graph, costs, ratio)
-    actions = classic(graph, method, n)
+    actions = every_n(graph, n) if method == "every_n" and n is not None else FIXED[method](graph)
     return [LazyCandidate(costs.plain_step_ms, graph.resident_bytes, lambda: Candidate(actions))]
 
 
-def classic_actions(graph: StepGraph) -> list[dict[int, str]]:
-    """The actions of every classic that has one plan and applies to ``graph``: starting points for a search."""
+def fixed_actions(graph: StepGraph) -> list[Actions]:
+    """The actions of every method in ``FIXED`` that applies to ``graph``: starting points for a search."""
     found = []
-    for method in CLASSICS:
-        if method in BUDGETED:
-            continue
+    for actions_of in FIXED.values():
         try:
-            found.append(classic(graph, method))
+            found.append(actions_of(graph))
         except ValueError:  # no layer repeats
             continue
     return found

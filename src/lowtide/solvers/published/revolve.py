@@ -87,7 +87,10 @@ def revolve(graph: StepGraph, costs: Costs, n: int | None = None) -> list[LazyCa
         raise ValueError(f"n={n!r} is not a positive int. Write n=3 to hold three layer inputs at a time.")
     chain = StepChain.of(graph, "revolve")
     most = max(len(chain.layers) - 1, 1)
-    return [chain.offer(costs, step_schedule(chain, slots)) for slots in ([min(n, most)] if n else range(1, most + 1))]
+    return [
+        chain.lazy_candidate(costs, step_schedule(chain, slots))
+        for slots in ([min(n, most)] if n else range(1, most + 1))
+    ]
 
 
 def step_schedule(chain: StepChain, snapshots: int) -> list[Step]:

@@ -20,7 +20,7 @@ read off a step), o_f is one number for a run that keeps everything and another 
 the stages that a run passes through only. Published as a plan for one memory limit; here the plans of every limit are
 simulated, and the fastest whose peak fits is taken, because the tape frees some values earlier than the model says.
 
-Known weakness: between keeping all of a layer and only its input it knows nothing.
+Known weakness: of each layer it keeps either everything or only the input.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.published.chain import ALL, BACKWARD, CK, EMPTY, Stage, Step, StepChain
 from lowtide.solvers.published.lazy_candidates import LazyCandidate
-
-_SLOTS = 500  # as published
 
 
 @dataclass(frozen=True)
@@ -142,12 +141,12 @@ def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
     chain = StepChain.of(graph, "rotor")
     stages = chain.stages(costs)
     most = _enough_bytes(stages)
-    table = tabulate(stages, _SLOTS + 2 * len(stages), max(-(-most // _SLOTS), 1))
+    table = tabulate(stages, tuning.ROTOR_UNITS + 2 * len(stages), max(-(-most // tuning.ROTOR_UNITS), 1))
     whole = table.time_ms[0, -1]
     schedules: dict[tuple[Step, ...], None] = {}
     for units in np.flatnonzero(np.isfinite(whole))[::-1]:
         schedules.setdefault(tuple(table.schedule(int(units))))
-    return [chain.offer(costs, schedule) for schedule in schedules]
+    return [chain.lazy_candidate(costs, schedule) for schedule in schedules]
 
 
 def _enough_bytes(stages: Sequence[Stage]) -> int:
