@@ -12,12 +12,12 @@ from support.toy_graphs import Step, chain, decoder, decoder_costs, linear_tanh,
 from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate
+from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate, build_plan
 from lowtide.solvers.dispatch import METHODS, solve
 from lowtide.solvers.exact import Search
 from lowtide.solvers.graph_queries import complete_actions, layers
 from lowtide.solvers.lower_bound.bound import bound_peak
-from lowtide.solvers.milp import coarsening, peak_model
 from lowtide.solvers.published.methods import BUDGETED, classic
 from lowtide.solvers.search_context import Limits
 
@@ -129,8 +129,8 @@ def test_grouped_ops_and_bursts_found_by_the_judge_cost_little(case, data):
     everything = oracle(graph, costs)
     budget = data.draw(st.sampled_from(sorted({peak for _, peak in everything if peak > 0})))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coarsening, "_FINE_OPS", 0)
-        patch.setattr(peak_model, "_ALL_BURSTS_SIZE", 0)
+        patch.setattr(tuning, "PER_OP_MODEL_OPS", 0)
+        patch.setattr(tuning, "ALL_BURSTS_SIZE", 0)
         try:
             plan = solve(graph, costs, budget, gap=0.0)
         except BudgetInfeasibleError as error:
@@ -157,7 +157,7 @@ def test_a_burst_that_no_slot_shows_is_found_by_the_judge_and_cut_away():
 
     knowing = [solve(graph, costs, budget).predicted_step_ms for budget in (240, 228, 204, 192)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak_model, "_ALL_BURSTS_SIZE", 0)
+        patch.setattr(tuning, "ALL_BURSTS_SIZE", 0)
         learning = [solve(graph, costs, budget).predicted_step_ms for budget in (240, 228, 204, 192)]
 
     assert learning == knowing == [82.0, 83.0, 89.0, 92.0]

@@ -9,8 +9,7 @@ from support.case_graphs import load_case
 from support.strategies import small_cases
 
 from lowtide.simulation.simulator import simulate, simulate_actions
-from lowtide.solvers import lp_rounding as guided_module
-from lowtide.solvers.decomposition import decomposed_search as apart_module
+from lowtide.solvers import tuning
 from lowtide.solvers.exact import Search
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
@@ -46,7 +45,7 @@ def test_a_relaxation_is_rounded_to_a_plan_within_a_percent_of_the_bound(monkeyp
     found = round_relaxation(graph, costs, budget, most_ms=1.05 * bound_ms, enough_ms=1.01 * bound_ms, events=2_000_000)
 
     assert found and found[-1].timeline.step_ms <= 1.01 * bound_ms and found[-1].peak_bytes <= budget
-    monkeypatch.setattr(guided_module, "_MOST_OPS", len(graph.ops) - 1)
+    monkeypatch.setattr(tuning, "LP_ROUNDING_OPS", len(graph.ops) - 1)
     assert round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=bound_ms, events=2_000_000) == []
 
 
@@ -54,7 +53,7 @@ def test_where_layers_planned_apart_stay_far_from_the_bound_exact_asks_its_relax
     graph, costs = load_case("autocast")
     budget = at_36_percent(graph, costs)
     apart = Search(graph, costs, Limits()).within(budget)
-    monkeypatch.setattr(apart_module, "_FAR", apart_module._NEAR)
+    monkeypatch.setattr(tuning, "FAR_FROM_BOUND", tuning.NEAR_BOUND)
 
     search = Search(graph, costs, Limits())
     asked = search.within(budget)

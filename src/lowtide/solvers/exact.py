@@ -27,6 +27,7 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
+from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate, infeasible
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
@@ -39,13 +40,6 @@ from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, leanest, stored_at_backward_start
 from lowtide.solvers.published.methods import BUDGETED, classic_actions, lazy_candidates
 from lowtide.solvers.search_context import Found, Limits, SearchContext
-
-_WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
-_UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
-_WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
-_FEWEST_SEGMENTS = 3  # that planning them apart is worth it
-_LISTED_OPS = 5000  # steps up to this size are held against every plan of the classics
-_LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
 
 
 def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Candidate:
@@ -62,11 +56,11 @@ class Search:
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         ops = worth_replaying(graph)
-        coarse = CoarseGraph(graph, costs) if len(ops) <= _WHOLE_OPS else None
+        coarse = CoarseGraph(graph, costs) if len(ops) <= tuning.MONOLITHIC_OPS else None
         self.context = SearchContext(graph, costs, limits, fine=coarse is not None and coarse.fine)
         self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
-        pool = None if coarse is not None and coarse.size <= _WHOLE_SIZE else self._pool(ops, coarse)
-        if pool is None and (coarse is None or coarse.size > _UNLIKE_SIZE):
+        pool = None if coarse is not None and coarse.size <= tuning.MONOLITHIC_SIZE else self._pool(ops, coarse)
+        if pool is None and (coarse is None or coarse.size > tuning.MONOLITHIC_FEW_REPEATS_SIZE):
             coarse = CoarseGraph(graph, costs, reach=0)
         self.apart = DecomposedSearch(self.context, pool) if pool is not None else None
         self.whole = MonolithicSearch(self.context, coarse) if coarse is not None else None
@@ -74,11 +68,11 @@ class Search:
     def _pool(self, ops: list[int], coarse: CoarseGraph | None) -> ColumnGeneration | None:
         segment_of = segments(self.graph, ops)
         found = windows(self.graph, segment_of)
-        if found is None or len(found) < _FEWEST_SEGMENTS:
+        if found is None or len(found) < tuning.MIN_SEGMENTS:
             return None
         pool = ColumnGeneration(self.graph, self.costs, segment_of, found)
         unlike = 2 * len(pool.different) > len(found) + 1
-        return None if unlike and coarse is not None and coarse.size <= _UNLIKE_SIZE else pool
+        return None if unlike and coarse is not None and coarse.size <= tuning.MONOLITHIC_FEW_REPEATS_SIZE else pool
 
     def within(self, budget_bytes: int, *, allow_fallback: bool = True) -> Candidate:
         """The fastest actions within ``budget_bytes``.
@@ -155,7 +149,7 @@ class Search:
     def _budgeted(self) -> list[list[LazyCandidate]]:
         """What each classic with a plan for every budget would do, where listing that takes little time."""
         found = []
-        for method in BUDGETED if self.limits.listed and len(self.graph.ops) <= _LISTED_OPS else ():
+        for method in BUDGETED if self.limits.listed and len(self.graph.ops) <= tuning.PUBLISHED_CANDIDATES_OPS else ():
             try:
                 found.append(lazy_candidates(self.graph, self.costs, method))
             except ValueError:  # no layer repeats
@@ -219,7 +213,7 @@ class Search:
         model = self.apart or self.whole
         assert model is not None
         starts = [model.leanest(), min((self.plain, *self.classics), key=lambda j: (j.peak_bytes, *j.rank))]
-        events = self.context.events(_LEANER_EVENTS)
+        events = self.context.events(tuning.MIN_PEAK_EVENTS)
         return [reduce_peak(self.graph, self.costs, start, events=events) for start in starts if start is not None]
 
     def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:

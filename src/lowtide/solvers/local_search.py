@@ -23,10 +23,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import Timeline, contents_at_peak, simulate_actions
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
-
-_MOST_HOLDERS = 16  # of each kind, the largest, that are asked to give way
-_MOST_STEPS = 300
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def reduce_peak(
         ``start``, and what was found, by falling peak; the last has at most ``target_bytes`` if that was reached.
     """
     path, now = [start], start
-    for _ in range(_MOST_STEPS):
+    for _ in range(tuning.MAX_DESCENT_STEPS):
         if path[-1].peak_bytes <= target_bytes or now.timeline.step_ms > most_ms or events <= 0:
             break
         best: tuple[tuple[bool, float, float], Evaluated] | None = None
@@ -130,7 +128,7 @@ def _changes(graph: StepGraph, now: Evaluated) -> Iterator[tuple[dict[int, str],
 
 
 def _largest(sizes: Mapping[int, int]) -> list[int]:
-    return sorted(sizes, key=lambda s: (-sizes[s], s))[:_MOST_HOLDERS]
+    return sorted(sizes, key=lambda s: (-sizes[s], s))[: tuning.MAX_PEAK_HOLDERS]
 
 
 def _once_more(

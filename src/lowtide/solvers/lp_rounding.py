@@ -22,17 +22,11 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable
-
-_MOST_OPS = 2500
-_ROUNDS = 3
-_SHARES = (0.25, 0.5)  # what is kept by less than this is recomputed
-_MOST_ABOVE = 0.2  # of the budget's activations: a start further above is too far
-_SLOTS_A_ROUND = 2
-_APART = 3  # stages that are crowded together: one slot is enough for them
 
 
 def round_relaxation(
@@ -47,7 +41,7 @@ def round_relaxation(
     """
     found: list[Evaluated] = []
     slots: set[int] = set()
-    for _ in range(_ROUNDS if len(graph.ops) <= _MOST_OPS else 0):
+    for _ in range(tuning.LP_ROUNDING_ROUNDS if len(graph.ops) <= tuning.LP_ROUNDING_OPS else 0):
         model = Relaxation(unavoidable(graph), costs, budget_bytes, slots=slots)
         relaxed = model.program.relax()
         if not math.isfinite(relaxed.objective):
@@ -67,9 +61,9 @@ def round_relaxation(
 def _starts(
     graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarray, budget_bytes: int
 ) -> Iterator[Evaluated]:
-    most_bytes = budget_bytes + _MOST_ABOVE * (budget_bytes - graph.resident_bytes)
+    most_bytes = budget_bytes + tuning.LP_ROUNDING_MAX_EXCESS * (budget_bytes - graph.resident_bytes)
     seen: list[dict[int, str]] = []
-    for share in _SHARES:
+    for share in tuning.LP_ROUNDING_THRESHOLDS:
         start = rounded(graph, costs, model, values, share)
         if start.peak_bytes <= most_bytes and start.actions not in seen:
             seen.append(start.actions)
@@ -98,9 +92,9 @@ def violated_stages(
             highest[stage] = 0 if stage in ended else max(highest.get(stage, 0), peak)
     runs: list[list[int]] = []
     for stage in sorted(highest):
-        if runs and stage - runs[-1][-1] <= _APART:
+        if runs and stage - runs[-1][-1] <= tuning.STAGES_APART:
             runs[-1].append(stage)
         else:
             runs.append([stage])
     tops = [top for top in (max(run, key=lambda t: highest[t]) for run in runs) if highest[top]]
-    return sorted(tops, key=lambda t: -highest[t])[:_SLOTS_A_ROUND]
+    return sorted(tops, key=lambda t: -highest[t])[: tuning.SLOTS_PER_ROUND]

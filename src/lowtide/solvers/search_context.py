@@ -10,13 +10,10 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import birth_and_first_use, complete_actions
 from lowtide.solvers.local_search import Evaluated, judge
 from lowtide.solvers.lower_bound.bound import taped_plain_ms
-
-_GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
-STEP_GAP = 0.0025  # of the step time, likewise
-CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class Limits:
             for it.
     """
 
-    time_limit_s: float = 60.0
-    node_limit: int = 1000
+    time_limit_s: float = tuning.TIME_LIMIT_S
+    node_limit: int = tuning.NODE_LIMIT
     gap: float | None = None
     effort: float = 1.0
     longer: bool = True
@@ -83,9 +80,9 @@ class SearchContext:
         """Of the recompute time, and milliseconds."""
         gap = self.limits.gap
         if gap is None:
-            gap = 0.0 if self.fine else _GAP
+            gap = 0.0 if self.fine else tuning.GAP
         # What is paid for is the step: near its bound in those terms, proving more only costs time.
-        slack_ms = 0.0 if self.fine or self.limits.gap is not None else STEP_GAP * self.costs.plain_step_ms
+        slack_ms = 0.0 if self.fine or self.limits.gap is not None else tuning.STEP_GAP * self.costs.plain_step_ms
         return gap, slack_ms
 
     def near_enough(self, judged: Evaluated, bound_ms: float) -> bool:
@@ -100,7 +97,7 @@ class SearchContext:
         kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
         made, asked = birth_and_first_use(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
-        tries = self.events(CLEAN_UP_EVENTS) // max(len(graph.events), 1)
+        tries = self.events(tuning.SAVE_WHAT_FITS_EVENTS) // max(len(graph.events), 1)
         peaks = np.array(judged.timeline.event_peak_bytes)
         for storage in list(dropped):
             if tries == 0:

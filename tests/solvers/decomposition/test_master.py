@@ -13,7 +13,7 @@ from support.toy_graphs import decoder, decoder_costs, linear_tanh, unit_costs
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers import exact
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
 from lowtide.solvers.decomposition.segments import segments, windows, worth_replaying
@@ -51,7 +51,7 @@ def assert_windows_agree(graph, costs, found, source):
     for segment, window in enumerate(found):
         subgraph = source.cut(segment)
         peaks = simulate_actions(subgraph.graph, costs=subgraph.costs, actions={}).event_peak_bytes
-        ours = max(peaks[: subgraph.turn], default=0), max(peaks[subgraph.backward :], default=0)
+        ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.backward :], default=0)
         # An empty window holds what lived when it began.
         for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
             if begin < end:
@@ -115,7 +115,7 @@ def test_segments_apart_are_as_good_as_one_model(fraction, monkeypatch):
     graph = decoder(5)
     costs = decoder_costs(graph)
     together = solve(graph, costs, f"{100 * fraction}%")
-    monkeypatch.setattr(exact, "_WHOLE_SIZE", 0)
+    monkeypatch.setattr(tuning, "MONOLITHIC_SIZE", 0)
     apart = solve(graph, costs, f"{100 * fraction}%")
     assert apart.predicted_peak_bytes <= apart.budget_bytes
     assert apart.predicted_step_ms <= together.predicted_step_ms * 1.005

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.solvers.decomposition import shortest_path
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.shortest_path import Arcs, fastest, least_bytes
 
 
@@ -88,7 +88,7 @@ def test_many_labels_are_thinned_out_and_what_is_found_still_fits(monkeypatch):
         ways.append(Arcs(stage, stage + 1, ms, saved, 0 * saved, rng.integers(0, 4 * 10**6, size), 0 * saved))
     budget = int(1.2 * least_bytes(stages, ways))
     best = cost(stages, ways, fastest(stages, ways, budget), budget)
-    monkeypatch.setattr(shortest_path, "_MOST", 50)
+    monkeypatch.setattr(tuning, "MAX_LABELS", 50)
     thinned = cost(stages, ways, fastest(stages, ways, budget), budget)
     assert best <= thinned <= 1.05 * best
     assert fastest(stages, ways, least_bytes(stages, ways)) is not None

@@ -15,12 +15,12 @@ from support.toy_graphs import Step, chain, decoder, decoder_costs, linear_tanh,
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.simulation.simulator import simulate
+from lowtide.solvers import tuning
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.lower_bound import relaxation
 from lowtide.solvers.lower_bound import unavoidable as certain_module
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable
-from lowtide.solvers.milp import highs
 from lowtide.solvers.milp.highs import Program
 
 
@@ -42,7 +42,7 @@ def test_no_plan_of_a_small_graph_beats_the_bounds(tiny, case, record_us, replay
     costs = Costs(costs.op_ms, dispatch_us=costs.dispatch_us, record_us=record_us, replay_us=replay_us)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relaxation, "_TINY", tiny)
+        patch.setattr(tuning, "SLOT_PER_STAGE_SIZE", tiny)
         assert violations(graph, costs, oracle(graph, costs)) == []
 
 
@@ -225,7 +225,7 @@ def fork():
 )
 def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
     wrong(monkeypatch, mutation)
-    monkeypatch.setattr(relaxation, "_TINY", 10_000)
+    monkeypatch.setattr(tuning, "SLOT_PER_STAGE_SIZE", 10_000)
 
     @settings(max_examples=400, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
     @given(case=small_cases())
@@ -269,7 +269,7 @@ def test_in_a_small_step_every_moment_of_backward_counts(monkeypatch):
     plain = simulate(graph, costs, {}).peak_bytes
     budget = graph.resident_bytes + int(0.36 * (plain - graph.resident_bytes))
     every = bound_time(graph, costs, budget).step_ms
-    monkeypatch.setattr(relaxation, "_SMALL", 0)
+    monkeypatch.setattr(tuning, "ALL_MOMENTS_OPS", 0)
 
     again, _ = load_case("vit")  # nothing remembered
     assert every > bound_time(again, costs, budget).step_ms + 0.001 * costs.plain_step_ms
@@ -336,8 +336,8 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
     costs = decoder_costs(graph)
     budget = solve(graph, costs, "40%").budget_bytes
     whole = bound_time(graph, costs, budget)
-    monkeypatch.setattr(highs, "_LARGE", 0)
-    monkeypatch.setattr(highs, "_ENOUGH", 0.5)
+    monkeypatch.setattr(tuning, "LAZY_ROWS_LARGE", 0)
+    monkeypatch.setattr(tuning, "LAZY_ROWS_GAIN", 0.5)
 
     fewer = bound_time(decoder(layers=4), costs, budget)  # another graph: a bound is remembered with its graph
 

@@ -10,9 +10,8 @@ from support.oracle import oracle, random_plans
 from support.strategies import small_cases, small_graphs
 from support.toy_graphs import unit_costs
 
-from lowtide.solvers import lp_rounding as guided_module
+from lowtide.solvers import tuning
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.lower_bound import relaxation
 from lowtide.solvers.lower_bound import tighten_bound as sharper_module
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
@@ -36,9 +35,9 @@ def overruled(graph, costs, found, worse):
 @pytest.fixture
 def far_from_any_plan(monkeypatch):
     """Bounds are always sharpened, and small graphs are cut into slots as large ones are."""
-    monkeypatch.setattr(relaxation, "_TINY", 0)
-    monkeypatch.setattr(sharper_module, "_HOPELESS", 100.0)
-    monkeypatch.setattr(guided_module, "_APART", 0)  # many slots
+    monkeypatch.setattr(tuning, "SLOT_PER_STAGE_SIZE", 0)
+    monkeypatch.setattr(tuning, "TIGHTEN_MAX_GAP", 100.0)
+    monkeypatch.setattr(tuning, "STAGES_APART", 0)  # many slots
 
 
 @pytest.mark.usefixtures("far_from_any_plan")
@@ -86,7 +85,7 @@ def test_slots_where_the_answer_breaks_them_are_what_proves_it(monkeypatch):
     graph, costs = load_case("unet")
     plan = solve(graph, costs, "36%")
     bound = bound_time(graph, costs, plan.budget_bytes)
-    monkeypatch.setattr(sharper_module, "_ROUNDS", 1)
+    monkeypatch.setattr(tuning, "TIGHTEN_ROUNDS", 1)
 
     whole = tighten_bound(graph, costs, plan.budget_bytes, plan.predicted_step_ms, bound)
 

@@ -6,20 +6,13 @@ import math
 import time
 from collections.abc import Callable
 
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import Choice, ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
-from lowtide.solvers.search_context import CLEAN_UP_EVENTS, STEP_GAP, Found, SearchContext
-
-_ROUNDS = 12
-_NEAR = 0.004  # of the step, above the bound: near enough to it
-_FAR = 0.02  # likewise: too far for a sharper bound alone to close
-_ABOVE = (0.02, 0.03, 0.05)  # of activation memory: budgets above the one asked for, to come down from
-_ABOVE_EVENTS = 1_200_000  # simulated, at most, to come down from one of them
-_ABOVE_TRIES = 150  # that have to be possible in so many
-_GUIDED_EVENTS = 4_000_000  # likewise, from one start that the bound's relaxation points to
+from lowtide.solvers.search_context import Found, SearchContext
 
 Choose = Callable[[int, float], "Choice | None"]  # within so many bytes, until so late
 
@@ -42,7 +35,7 @@ class DecomposedSearch:
         if not self.limits.longer or self.limits.effort < 1:
             return result
         bound = bound_time(self.graph, self.costs, budget_bytes)
-        enough_ms = bound.step_ms + _NEAR * self.costs.plain_step_ms
+        enough_ms = bound.step_ms + tuning.NEAR_BOUND * self.costs.plain_step_ms
         # Near the least peak there may be nothing yet: that is for ways that replay an op more than once.
         if not enough_ms < result.best_within(budget_bytes) < math.inf:
             return result
@@ -55,12 +48,12 @@ class DecomposedSearch:
             result = longer
         most_ms = result.best_within(budget_bytes)
         found: list[Evaluated] = []
-        if most_ms > bound.step_ms + _FAR * self.costs.plain_step_ms:
-            events = self.context.events(_GUIDED_EVENTS)
+        if most_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
+            events = self.context.events(tuning.LP_ROUNDING_EVENTS)
             found = round_relaxation(
                 self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events
             )
-        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
+        deep = tuning.BUDGETS_ABOVE_TRIES * len(self.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
         if most_ms > enough_ms and not (found or deep):
             found = self._from_above(in_stretches, budget_bytes, most_ms)
         result.judged.extend(found)
@@ -73,14 +66,14 @@ class DecomposedSearch:
         """
         found: list[Evaluated] = []
         activations = self.context.plain.peak_bytes - self.graph.resident_bytes
-        for share in _ABOVE:
+        for share in tuning.BUDGETS_ABOVE:
             choice = choose(budget_bytes + int(share * activations), math.inf)
             if choice is None:
                 continue
             start = self.context.judge(choice.actions, choice.replays)
             path = reduce_peak(
                 self.graph, self.costs, start, target_bytes=budget_bytes, most_ms=most_ms,
-                events=self.context.events(_ABOVE_EVENTS),
+                events=self.context.events(tuning.BUDGETS_ABOVE_EVENTS),
             )  # fmt: skip
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
                 found.append(path[-1])
@@ -92,7 +85,7 @@ class DecomposedSearch:
         judged: list[Evaluated] = []
         bound_ms, asked_bytes = self.context.floor_ms, budget_bytes
         deadline = time.perf_counter() + self.limits.time_limit_s
-        for round_ in range(_ROUNDS):
+        for round_ in range(tuning.DECOMPOSED_ROUNDS):
             choice = choose(asked_bytes, deadline)
             if choice is None:
                 break
@@ -109,10 +102,10 @@ class DecomposedSearch:
 
     def _just_within(self, judged: Evaluated, budget_bytes: int) -> list[Evaluated]:
         """A way within the budget that is hardly slower than ``judged``, if changing a little leads to one."""
-        events = self.context.events(CLEAN_UP_EVENTS)
+        events = self.context.events(tuning.JUST_WITHIN_EVENTS)
         path = reduce_peak(self.graph, self.costs, judged, target_bytes=budget_bytes, events=events)
         within = path[-1].peak_bytes <= budget_bytes
-        slack_ms = STEP_GAP * self.costs.plain_step_ms
+        slack_ms = tuning.STEP_GAP * self.costs.plain_step_ms
         return path[-1:] if within and path[-1].timeline.step_ms <= judged.timeline.step_ms + slack_ms else []
 
     def leanest(self) -> Evaluated:

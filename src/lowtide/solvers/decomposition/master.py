@@ -33,6 +33,7 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices
 from lowtide.solvers.decomposition.segments import Windows
 from lowtide.solvers.decomposition.shortest_path import Arcs, fastest, least_bytes
@@ -41,15 +42,6 @@ from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.milp.highs import Program, Relaxed
 
 T = TypeVar("T")
-
-_ROUNDS = 15  # of pricing
-_HARD_ROUNDS = 3  # likewise, where memory is still short when quick columns have run out
-_LEAN_ROUNDS = 5  # likewise, for the least peak: it is where local search begins
-_ENOUGH = 5e-3  # of the recompute time: columns that promise less are not looked for
-_POINTS = 36  # between the known columns, over all kinds
-_FEWEST_POINTS = 4  # of one kind
-_POINTS_SIZE = 140  # larger kinds (``Sketch.size``) get fewer: one point takes them longer
-_USED = 1e-6  # of a segment: columns with a smaller share do not count
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ class ColumnGeneration:
         came no lower (bf16 autocast: 20.6 % of the plain step's activation memory, and 20.5 %).
         """
         nothing = self.graph.resident_bytes
-        for _ in range(_LEAN_ROUNDS):
+        for _ in range(tuning.MIN_PEAK_PRICING_ROUNDS):
             master = _Master(self, nothing, split=False)
             if not self._shorten(master, master.program.relax()):
                 break
@@ -186,10 +178,12 @@ class ColumnGeneration:
         return sum(len(kind.columns) for kind in self.different) > before
 
     def _densify(self, prices: dict[ColumnPool, set[tuple[float, bool]]], deadline: float) -> bool:
-        points = max(_POINTS // len(self.different), _FEWEST_POINTS)
+        points = max(tuning.DENSIFY_POINTS // len(self.different), tuning.DENSIFY_MIN_POINTS)
         found = False
         for kind, met in prices.items():
-            few = max(points * _POINTS_SIZE // max(kind.coarse.size, _POINTS_SIZE), _FEWEST_POINTS)
+            few = max(
+                points * tuning.DENSIFY_SIZE // max(kind.coarse.size, tuning.DENSIFY_SIZE), tuning.DENSIFY_MIN_POINTS
+            )
             for price, late in sorted({min(met), max(met)}):
                 found |= kind.densify(price, late, few, deadline)
         return found
@@ -199,9 +193,9 @@ class ColumnGeneration:
 
         With each price whether what is kept matters most late in the forward pass.
         """
-        best_ms, hard_rounds = 0.0, _HARD_ROUNDS
+        best_ms, hard_rounds = 0.0, tuning.PRICING_SHORTAGE_ROUNDS
         peak_prices: dict[ColumnPool, set[tuple[float, bool]]] = {}
-        for _ in range(_ROUNDS):
+        for _ in range(tuning.PRICING_ROUNDS):
             master = _Master(self, budget_bytes)
             relaxed = master.program.relax()
             short = master.short(relaxed.values)
@@ -229,7 +223,7 @@ class ColumnGeneration:
                 open_ms += min(cost_ms - worth.column_ms, 0.0)
             value_ms = relaxed.objective * master.ms_unit
             best_ms = best_ms if short else max(best_ms, value_ms + open_ms)
-            enough = -open_ms <= _ENOUGH * value_ms
+            enough = -open_ms <= tuning.PRICING_GAIN * value_ms
             if (enough or not found) and not self._lean(master, relaxed):
                 break
             if time.perf_counter() > deadline:
@@ -242,7 +236,7 @@ class ColumnGeneration:
         for segment, kind in enumerate(self.kinds):
             peak_ms = master.prices(segment, relaxed.duals).peak_ms
             for place, z in enumerate(master.z[segment] if peak_ms > 0 else ()):
-                if relaxed.values[z] > _USED:
+                if relaxed.values[z] > tuning.USED_COLUMN_SHARE:
                     worth[kind, place] = max(worth.get((kind, place), 0.0), peak_ms)
         return any([kind.lean(kind.columns[place], peak_ms) for (kind, place), peak_ms in worth.items()])
 
@@ -280,7 +274,7 @@ class _Master:
         self._limit = budget_bytes / pool.byte_unit
         self.ms_unit = pool.total_ms / 1e3
         # Running short is possible and dear, so that the relaxation always has prices.
-        self.shortage = self.program.column(1e4, upper=float("inf"))
+        self.shortage = self.program.column(tuning.SHORTAGE_PRICE, upper=float("inf"))
         self.z = [[self.program.column(c.ms / self.ms_unit) for c in kind.columns] for kind in pool.kinds]
         self.ways = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
         self._forward: tuple[list[int], list[int]] | None = None

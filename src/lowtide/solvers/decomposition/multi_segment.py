@@ -15,13 +15,10 @@ from __future__ import annotations
 from itertools import groupby
 
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import Choice, ColumnGeneration, Stretch
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices
 from lowtide.solvers.graph_queries import complete_actions
-
-_FIRST_LENGTH = 4  # segments; twice as many as long as the longest are used
-_SHARES = (0.7, 0.85, 1.0, 1.15, 1.3)  # of what a byte is worth: prices of what is kept
-_PEAK_SHARE = 0.01  # likewise, of a pair's own peak: it matters the less the lower the pair lies
 
 
 class MultiSegmentColumns:
@@ -50,7 +47,7 @@ class MultiSegmentColumns:
             return None
         for series in self._series:
             self._price(series, ms_per_byte, deadline)
-        longest, most = min(_FIRST_LENGTH, self._most), self._most
+        longest, most = min(tuning.FIRST_RUN_SEGMENTS, self._most), self._most
         while True:
             choice = self.pool.choose(budget_bytes, [*self.pool.stretches, *self._up_to(longest)], 0.0)
             if choice is None or choice.longest < longest or longest == most:
@@ -64,8 +61,8 @@ class MultiSegmentColumns:
     def _price(self, series: range, ms_per_byte: float, deadline: float) -> None:
         pair, worth = self._pair(series), self.pool.worths[series[len(series) // 2]]
         late = worth.late_ms / max(worth.kept_ms + worth.late_ms, 1e-12)
-        peak_ms = _PEAK_SHARE * ms_per_byte
-        for share in _SHARES:
+        peak_ms = tuning.PAIR_PEAK_SHARE * ms_per_byte
+        for share in tuning.PAIR_PRICE_SHARES:
             kept_ms = share * ms_per_byte
             pair.price(DualPrices(kept_ms * (1 - late), kept_ms * late, peak_ms, None, 0.0), deadline)
         for column in list(pair.columns):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.subgraph import Subgraph
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
@@ -19,12 +20,6 @@ from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import left_s
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
 from lowtide.solvers.published.methods import classic
-
-_PRICING_NODES = 5
-_PRICING_GAP = 1e-2  # finer columns cost twice the time, and no plan of a case was better by more than 0.02 %
-_LOCAL_ROUNDS = 4  # of cuts in one pricing
-_LEANER_EVENTS = 80_000  # simulated, at most, to make one column leaner
-_LEANER_PRICE = 2.0  # of what a byte of peak is worth: changes up to this are looked at
 
 
 @dataclass(frozen=True)
@@ -121,14 +116,20 @@ class ColumnPool:
 
     def lean(self, column: Column, ms_per_byte: float) -> bool:
         """Add columns with lower peaks than ``column``, as far as a byte is worth it; return whether there were any."""
-        if self._leaned.get(self._key(column), 0.0) >= ms_per_byte / _LEANER_PRICE:
+        if self._leaned.get(self._key(column), 0.0) >= ms_per_byte / tuning.COLUMN_SEARCH_PRICE:
             return False
         self._leaned[self._key(column)] = ms_per_byte
         graph, costs = self.subgraph.graph, self.subgraph.costs
         start = Evaluated(
             column.actions, simulate_actions(graph, costs, column.actions, column.replays), column.replays
         )
-        path = reduce_peak(graph, costs, start, most_ms_per_byte=_LEANER_PRICE * ms_per_byte, events=_LEANER_EVENTS)
+        path = reduce_peak(
+            graph,
+            costs,
+            start,
+            most_ms_per_byte=tuning.COLUMN_SEARCH_PRICE * ms_per_byte,
+            events=tuning.COLUMN_SEARCH_EVENTS,
+        )
         return any([self.add(self._column(judged)) for judged in path[1:]])
 
     def price(self, worth: DualPrices, deadline: float) -> float:
@@ -176,9 +177,13 @@ class ColumnPool:
     def _solve(self, prices: Prices, deadline: float) -> float:
         model = PeakModel(self.coarse, None, prices=prices)
         bound = 0.0
-        for round_ in range(_LOCAL_ROUNDS):
+        for round_ in range(tuning.PRICING_CUT_ROUNDS):
             answer = model.program.minimise(
-                gap=_PRICING_GAP, slack=0.0, node_limit=_PRICING_NODES, time_limit_s=left_s(deadline), light=True
+                gap=tuning.PRICING_GAP,
+                slack=0.0,
+                node_limit=tuning.PRICING_NODES,
+                time_limit_s=left_s(deadline),
+                light=True,
             )
             if round_ == 0:
                 bound = max(answer.bound - model.objective_slack, 0.0) * model.ms_unit

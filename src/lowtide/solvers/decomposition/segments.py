@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph, once_per_graph
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import droppable, layers, readers, recomputable, replayable_ops
-
-_SMALL_OPS = 12  # segments with fewer ops worth replaying join their neighbour
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def segments(graph: StepGraph, ops: Iterable[int]) -> dict[int, int]:
     segment_of: dict[int, int] = {}
     segment = size = 0
     for run in runs:
-        if size >= _SMALL_OPS:
+        if size >= tuning.SMALL_SEGMENT_OPS:
             segment, size = segment + 1, 0
         size += len(worth.intersection(run))
         segment_of.update(dict.fromkeys(run, segment))

@@ -2,8 +2,9 @@
 
 A shortest path with resources, by labels (Irnich and Desaulniers 2005, "Shortest path problems with resource
 constraints", https://doi.org/10.1007/0-387-25486-2_2): a label is what some choice of ways up to a stage has cost and
-saved, and one that another beats in both is dropped. Differs: where more than ``_MOST`` are left, those that have saved
-nearly the same count as equal, so the answer may then be a little slower than the fastest, never over the budget.
+saved, and one that another beats in both is dropped. Differs: where more than ``tuning.MAX_LABELS`` are left, labels
+that have saved nearly the same count as equal. The answer may then be a little slower than the fastest; it is never
+over the budget.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_MOST = 6000  # labels of one stage
-_LATE_PARTS = 256  # labels whose ``late_saved`` is in the same of these are compared by what they have saved
+from lowtide.solvers import tuning
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def fastest(stages: int, ways: Sequence[Arcs], budget_bytes: int) -> list[tuple[
     by_end: list[list[int]] = [[] for _ in range(stages + 1)]
     for number, way in enumerate(ways):
         by_end[way.end].append(number)
-    late_grain = max(max((int(np.abs(w.late_saved).max()) for w in ways), default=0) * stages // _LATE_PARTS, 1)
+    late_grain = max(
+        max((int(np.abs(w.late_saved).max()) for w in ways), default=0) * stages // tuning.FORWARD_END_PARTS, 1
+    )
     start = np.zeros(1, dtype=np.int64)
     labels = [_Labels(np.zeros(1), start, start, start, start, start)]
     for numbers in by_end[1:]:
@@ -111,7 +113,7 @@ def _joined(steps: list[_Labels]) -> _Labels:
 
 def _worth_keeping(labels: _Labels, late_grain: int) -> _Labels:
     grain = 1
-    while len(found := _undominated(labels, late_grain, grain)) > _MOST:
+    while len(found := _undominated(labels, late_grain, grain)) > tuning.MAX_LABELS:
         grain *= 4
     return labels.take(found)
 

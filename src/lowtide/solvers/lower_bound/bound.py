@@ -48,12 +48,12 @@ from dataclasses import dataclass
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph, once_per_graph
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
 
 MOVES_HOLD_FOR = "every plan that saves, recomputes or moves, whenever it does; what links can carry counts, not when"
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
-TOLERANCE = 1e-6  # of the objective: HiGHS's own, with room
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _bound_time(
     if math.isinf(answer.objective):
         return Bound(math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
-    return Bound(floor_ms + max(answer.objective * (1 - TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
+    return Bound(floor_ms + max(answer.objective * (1 - tuning.BOUND_TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
 
 
 def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
@@ -131,5 +131,5 @@ def bound_peak(graph: StepGraph) -> int:
     answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return least
-    claimed = answer.objective * (1 - TOLERANCE) * model.byte_unit
+    claimed = answer.objective * (1 - tuning.BOUND_TOLERANCE) * model.byte_unit
     return max(least, graph.resident_bytes + math.floor(claimed))

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.milp.highs import INFINITY, Program
 
 Terms = dict[int, float]
-_MOMENTS = 12  # of backward, by which what is needed has to have come back
 
 
 class OffloadColumns:
@@ -72,7 +72,7 @@ class OffloadColumns:
             hidden_ms = asked_ms - min(made[x] for x in columns) + notes_ms
             program.row({waits[0]: 1.0, **stores}, lower=-hidden_ms / self.unit)
             by_need = sorted(columns, key=lambda x: needed[x])
-            for number in {len(by_need) * (i + 1) // _MOMENTS for i in range(_MOMENTS)} - {0}:
+            for number in {len(by_need) * (i + 1) // tuning.FETCH_MOMENTS for i in range(tuning.FETCH_MOMENTS)} - {0}:
                 some = by_need[:number]
                 fetches = {columns[x]: -link.fetch_ms(sizes[x]) / self.unit for x in some}
                 # To the last of them; a fetch that has come is noted, which takes a moment too.

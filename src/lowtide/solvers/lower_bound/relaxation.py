@@ -17,13 +17,10 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.graph.costs import Costs
+from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.offload_columns import OffloadColumns, Terms
 from lowtide.solvers.lower_bound.unavoidable import Span, Unavoidable
 from lowtide.solvers.milp.highs import INFINITY, Program
-
-_TINY = 400  # ops x stages up to which each stage has its slot
-_MOMENTS = 96  # memory rows for backward; never chosen by the budget, so that the bound falls as it grows
-_SMALL = 2500  # ops up to which a step gets one for every moment
 
 
 class Relaxation:
@@ -80,7 +77,7 @@ class Relaxation:
     def _grids(self) -> None:
         unavoidable = self.unavoidable
         stages: tuple[int, ...] = ()
-        if len(unavoidable.useful) * len(unavoidable.stages) <= _TINY:
+        if len(unavoidable.useful) * len(unavoidable.stages) <= tuning.SLOT_PER_STAGE_SIZE:
             stages = tuple(range(len(unavoidable.stages)))
         elif unavoidable.stages:
             backward_start = unavoidable.stages[0]
@@ -290,7 +287,11 @@ class Relaxation:
                 highest = int(floor[event])
                 chosen.append(event)
         backward = [e for e in peaks if e >= backward_start]
-        parts = len(backward) if len(self.graph.ops) <= _SMALL else min(_MOMENTS, len(backward))
+        parts = (
+            len(backward)
+            if len(self.graph.ops) <= tuning.ALL_MOMENTS_OPS
+            else min(tuning.BACKWARD_MOMENTS, len(backward))
+        )
         for part in np.array_split(np.array(backward, dtype=int), max(parts, 1)):
             if len(part):
                 chosen.append(int(part[most[part].argmax()]))

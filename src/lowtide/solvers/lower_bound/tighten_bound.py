@@ -7,11 +7,11 @@ problem", Operations Research 65(5): solve with few slots, look at which stages 
 solve again with those.
 
 What is asked for is a proof, which is sooner had than an optimum: that nothing satisfies the rows and is faster than
-``_NEAR`` below the known plan. More slots leave each row one that every plan satisfies, so whatever a program on the
-way proves is a bound.
+``TIGHT_GAP`` below the known plan. More slots leave each row one that every plan satisfies, so whatever a program on
+the way proves is a bound.
 
-Known weaknesses: only for small programs; further than ``_HOPELESS`` from the bound, near the least peak, not even
-tried. The bound depends on the plan that is known, and may rise with the budget within that distance.
+Known weaknesses: only for small programs; further than ``TIGHTEN_MAX_GAP`` from the bound, near the least peak, not
+even tried. The bound depends on the plan that is known, and may rise with the budget within that distance.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ from itertools import chain
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.lower_bound.bound import TOLERANCE, Bound, taped_plain_ms
+from lowtide.solvers import tuning
+from lowtide.solvers.lower_bound.bound import Bound, taped_plain_ms
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable
 from lowtide.solvers.lp_rounding import violated_stages
-
-_NEAR = 0.0098  # of the step: a plan this near to its bound is near enough
-_HOPELESS = 0.05  # likewise: one this far from it is not brought that near
-_ROUNDS = 4
-_WORK = 300_000  # rows of a program times nodes of its search
-_MOST_ROWS = 10_000
 
 
 def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: float, bound: Bound) -> Bound:
@@ -42,25 +37,25 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         known_ms: Step time of a plan within the budget.
         bound: What ``bound_time`` says; its price stays.
     """
-    target_ms = known_ms / (1 + _NEAR)
+    target_ms = known_ms / (1 + tuning.TIGHT_GAP)
     plain_fits = simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes
-    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + _HOPELESS):
+    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + tuning.TIGHTEN_MAX_GAP):
         return bound
     floor_ms, best_ms = taped_plain_ms(graph, costs), bound.step_ms
     slots: set[int] = set()
-    for _ in range(_ROUNDS):
+    for _ in range(tuning.TIGHTEN_ROUNDS):
         model = Relaxation(unavoidable(graph), costs, budget_bytes, slots=slots)
         program = model.program
-        if len(program.row_upper) > _MOST_ROWS:
+        if len(program.row_upper) > tuning.TIGHTEN_MAX_ROWS:
             break
         for column in chain(model.s.values(), *model.A.values(), *model.N.values()):
             program.integer[column] = True
         limit = (target_ms - floor_ms) / model.ms_unit
         program.row({column: cost for column, cost in enumerate(program.cost) if cost}, upper=limit)
-        nodes = _WORK // len(program.row_upper)
+        nodes = tuning.TIGHTEN_WORK // len(program.row_upper)
         answer = program.minimise(gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True)
         proven = limit if answer.status == "infeasible" else min(answer.bound, limit)
-        best_ms = max(best_ms, floor_ms + proven * (1 - TOLERANCE) * model.ms_unit)
+        best_ms = max(best_ms, floor_ms + proven * (1 - tuning.BOUND_TOLERANCE) * model.ms_unit)
         if answer.status == "infeasible":
             break
         values = answer.values if len(answer.values) else program.relax().values

@@ -22,16 +22,11 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.segments import segments, worth_replaying
 from lowtide.solvers.graph_queries import droppable, readers, recomputable
 
 _NEVER = 1 << 60
-_MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
-_WORTH_KEEPING = (
-    0.75  # likewise; below it a plan may rather keep what a dear op makes (bf16, say, of what is fp32 then)
-)
-_TINY_SHARE = 0.05  # outputs below this share of their group's bytes follow the group's largest one
-_FINE_OPS = 12  # graphs with at most this many replayable ops are modelled op by op
 
 
 @dataclass(eq=False)
@@ -125,7 +120,7 @@ class CoarseGraph:
         free = recomputable(graph)
         self.droppable = droppable(graph)
         self.ops = worth_replaying(graph)
-        self.fine = len(self.ops) <= _FINE_OPS
+        self.fine = len(self.ops) <= tuning.PER_OP_MODEL_OPS
         self.segment_of = segments(graph, self.ops)
         self.trigger_events, self._trigger_of_storage = self._triggers()
         self.groups = self._groups()
@@ -183,9 +178,9 @@ class CoarseGraph:
                 continue
             head = heads.pop()
             made, consumed = self._made_bytes(number), self._made_bytes(head)
-            if made <= _WORTH_KEEPING * consumed and self.costs.op_ms[number] >= self.costs.op_ms[head]:
+            if made <= tuning.KEEP_SHARE * consumed and self.costs.op_ms[number] >= self.costs.op_ms[head]:
                 continue
-            if made >= _MERGE_SHARE * consumed and self.segment_of[head] == self.segment_of[number]:
+            if made >= tuning.MERGE_SHARE * consumed and self.segment_of[head] == self.segment_of[number]:
                 head_of[number] = head
         members: dict[int, list[int]] = {}
         for number in self.ops:
@@ -249,7 +244,7 @@ class CoarseGraph:
             mine = sorted((p for p in group.pieces if id(p) in kept), key=lambda p: -p.bytes)
             total = sum(p.bytes for p in mine)
             for piece in mine:
-                if group.decisions and not self.fine and piece.bytes < _TINY_SHARE * total:
+                if group.decisions and not self.fine and piece.bytes < tuning.TINY_OUTPUT_SHARE * total:
                     group.decisions[0].pieces.append(piece)
                 else:
                     group.decisions.append(Decision(group, [piece]))

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+from lowtide.solvers import tuning
+
 INFINITY = math.inf
 Array = Sequence[float] | np.ndarray
-_ENOUGH = 1e-4  # of the optimum: lazy rows of a large program that move it by less are left out
-_LARGE = 30_000  # rows
-_FEASIBLE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Program:
         solver.passModel(model)
         waiting = np.array(sorted(self._lazy), dtype=np.int64)
         pending = matrix.take(waiting)
-        optimum, large = -INFINITY, len(self.row_upper) > _LARGE
+        optimum, large = -INFINITY, len(self.row_upper) > tuning.LAZY_ROWS_LARGE
         while True:
             solver.run()
             status, before = solver.getModelStatus(), optimum
@@ -169,7 +168,7 @@ class Program:
             values = np.array(solver.getSolution().col_value)
             if not len(waiting) or not math.isfinite(optimum):
                 break
-            if large and optimum > 0 and optimum - before <= _ENOUGH * optimum:
+            if large and optimum > 0 and optimum - before <= tuning.LAZY_ROWS_GAIN * optimum:
                 break
             broken = pending.broken(values)
             if not broken.any():
@@ -229,4 +228,4 @@ class _Rows:
     def broken(self, values: np.ndarray) -> np.ndarray:
         """Which rows do not hold at ``values``, as a mask."""
         sums = np.add.reduceat(np.append(self.values * values[self.columns], 0.0), self.starts[:-1])
-        return np.maximum(self.lower - sums, sums - self.upper) > _FEASIBLE
+        return np.maximum(self.lower - sums, sums - self.upper) > tuning.ROW_TOLERANCE

@@ -8,20 +8,13 @@ import time
 import numpy as np
 
 from lowtide.simulation.simulator import Timeline
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import Answer, left_s
 from lowtide.solvers.milp.peak_model import PeakModel
 from lowtide.solvers.search_context import Found, SearchContext
-
-_ROUNDS = 12
-_CUTS_A_ROUND = 40
-_ROUNDED_EVENTS = 2_000_000  # simulated, at most, to bring what a relaxation rounds to within the budget
-_HOPELESS = 0.05  # of the step time above the relaxation's bound: rounding that gets there has gone astray
-_SHARES = (0.25, 0.5, 0.75)  # what a relaxation keeps by less than this is recomputed
-_LEAN_SIZE = 600  # steps up to this size (``Sketch.size``) ask a MILP for the least peak, larger ones its relaxation
-_LEAN_NODES = 10  # there good answers come from the root, a proof from thousands of nodes
 
 
 class MonolithicSearch:
@@ -39,7 +32,7 @@ class MonolithicSearch:
             return Found(judged, True, bound_ms)
         proven = True
         deadline = time.perf_counter() + self.limits.time_limit_s
-        for round_ in range(_ROUNDS):
+        for round_ in range(tuning.CUT_ROUNDS):
             answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
             if round_ == 0 and answer.status != "infeasible":
                 bound_ms = self.context.floor_ms + max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
@@ -60,15 +53,20 @@ class MonolithicSearch:
             return [], self.context.floor_ms
         bound_ms = self.context.floor_ms + max(relaxed.objective - model.objective_slack, 0.0) * model.ms_unit
         found: list[Evaluated] = []
-        for share in _SHARES:
+        for share in tuning.ROUNDING_THRESHOLDS:
             start = self.context.judge(complete_actions(self.graph, *model.choice(relaxed.values, share)))
             path = reduce_peak(
                 self.graph,
                 self.costs,
                 start,
                 target_bytes=budget_bytes,
-                most_ms=min([bound_ms + _HOPELESS * self.costs.plain_step_ms, *(j.timeline.step_ms for j in found)]),
-                events=self.context.events(_ROUNDED_EVENTS),
+                most_ms=min(
+                    [
+                        bound_ms + tuning.ROUNDING_MAX_EXCESS * self.costs.plain_step_ms,
+                        *(j.timeline.step_ms for j in found),
+                    ]
+                ),
+                events=self.context.events(tuning.ROUNDING_EVENTS),
             )
             if path[-1].peak_bytes <= budget_bytes:
                 found.append(self.context.save_what_fits(path[-1], budget_bytes))
@@ -81,8 +79,8 @@ class MonolithicSearch:
         model = PeakModel(self.coarse, None)
         values = model.program.relax().values
         judged = [self.context.judge(complete_actions(self.graph, *model.choice(values)))] if len(values) else []
-        for _ in range(_ROUNDS if self.coarse.size <= _LEAN_SIZE else 0):
-            nodes = self.limits.node_limit if self.context.fine else _LEAN_NODES
+        for _ in range(tuning.CUT_ROUNDS if self.coarse.size <= tuning.MIN_PEAK_MILP_SIZE else 0):
+            nodes = self.limits.node_limit if self.context.fine else tuning.MIN_PEAK_NODES
             answer = self._minimise(model, math.inf, nodes=nodes)
             if not len(answer.values):
                 break
@@ -119,7 +117,7 @@ class MonolithicSearch:
         """Forbid the highest of the moments above ``limit_bytes``; return whether that cost no plan within it."""
         peaks = np.array(timeline.event_peak_bytes)
         above = np.flatnonzero(peaks > limit_bytes)
-        above = above[np.argsort(-peaks[above], kind="stable")][:_CUTS_A_ROUND]
+        above = above[np.argsort(-peaks[above], kind="stable")][: tuning.CUTS_PER_ROUND]
         replayed = {(r.event, r.peak_bytes): r.op for r in timeline.replays}
         lossless = True
         for event in above.tolist():

@@ -32,14 +32,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from lowtide.solvers import tuning
 from lowtide.solvers.milp.coarsening import CoarseGraph, Decision, Group, Piece
 from lowtide.solvers.milp.highs import Program
 
 Terms = dict[int, float]
 StateOf = Callable[["Group | None"], int]  # the trigger at which a group stands
 Moment = tuple[int | None, tuple[tuple[int, float], ...]]  # of a row: the column of its peak, and its terms
-_ALL_BURSTS_SIZE = 300  # models up to this size know every burst from the start, larger ones as the judge finds them
-_TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class PeakModel:
             self.program.row(kept, upper=prices.most_kept_bytes / self.byte_unit)
         self._lazy_rows()
         self._slot_rows()
-        if coarse.size <= _ALL_BURSTS_SIZE:
+        if coarse.size <= tuning.ALL_BURSTS_SIZE:
             for group in coarse.groups:
                 for trigger in group.triggers:
                     self.add_burst(group, trigger)
@@ -118,7 +117,7 @@ class PeakModel:
         self.objective_slack = 0.0  # what the tie-breaks may add to the objective at most
         for group in coarse.groups:
             # Never more than the true time, so that the solver's bound stays one.
-            ms = group.ms / self.ms_unit * (1 - _TIE_BREAK * group.segment / segments)
+            ms = group.ms / self.ms_unit * (1 - tuning.TIE_BREAK * group.segment / segments)
             lazy = 1e-6
             steps = [program.column(lazy) for _ in group.triggers[:-1]]
             if group.triggers:

@@ -27,15 +27,11 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.milp.highs import Program
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms, stored_at_backward_start
-
-_ROUNDED = 10_000  # as in PyTorch
-_RATIOS = tuple(step / 100 for step in range(101))
-_ILP_RATIOS = tuple(step / 20 for step in range(20))  # a hundred times dearer
-_GAP, _NODES, _TIME_LIMIT_S = 1e-4, 200, 10.0  # of one ILP; the gap is SciPy's, which PyTorch calls
 
 
 def greedy_knapsack(weights: Sequence[float], values: Sequence[float], capacity: float) -> list[int]:
@@ -50,8 +46,8 @@ def greedy_knapsack(weights: Sequence[float], values: Sequence[float], capacity:
 
 def dp_knapsack(weights: Sequence[float], values: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
     """Items to keep for each capacity: the most value within it, weights rounded to 1/10000."""
-    units = max(round(capacity * _ROUNDED) for capacity in capacities)
-    rounded = [round(w * _ROUNDED) for w in weights]
+    units = max(round(capacity * tuning.KNAPSACK_UNITS) for capacity in capacities)
+    rounded = [round(w * tuning.KNAPSACK_UNITS) for w in weights]
     best = np.zeros(units + 1)
     taken = np.zeros((len(values), units + 1), dtype=bool)
     for i, (weight, value) in enumerate(zip(rounded, values, strict=True)):
@@ -62,7 +58,7 @@ def dp_knapsack(weights: Sequence[float], values: Sequence[float], capacities: S
         best[weight:] = np.maximum(best[weight:], with_it)
     found = []
     for capacity in capacities:
-        left, kept = round(capacity * _ROUNDED), []
+        left, kept = round(capacity * tuning.KNAPSACK_UNITS), []
         for i in reversed(range(len(values))):
             if taken[i, left]:
                 kept.append(i)
@@ -77,7 +73,12 @@ def ilp_knapsack(weights: Sequence[float], values: Sequence[float], capacity: fl
     most = max(values, default=0.0) or 1.0
     columns = [program.column(-value / most, integer=True) for value in values]
     program.row(dict(zip(columns, weights, strict=True)), upper=capacity)
-    answer = program.minimise(gap=_GAP, slack=0.0, node_limit=_NODES, time_limit_s=_TIME_LIMIT_S)
+    answer = program.minimise(
+        gap=tuning.KNAPSACK_ILP_GAP,
+        slack=0.0,
+        node_limit=tuning.KNAPSACK_ILP_NODES,
+        time_limit_s=tuning.KNAPSACK_ILP_TIME_LIMIT_S,
+    )
     return [i for i, value in enumerate(answer.values) if value > 0.5]
 
 
@@ -110,11 +111,11 @@ def knapsack(graph: StepGraph, costs: Costs, ratio: float | None = None) -> list
     total = sum(item.bytes for item in items) or 1
     weights = [item.bytes / total for item in items]
     values = [sum(costs.op_ms[op] for op in item.work) for item in items]
-    ratios = _RATIOS if ratio is None else (float(ratio),)
+    ratios = tuning.KNAPSACK_RATIOS if ratio is None else (float(ratio),)
     choices = list(zip(ratios, dp_knapsack(weights, values, ratios)))
     if ratio is None:
         choices += [(share, greedy_knapsack(weights, values, share)) for share in ratios]
-        choices += [(share, ilp_knapsack(weights, values, share)) for share in _ILP_RATIOS]
+        choices += [(share, ilp_knapsack(weights, values, share)) for share in tuning.KNAPSACK_ILP_RATIOS]
     offers: dict[frozenset[int], LazyCandidate] = {}
     for share, kept in choices:
         # Rounding may leave something out although all is allowed.

@@ -32,10 +32,9 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.published.chain import ALL, BACKWARD, CK, EMPTY, Stage, Step, StepChain
 from lowtide.solvers.published.lazy_candidates import LazyCandidate
-
-_SLOTS = 500  # as published
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
     chain = StepChain.of(graph, "rotor")
     stages = chain.stages(costs)
     most = _enough_bytes(stages)
-    table = tabulate(stages, _SLOTS + 2 * len(stages), max(-(-most // _SLOTS), 1))
+    table = tabulate(stages, tuning.ROTOR_UNITS + 2 * len(stages), max(-(-most // tuning.ROTOR_UNITS), 1))
     whole = table.time_ms[0, -1]
     schedules: dict[tuple[Step, ...], None] = {}
     for units in np.flatnonzero(np.isfinite(whole))[::-1]:

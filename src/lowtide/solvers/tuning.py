@@ -1,0 +1,129 @@
+"""Every tuning constant of the solvers, with the reason for its value.
+
+None of them decides whether a plan is right: the simulator evaluates every plan. They trade planning time against the
+quality of plans. ``*_EVENTS`` limit search by simulated events, a count that stands in for a clock, so that the same
+input gives the same plan. Sizes are ``CoarseGraph.size`` unless the name says ops.
+
+"By trial": good plans in acceptable time on the models of ``tests/graphs``; no study of other values is recorded. Dates
+refer to ``benchmarks/LOG.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+# When a search stops (search_context.py)
+TIME_LIMIT_S: Final = 60.0  # One stage; a safety net, since what a clock cuts off differs from run to run.
+NODE_LIMIT: Final = 1000  # Branch-and-bound nodes of one MILP: a count, so that plans are reproducible. By trial.
+GAP: Final = 0.01  # Of recompute time, where groups of ops are modelled; the documented default of ``solve``.
+STEP_GAP: Final = 0.0025  # Of the step: proving 1 % of recompute time took 66 s, not 2 s; same plans (2026-11-20).
+SAVE_WHAT_FITS_EVENTS: Final = 400_000  # To save again what the budget has room for. By trial.
+
+# Which search plans a step (exact.py)
+MONOLITHIC_SIZE: Final = 2000  # Steps up to this size are one model; larger MILPs take too long.
+MONOLITHIC_FEW_REPEATS_SIZE: Final = 6000  # Where segments hardly repeat: U-Net +7.0, decomposed +12.7 % (2026-11-20).
+MONOLITHIC_OPS: Final = 300  # Ops worth replaying: above, one model is not even built, to save time. By trial.
+MIN_SEGMENTS: Final = 3  # Fewer are not decomposed. By trial.
+PUBLISHED_CANDIDATES_OPS: Final = 5000  # "Never slower than a published method" is promised up to this many ops.
+MIN_PEAK_EVENTS: Final = 1_500_000  # Local search for the least peak, each start. By trial.
+
+# One model for the whole step (milp/monolithic.py)
+CUT_ROUNDS: Final = 12  # Of solving, evaluating and cutting. By trial.
+CUTS_PER_ROUND: Final = 40  # The highest moments first. By trial.
+ROUNDING_EVENTS: Final = 2_000_000  # To bring one rounded relaxation within the budget. By trial.
+ROUNDING_MAX_EXCESS: Final = 0.05  # Of the step above the relaxation's bound: slower starts are given up. By trial.
+ROUNDING_THRESHOLDS: Final = (0.25, 0.5, 0.75)  # What a relaxation keeps by less is recomputed. By trial.
+MIN_PEAK_MILP_SIZE: Final = 600  # Above, the MILP for the least peak took 7 to 30 s and was no better (2026-11-21).
+MIN_PEAK_NODES: Final = 10  # The root gives good answers; a proof takes thousands of nodes.
+
+# What is one group of ops (milp/coarsening.py)
+MERGE_SHARE: Final = 0.2  # An op joins its consumer from this share of the consumer's bytes: some 16 groups a layer.
+KEEP_SHARE: Final = 0.75  # A dear op that makes less stays apart: plans may keep bf16 (0.5) of what is fp32 after it.
+TINY_OUTPUT_SHARE: Final = 0.05  # Of a group's bytes: smaller outputs (norm statistics, logsumexp) follow the largest.
+PER_OP_MODEL_OPS: Final = 12  # Graphs up to this many replayable ops are modelled op by op. By trial.
+
+# The MILP (milp/peak_model.py, milp/highs.py)
+ALL_BURSTS_SIZE: Final = 300  # Up to this size all burst rows are there from the start; above, cuts add them. By trial.
+TIE_BREAK: Final = 2e-3  # Times fall by this share over the depth: equal layers would be interchangeable. By trial.
+LAZY_ROWS_GAIN: Final = 1e-4  # Of the optimum: adding every lazy row took 1.2 to 8.9 s and gained 0.05 % (2026-11-21).
+LAZY_ROWS_LARGE: Final = 30_000  # Rows: stopping early in smaller programs cost 3 % (MoE 25 %) (2026-11-21).
+ROW_TOLERANCE: Final = 1e-6  # HiGHS's own is 1e-7.
+
+# Segments and columns (decomposition/segments.py, master.py, pricing.py)
+SMALL_SEGMENT_OPS: Final = 12  # Segments with fewer ops worth replaying join the one before. By trial.
+PRICING_ROUNDS: Final = 15  # Of pricing every pool. By trial.
+PRICING_SHORTAGE_ROUNDS: Final = 3  # Of them, after quick columns have run out and memory is still short. By trial.
+MIN_PEAK_PRICING_ROUNDS: Final = 5  # The least peak found here is only where local search begins.
+PRICING_GAIN: Final = 5e-3  # Of recompute time: columns that promise less are not looked for. By trial.
+DENSIFY_POINTS: Final = 36  # Columns looked for between the known ones, all pools together. By trial.
+DENSIFY_MIN_POINTS: Final = 4  # Of one pool. By trial.
+DENSIFY_SIZE: Final = 140  # Larger segments get fewer points, because one takes longer.
+USED_COLUMN_SHARE: Final = 1e-6  # Smaller shares of a column are numerical noise.
+SHORTAGE_PRICE: Final = 1e4  # Scaled units: running short has to be dearer than any column.
+PRICING_NODES: Final = 5  # Branch-and-bound nodes of one pricing problem. By trial.
+PRICING_GAP: Final = 1e-2  # Finer columns took twice the time, and no plan was better by more than 0.02 %.
+PRICING_CUT_ROUNDS: Final = 4  # Of one pricing problem. By trial.
+COLUMN_SEARCH_EVENTS: Final = 80_000  # To lower the peak of one column by local search. By trial.
+COLUMN_SEARCH_PRICE: Final = 2.0  # Of a byte's dual price: prices still move, so dearer changes count. By trial.
+
+# The choice of columns (decomposition/shortest_path.py, multi_segment.py, decomposed_search.py)
+MAX_LABELS: Final = 6000  # Of one stage, to limit time; the result stays within the budget. By trial.
+FORWARD_END_PARTS: Final = 256  # Classes of bytes saved at forward's end, within which labels are compared. By trial.
+FIRST_RUN_SEGMENTS: Final = 4  # Longest run of segments at first; doubled while the longest ones are used. By trial.
+PAIR_PRICE_SHARES: Final = (0.7, 0.85, 1.0, 1.15, 1.3)  # Of a byte's price; 18 instead of 5 gain 0.015 % (2026-11-22).
+PAIR_PEAK_SHARE: Final = 0.01  # Of a byte's price: the earlier the pair, the less its own peak matters. By trial.
+DECOMPOSED_ROUNDS: Final = 12  # Of asking for less where the simulator finds more than the columns add up to. By trial.
+JUST_WITHIN_EVENTS: Final = 400_000  # To change such a choice a little until it fits. By trial.
+NEAR_BOUND: Final = 0.004  # Of the step: the target is a gap of 0.5 %, so this is near enough to stop.
+FAR_FROM_BOUND: Final = 0.02  # Of the step: too far for a tighter bound alone (``TIGHT_GAP``) to close.
+BUDGETS_ABOVE: Final = (0.02, 0.03, 0.05)  # Of activation memory: larger budgets to come down from. By trial.
+BUDGETS_ABOVE_EVENTS: Final = 1_200_000  # To come down from one of them. By trial.
+BUDGETS_ABOVE_TRIES: Final = 150  # Steps whose events do not allow this many tries are left out. By trial.
+LP_ROUNDING_EVENTS: Final = 4_000_000  # To bring one start from the bound's relaxation within the budget. By trial.
+
+# Local search (local_search.py)
+MAX_PEAK_HOLDERS: Final = 16  # Of each kind, the largest, that are asked to give way. By trial.
+MAX_DESCENT_STEPS: Final = 300  # Of one descent. By trial.
+
+# Plans from the bound's relaxation (lp_rounding.py)
+LP_ROUNDING_OPS: Final = 2500  # Larger steps take too long to relax and simulate. By trial.
+LP_ROUNDING_ROUNDS: Final = 3  # Relaxations, each with more slots. By trial.
+LP_ROUNDING_THRESHOLDS: Final = (0.25, 0.5)  # What the relaxation keeps by less is recomputed. By trial.
+LP_ROUNDING_MAX_EXCESS: Final = 0.2  # Of the budget's activations: further above, local search fails. By trial.
+SLOTS_PER_ROUND: Final = 2  # Slots added where memory is most above the budget. By trial.
+STAGES_APART: Final = 3  # Stages this close share one slot. By trial.
+
+# The lower bound (lower_bound/)
+TIGHT_GAP: Final = 0.0098  # Of the step: the target is a gap below 1 %, so that 0.98 stands in tables.
+TIGHTEN_MAX_GAP: Final = 0.05  # Of the bound: larger gaps are not closed in time. By trial.
+TIGHTEN_ROUNDS: Final = 4  # Of slots. By trial.
+TIGHTEN_WORK: Final = 300_000  # Rows times nodes, time by count: ResNet's proof takes 8 s, ViT's 0.8 s (2026-11-22).
+TIGHTEN_MAX_ROWS: Final = 10_000  # Larger programs take too long for one node. By trial.
+SLOT_PER_STAGE_SIZE: Final = 400  # Ops x stages: up to here each stage has a slot; finer above was slower (2026-11-20).
+BACKWARD_MOMENTS: Final = 96  # Rows of backward; not by the budget, so that the bound falls as it grows. By trial.
+ALL_MOMENTS_OPS: Final = 2500  # Up to this many ops every moment of backward has a row. By trial.
+FETCH_MOMENTS: Final = 12  # Moments of backward by which fetches must be back. By trial.
+BOUND_TOLERANCE: Final = 1e-6  # Of the objective, taken off every bound: HiGHS's own, with room.
+
+# Published methods (published/)
+KNAPSACK_UNITS: Final = 10_000  # Weight units, as in PyTorch.
+KNAPSACK_RATIOS: Final = tuple(step / 100 for step in range(101))  # Plans offered.
+KNAPSACK_ILP_RATIOS: Final = tuple(step / 20 for step in range(20))  # Fewer: one ILP takes a hundred times as long.
+KNAPSACK_ILP_GAP: Final = 1e-4  # SciPy's default, which PyTorch uses.
+KNAPSACK_ILP_NODES: Final = 200  # By trial.
+KNAPSACK_ILP_TIME_LIMIT_S: Final = 10.0  # A safety net. By trial.
+ROTOR_UNITS: Final = 500  # Memory units of the dynamic program, as published.
+
+# Offloading (offload/)
+LINK_LOADS: Final[tuple[float, ...]] = (0.5, 1.0, 1.5)  # Of what the links can carry without a wait. By trial.
+HEAVY_LINK_LOADS: Final = (1.0, 2.0, 4.0, math.inf)  # Where recomputing alone does not fit. By trial.
+MIN_OFFLOAD_SHARE: Final = 1e-3  # Of the stored bytes: a smaller storage is not worth a transfer.
+OFFLOAD_ROUNDS: Final = 3  # Of asking for less beside the transfers. By trial.
+OFFLOAD_NODE_LIMIT: Final = 300  # Of one of many searches. By trial.
+TRANSFER_INTERFERENCE: Final = 0.05  # Of a transfer's time, charged in ranking for memory bandwidth. By trial.
+LONG_STALL_SHARE: Final = 0.1  # Of the step: then the least peak is a start too, +38 instead of +128 % (2026-11-21).
+OFFLOAD_SWAP_EVENTS: Final = 300_000  # Scheduled, all tries together: 75 tries on 1037 ops, 3 to 5 s (2026-11-21).
+FETCH_SPARE_SHARE: Final = 0.3  # Of a fetch's time, added: links are slower on some days. By trial.
+FETCH_DELAY_ROUNDS: Final = 6  # Of putting fetches off where memory is above the budget. By trial.
+STORES_IN_FLIGHT: Final = (2, 1, 0)  # Largest storages on their way out at once: double buffering first.
