@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, Op, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE
 
@@ -39,6 +40,18 @@ def droppable(graph: StepGraph) -> frozenset[int]:
     """Storages that autograd stores, that backward asks for, and that a plan may recompute."""
     asked_for = {graph.saved[number] for kind, number in graph.events if kind == UNPACK}
     return graph.stored & recomputable(graph) & asked_for
+
+
+@once_per_graph
+def ops_worth_replaying(graph: StepGraph) -> list[int]:
+    """Replayable ops that lead to something droppable, in program order."""
+    consumers, allowed, free, wanted = readers(graph), replayable_ops(graph), recomputable(graph), droppable(graph)
+    worth: set[int] = set()
+    for op in reversed(graph.forward_ops):
+        mine = [s for s in op.makes if s in free]
+        if op.id in allowed and any(s in wanted or not worth.isdisjoint(consumers.get(s, ())) for s in mine):
+            worth.add(op.id)
+    return sorted(worth)
 
 
 def complete_actions(graph: StepGraph, recomputed: Iterable[int], kept: Iterable[int] = ()) -> dict[int, str]:
@@ -157,3 +170,8 @@ def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int]
     for op in segment_of:
         inside.update(graph.ops[op].makes)
     return complete_actions(graph, sorted((inside - kept) & graph.stored), kept)
+
+
+def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
+    """The step time without replays of a plan that recomputes or offloads: the tape watches all of forward."""
+    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)

@@ -24,7 +24,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
+from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable
 
@@ -47,7 +47,7 @@ def round_relaxation(
         if not math.isfinite(relaxed.objective):
             break
         for start in _starts(graph, costs, model, relaxed.values, budget_bytes):
-            path = reduce_peak(graph, costs, start, target_bytes=budget_bytes, most_ms=most_ms, events=events)
+            path = reduce_peak(graph, costs, start, target_bytes=budget_bytes, max_ms=most_ms, events=events)
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
                 found.append(path[-1])
                 most_ms = path[-1].timeline.step_ms
@@ -77,7 +77,7 @@ def rounded(graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarra
     actions = complete_actions(graph, dropped, kept)
     times = {op: max(round(float(sum(values[column] for column in columns))), 1) for op, columns in model.N.items()}
     replays = {x: times[op] for op in times for x in graph.ops[op].makes if actions.get(x) == RECOMPUTE}
-    return judge(graph, costs, actions, replays)
+    return evaluate(graph, costs, actions, replays)
 
 
 def violated_stages(

@@ -21,7 +21,7 @@ from lowtide.solvers.lower_bound import relaxation
 from lowtide.solvers.lower_bound import unavoidable as certain_module
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable
-from lowtide.solvers.milp.highs import Program
+from lowtide.solvers.milp.highs import LinearProgram
 
 
 def violations(graph, costs, found):
@@ -319,7 +319,7 @@ def test_lazy_rows_give_the_optimum_of_all_rows(data):
 
     found = []
     for lazy in (False, True):
-        program = Program()
+        program = LinearProgram()
         for c in cost:
             program.column(float(c))
         for (terms, upper), is_late in zip(rows, late, strict=True):
@@ -345,7 +345,7 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
 
 
 def test_lazy_rows_come_in_while_the_optimum_stands_still():
-    program = Program()
+    program = LinearProgram()
     x, y, z = program.column(), program.column(), program.column(1.0)
     program.row({x: 1.0}, lower=1.0)
     program.row({y: 1.0, x: -1.0}, lower=0.0, lazy=True)

@@ -1,4 +1,4 @@
-"""Segments: the step's forward ops in contiguous runs of one layer, and the stretches of the step that are theirs.
+"""Segments: contiguous runs of forward ops, mostly one layer each, and the windows of the step that are theirs.
 
 A segment is the unit of what the exact method solves at once, and how far back a replay reaches is counted in them.
 """
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph, once_per_graph
+from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import droppable, layers, readers, recomputable, replayable_ops
+from lowtide.solvers.graph_queries import layers
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,6 @@ class Windows:
 
     forward: tuple[int, int]
     backward: tuple[int, int]
-
-
-@once_per_graph
-def worth_replaying(graph: StepGraph) -> list[int]:
-    """Replayable ops that lead to something droppable, in program order."""
-    consumers, allowed, free, wanted = readers(graph), replayable_ops(graph), recomputable(graph), droppable(graph)
-    worth: set[int] = set()
-    for op in reversed(graph.forward_ops):
-        mine = [s for s in op.makes if s in free]
-        if op.id in allowed and any(s in wanted or not worth.isdisjoint(consumers.get(s, ())) for s in mine):
-            worth.add(op.id)
-    return sorted(worth)
 
 
 def segments(graph: StepGraph, ops: Iterable[int]) -> dict[int, int]:
@@ -70,7 +58,7 @@ def windows(graph: StepGraph, segment_of: dict[int, int]) -> list[Windows] | Non
     """The windows of every segment, in order; None where forward and backward take turns.
 
     A segment's backward begins when the first thing that it packed is unpacked. Backward walks segments from the last
-    to the first; what it unpacks out of turn counts to the segment it has come to.
+    to the first; what it unpacks of later segments counts to the segment it has come to.
     """
     count, backward_start = max(segment_of.values(), default=0) + 1, backward_start_event(graph)
     forward = [backward_start] * count

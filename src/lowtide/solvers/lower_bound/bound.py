@@ -49,6 +49,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph, once_per_graph
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import tuning
+from lowtide.solvers.graph_queries import taped_plain_ms
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
 
@@ -109,11 +110,6 @@ def _bound_time(
         return Bound(math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
     return Bound(floor_ms + max(answer.objective * (1 - tuning.BOUND_TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
-
-
-def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
-    """Return the step time beside replays where something is recomputed or moved: the tape watches all of forward."""
-    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)
 
 
 @once_per_graph

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import RUN, UNPACK, StepGraph
 from lowtide.solvers import tuning
-from lowtide.solvers.milp.highs import INFINITY, Program
+from lowtide.solvers.milp.highs import INFINITY, LinearProgram
 
 Terms = dict[int, float]
 
@@ -39,7 +39,7 @@ class OffloadColumns:
     """
 
     def __init__(
-        self, program: Program, graph: StepGraph, costs: Costs, capacities: Mapping[str, int | None],
+        self, program: LinearProgram, graph: StepGraph, costs: Costs, capacities: Mapping[str, int | None],
         movable: Iterable[int], ms_unit: float, *, timed: bool,
     ) -> None:  # fmt: skip
         self.program, self.graph, self.costs, self.capacities = program, graph, costs, capacities

@@ -20,7 +20,7 @@ from lowtide.graph.costs import Costs
 from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.offload_columns import OffloadColumns, Terms
 from lowtide.solvers.lower_bound.unavoidable import Span, Unavoidable
-from lowtide.solvers.milp.highs import INFINITY, Program
+from lowtide.solvers.milp.highs import INFINITY, LinearProgram
 
 
 class Relaxation:
@@ -51,7 +51,7 @@ class Relaxation:
             budget_bytes,
             frozenset(slots),
         )
-        self.graph, self.program = unavoidable.graph, Program()
+        self.graph, self.program = unavoidable.graph, LinearProgram()
         self._later = partial(self.program.row, lazy=True)
         self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
         self.byte_unit = max(float(unavoidable.floor_bytes.max() - self.graph.resident_bytes) / 1e3, 1.0)

@@ -24,7 +24,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import tuning
-from lowtide.solvers.lower_bound.bound import Bound, taped_plain_ms
+from lowtide.solvers.graph_queries import taped_plain_ms
+from lowtide.solvers.lower_bound.bound import Bound
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable
 from lowtide.solvers.lp_rounding import violated_stages

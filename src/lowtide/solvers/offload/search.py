@@ -23,10 +23,11 @@ from lowtide.graph.step_graph import UNPACK, StepGraph, once_per_graph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Moves
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
-from lowtide.solvers.candidate import Candidate, infeasible
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.segments import backward_start_event
-from lowtide.solvers.exact import Search
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import birth_and_first_use
+from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.offload.local_search import trade_offloads
 from lowtide.solvers.offload.rewrite import without_offloaded
@@ -89,7 +90,7 @@ class OffloadSearch:
         # The faster link is loaded first.
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
-        self.search = Search(graph, costs, self.limits)
+        self.search = ExactSearch(graph, costs, self.limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
         self.large = sorted(
             s for s in movable(graph) if graph.storages[s].bytes >= tuning.MIN_OFFLOAD_SHARE * stored_bytes
@@ -110,7 +111,7 @@ class OffloadSearch:
         except BudgetInfeasibleError:
             if self._least.timeline.peak_bytes > budget_bytes:  # with all that may be moved away, and the rest leanest
                 return self._at_the_least(budget_bytes)
-            leanest = min((self.search.plain, *self.search.classics), key=lambda j: j.peak_bytes)
+            leanest = min((self.search.plain, *self.search.published), key=lambda j: j.peak_bytes)
             like, loads = self._judge(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
         seen: set[frozenset[tuple[int, str]]] = {frozenset()}
         for load in loads:
@@ -144,10 +145,7 @@ class OffloadSearch:
             except BudgetInfeasibleError:
                 found.append(self._recomputed_least)
         least = min(found, key=lambda j: j.timeline.peak_bytes).candidate
-        raise infeasible(
-            self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays,
-            moves=least.moves,
-        )  # fmt: skip
+        raise infeasible_error(self.graph, self.costs, budget_bytes, least, method="exact", offload=True)
 
     def _try(
         self,
@@ -194,7 +192,7 @@ class OffloadSearch:
 
     @cached_property
     def _recomputed_least(self) -> _Judged:
-        least = self.search.least
+        least = self.search.min_peak
         return self._judge(Candidate(least.actions, replays=least.replays))
 
     @cached_property
@@ -203,9 +201,9 @@ class OffloadSearch:
         moved = self._assign(self.large)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **moved}
         moves = Moves(0)  # one at a time, and back when needed
-        search = Search(*without_offloaded(self.graph, self.costs, actions, moves), self.limits)
+        search = ExactSearch(*without_offloaded(self.graph, self.costs, actions, moves), self.limits)
         candidates = [
-            Candidate({**self._own(search.least.actions), **moved}, "feasible", moves=moves),
+            Candidate({**self._own(search.min_peak.actions), **moved}, "feasible", moves=moves),
             Candidate(actions, moves=moves),
         ]
         return min(map(self._judge, candidates), key=lambda j: (j.timeline.peak_bytes, j.timeline.step_ms))
@@ -227,7 +225,7 @@ class OffloadSearch:
         asked_bytes = budget_bytes
         for _ in range(tuning.OFFLOAD_ROUNDS):
             try:
-                search = Search(*without_offloaded(graph, costs, moved, before.moves), self.limits)
+                search = ExactSearch(*without_offloaded(graph, costs, moved, before.moves), self.limits)
                 rest = search.within(asked_bytes, allow_fallback=False)
             except BudgetInfeasibleError:
                 return None

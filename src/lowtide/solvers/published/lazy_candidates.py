@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import PACK, RELEASE, RUN, StepGraph, once_per_graph
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.candidate import Candidate, infeasible
+from lowtide.solvers.candidate import Candidate
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,6 @@ def stored_at_backward_start(graph: StepGraph) -> frozenset[int]:
     return frozenset(graph.saved[h] for h in held) & graph.stored
 
 
-def fastest(
-    graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate], budget_bytes: int | None, *, method: str
-) -> Candidate:
-    """Of a method's plans the fastest whose simulated peak fits, and of equally fast ones that with the lower floor.
-
-    Raises:
-        BudgetInfeasibleError: none fits; ``least_bytes`` is the least of their peaks.
-    """
-    found = fastest_within(graph, costs, offers, budget_bytes)
-    if found is not None:
-        return found
-    least = leanest(graph, costs, offers)
-    assert least is not None and budget_bytes is not None
-    raise infeasible(graph, costs, budget_bytes, least.actions, method=method, replays=least.replays)
-
-
 def fastest_within(
     graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate], budget_bytes: int | None
 ) -> Candidate | None:
@@ -77,8 +61,8 @@ def fastest_within(
     return None
 
 
-def leanest(graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate]) -> Candidate | None:
-    """The offer with the least simulated peak; None of none."""
+def least_peak(graph: StepGraph, costs: Costs, offers: Sequence[LazyCandidate]) -> Candidate | None:
+    """The candidate with the least simulated peak; None where ``offers`` is empty."""
     least: tuple[int, Candidate] | None = None
     for offer in sorted(offers, key=lambda o: o.floor_bytes):
         if least is None or offer.floor_bytes < least[0]:
