@@ -40,7 +40,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import lowtide
 from lowtide.gc_control import gc_disabled
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.tape.recipes import Recipe
 

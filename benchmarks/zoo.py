@@ -43,8 +43,9 @@ from zoo_batches import loss_of
 
 import lowtide
 from lowtide.gc_control import gc_disabled
-from lowtide.solvers.candidate import Candidate, build_plan
-from lowtide.solvers.exact import Search
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.peak_report import bottleneck
@@ -56,7 +57,7 @@ VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
 LIMIT_S = 900.0
 LIMIT_BYTES = 9 << 30  # of address space: one architecture once took 21 GB
 QUICKLY = Limits(
-    time_limit_s=0.3, node_limit=5, gap=0.1, effort=0.2
+    time_limit_s=0.3, node_limit=5, gap=0.1, local_search_share=0.2, multi_segment=False
 )  # a plan that is not the fastest is as good a test
 
 
@@ -294,8 +295,8 @@ def plans_searched(
     graph: lowtide.StepGraph, costs: lowtide.Costs
 ) -> tuple[dict[str, lowtide.Plan], dict[str, float | str]]:
     """The exact method's at its tightest budget, and at half where that is tighter; and else what stands in the way."""
-    search = Search(graph, costs, QUICKLY)
-    least, span_bytes = search.least, search.plain.peak_bytes - graph.resident_bytes
+    search = ExactSearch(graph, costs, QUICKLY)
+    least, span_bytes = search.min_peak, search.plain.peak_bytes - graph.resident_bytes
     drafts = {"least": Candidate(least.actions, "feasible", replays=least.replays)}
     half_bytes = graph.resident_bytes + span_bytes // 2
     told: dict[str, float | str] = {}
@@ -304,7 +305,7 @@ def plans_searched(
     else:
         told = {
             "floor": round((bound_peak(graph) - graph.resident_bytes) / span_bytes, 4),
-            "in_the_way": bottleneck(graph, least.actions, least.replays, least.timeline),
+            "in_the_way": bottleneck(graph, drafts["least"], least.timeline),
         }
     plans = {
         name: build_plan(graph, costs, draft, method="exact", budget_bytes=None, start_s=0.0)

@@ -23,7 +23,8 @@ from lowtide.measurement.op_times import measure
 from lowtide.plan import Plan
 from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
 from lowtide.reports.progress import Stages
-from lowtide.solvers.dispatch import absolute_bytes, solve
+from lowtide.solvers.arguments import absolute_bytes
+from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.offload.tiers import Tier

@@ -15,7 +15,8 @@ from lowtide.graph.json_format import costs_from_dict, costs_to_dict
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, RECOMPUTE, SAVE, Moves, Plan
 from lowtide.simulation.simulator import simulate, simulate_actions
-from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 
 FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)

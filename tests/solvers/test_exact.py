@@ -12,12 +12,13 @@ from support.toy_graphs import Step, chain, decoder, decoder_costs, linear_tanh,
 from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate
-from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers import tuning
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.dispatch import METHODS, solve
-from lowtide.solvers.exact import Search
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions, layers
 from lowtide.solvers.lower_bound.bound import bound_peak
-from lowtide.solvers.milp import coarsening, peak_model
 from lowtide.solvers.published.full import full
 from lowtide.solvers.published.methods import BUDGETED
 from lowtide.solvers.search_context import Limits
@@ -124,14 +125,14 @@ def test_a_plan_stays_within_its_budget_by_the_simulator(graph, fraction):
 
 @settings(max_examples=100, deadline=None)
 @given(case=small_cases(), data=st.data())
-def test_grouped_ops_and_bursts_found_by_the_judge_cost_little(case, data):
+def test_grouped_ops_and_bursts_found_by_the_simulator_cost_little(case, data):
     """The way of large graphs, on small ones: never above the budget, never better than everything."""
     graph, costs = case
     everything = oracle(graph, costs)
     budget = data.draw(st.sampled_from(sorted({peak for _, peak in everything if peak > 0})))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coarsening, "_FINE_OPS", 0)
-        patch.setattr(peak_model, "_ALL_BURSTS_SIZE", 0)
+        patch.setattr(tuning, "PER_OP_MODEL_OPS", 0)
+        patch.setattr(tuning, "ALL_BURSTS_SIZE", 0)
         try:
             plan = solve(graph, costs, budget, gap=0.0)
         except BudgetInfeasibleError as error:
@@ -143,7 +144,7 @@ def test_grouped_ops_and_bursts_found_by_the_judge_cost_little(case, data):
     assert plan.gap >= 0
 
 
-def test_a_burst_that_no_slot_shows_is_found_by_the_judge_and_cut_away():
+def test_a_burst_that_no_interval_shows_is_found_by_the_simulator_and_cut_away():
     # Each block's 64 bytes come and go inside a burst, while the gradient of its 100 bytes is there.
     step = Step()
     x = step.parameter()
@@ -158,7 +159,7 @@ def test_a_burst_that_no_slot_shows_is_found_by_the_judge_and_cut_away():
 
     knowing = [solve(graph, costs, budget).predicted_step_ms for budget in (240, 228, 204, 192)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak_model, "_ALL_BURSTS_SIZE", 0)
+        patch.setattr(tuning, "ALL_BURSTS_SIZE", 0)
         learning = [solve(graph, costs, budget).predicted_step_ms for budget in (240, 228, 204, 192)]
 
     assert learning == knowing == [82.0, 83.0, 89.0, 92.0]
@@ -206,8 +207,8 @@ def test_the_same_problem_gets_the_same_plan(small_decoder):
 
 def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     graph, costs = small_decoder
-    search = Search(graph, costs, Limits())
-    wasteful = search.judge(full(graph))
+    search = ExactSearch(graph, costs, Limits())
+    wasteful = search.context.evaluate(full(graph))
     budget = graph.resident_bytes + 2 * (wasteful.peak_bytes - graph.resident_bytes)
 
     thrifty = search.context.save_what_fits(wasteful, budget)
@@ -216,7 +217,7 @@ def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     dropped = [s for s, action in thrifty.actions.items() if action == RECOMPUTE and s in graph.stored]
     kept = [s for s, action in thrifty.actions.items() if action == SAVE and s not in graph.stored]
     for storage in dropped:
-        one_fewer = search.judge(complete_actions(graph, [s for s in dropped if s != storage], kept))
+        one_fewer = search.context.evaluate(complete_actions(graph, [s for s in dropped if s != storage], kept))
         assert one_fewer.peak_bytes > budget or one_fewer.timeline.step_ms >= thrifty.timeline.step_ms
 
 
@@ -394,7 +395,7 @@ def test_a_budget_in_percent_counts_from_what_is_resident(small_decoder):
     assert plan.budget_bytes == 1000 + int(0.8 * (plan.plain_peak_bytes - 1000))
 
 
-def test_a_draft_above_its_budget_becomes_no_plan():
+def test_a_candidate_above_its_budget_becomes_no_plan():
     graph = chain(4)
     plain = simulate(graph, unit_costs(graph), {}).peak_bytes
 

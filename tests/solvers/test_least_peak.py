@@ -9,9 +9,9 @@ from support.toy_graphs import decoder, decoder_costs
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulation.simulator import simulate, simulate_actions
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.exact import Search
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.local_search import judge, reduce_peak
+from lowtide.solvers.local_search import evaluate, reduce_peak
 from lowtide.solvers.search_context import Limits
 
 
@@ -69,7 +69,7 @@ def test_replaying_more_often_needs_less_than_the_least_of_replaying_once(name, 
 def test_each_way_on_the_path_is_leaner_than_the_last_and_what_it_says():
     graph = decoder(4)
     costs = decoder_costs(graph)
-    start = judge(graph, costs, complete_actions(graph, graph.stored))
+    start = evaluate(graph, costs, complete_actions(graph, graph.stored))
 
     path = reduce_peak(graph, costs, start, events=200_000)
 
@@ -82,23 +82,23 @@ def test_each_way_on_the_path_is_leaner_than_the_last_and_what_it_says():
 def test_a_target_ends_the_path_and_a_price_limits_it():
     graph = decoder(4)
     costs = decoder_costs(graph)
-    start = judge(graph, costs, complete_actions(graph, ()))
+    start = evaluate(graph, costs, complete_actions(graph, ()))
     whole = reduce_peak(graph, costs, start, events=200_000)
     target = whole[len(whole) // 2].peak_bytes
 
     part = reduce_peak(graph, costs, start, target_bytes=target, events=200_000)
 
     assert part == whole[: len(part)] and part[-1].peak_bytes <= target < part[-2].peak_bytes
-    assert reduce_peak(graph, costs, start, most_ms_per_byte=-1.0, events=200_000) == [start]
+    assert reduce_peak(graph, costs, start, max_ms_per_byte=-1.0, events=200_000) == [start]
     assert reduce_peak(graph, costs, start, events=0) == [start]
 
 
 def test_the_least_does_not_depend_on_what_the_search_has_learnt():
     graph = decoder(6)
     costs = decoder_costs(graph)
-    fresh, experienced = Search(graph, costs, Limits()), Search(graph, costs, Limits())
+    fresh, experienced = ExactSearch(graph, costs, Limits()), ExactSearch(graph, costs, Limits())
     for percent in (80, 50, 30):
         experienced.within(graph.resident_bytes + fresh.plain.peak_bytes * percent // 100)
 
-    assert fresh.least.peak_bytes == experienced.least.peak_bytes
-    assert fresh.least.actions == experienced.least.actions
+    assert fresh.min_peak.peak_bytes == experienced.min_peak.peak_bytes
+    assert fresh.min_peak.actions == experienced.min_peak.actions

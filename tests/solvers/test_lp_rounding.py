@@ -1,4 +1,4 @@
-"""Plans that the bound's relaxation points to: within the budget, ever faster, better than what is planned apart."""
+"""Plans that the bound's relaxation points to: within the budget, ever faster, better than what is planned alone."""
 
 import math
 from itertools import pairwise
@@ -9,9 +9,8 @@ from support.case_graphs import load_case
 from support.strategies import small_cases
 
 from lowtide.simulation.simulator import simulate, simulate_actions
-from lowtide.solvers import lp_rounding as guided_module
-from lowtide.solvers.decomposition import decomposed_search as apart_module
-from lowtide.solvers.exact import Search
+from lowtide.solvers import tuning
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
 from lowtide.solvers.search_context import Limits
@@ -26,10 +25,10 @@ def test_what_is_found_is_within_the_budget_and_each_faster_than_the_one_before(
 
     found = round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=0.0, events=100_000)
 
-    for judged in found:
-        line = simulate_actions(graph, costs, judged.actions, judged.replays)
-        assert line.peak_bytes == judged.peak_bytes <= budget
-        assert line.step_ms == judged.timeline.step_ms >= bound_time(graph, costs, budget).step_ms - 1e-6
+    for evaluated in found:
+        line = simulate_actions(graph, costs, evaluated.actions, evaluated.replays)
+        assert line.peak_bytes == evaluated.peak_bytes <= budget
+        assert line.step_ms == evaluated.timeline.step_ms >= bound_time(graph, costs, budget).step_ms - 1e-6
     assert all(after.timeline.step_ms < before.timeline.step_ms for before, after in pairwise(found))
 
 
@@ -46,18 +45,20 @@ def test_a_relaxation_is_rounded_to_a_plan_within_a_percent_of_the_bound(monkeyp
     found = round_relaxation(graph, costs, budget, most_ms=1.05 * bound_ms, enough_ms=1.01 * bound_ms, events=2_000_000)
 
     assert found and found[-1].timeline.step_ms <= 1.01 * bound_ms and found[-1].peak_bytes <= budget
-    monkeypatch.setattr(guided_module, "_MOST_OPS", len(graph.ops) - 1)
+    monkeypatch.setattr(tuning, "LP_ROUNDING_OPS", len(graph.ops) - 1)
     assert round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=bound_ms, events=2_000_000) == []
 
 
 def test_where_layers_planned_apart_stay_far_from_the_bound_exact_asks_its_relaxation(monkeypatch):
     graph, costs = load_case("autocast")
     budget = at_36_percent(graph, costs)
-    apart = Search(graph, costs, Limits()).within(budget)
-    monkeypatch.setattr(apart_module, "_FAR", apart_module._NEAR)
+    alone = ExactSearch(graph, costs, Limits()).within(budget)
+    monkeypatch.setattr(tuning, "FAR_FROM_BOUND", tuning.NEAR_BOUND)
 
-    search = Search(graph, costs, Limits())
+    search = ExactSearch(graph, costs, Limits())
     asked = search.within(budget)
 
-    times = [search.judge(candidate.actions, candidate.replays).timeline.step_ms for candidate in (apart, asked)]
+    times = [
+        search.context.evaluate(candidate.actions, candidate.replays).timeline.step_ms for candidate in (alone, asked)
+    ]
     assert times[1] < times[0] - 0.002 * costs.plain_step_ms

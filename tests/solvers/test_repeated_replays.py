@@ -28,7 +28,7 @@ def _one_thread() -> None:
     torch.manual_seed(0)
 
 
-# -- the judge --------------------------------------------------------------------------------------------------------
+# -- the simulator ----------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_replayed_anew_for_every_step_holds_one_value_between_bursts():

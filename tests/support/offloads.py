@@ -11,7 +11,8 @@ import pytest
 from lowtide.graph.costs import DISK, HOST, Costs, Link
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import DISK_OFFLOAD, Moves, Plan
-from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 
 FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)

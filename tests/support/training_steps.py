@@ -22,7 +22,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.simulation.simulator import Timeline
-from lowtide.solvers.candidate import Candidate, build_plan
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.tape.recipes import Recipe
 from lowtide.tracing import module_calls

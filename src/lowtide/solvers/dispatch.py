@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lowtide.gc_control import gc_disabled
-from lowtide.graph.costs import TIERS, Costs
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.candidate import Candidate, build_plan, infeasible
+from lowtide.solvers.arguments import Offload, absolute_bytes, offload_capacities
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.exact import exact
+from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.offload.search import search_with_offload
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
 from lowtide.solvers.search_context import Limits
-from lowtide.units import parse_budget
 
 METHODS = ("exact", *PUBLISHED)
-Offload = Iterable[str] | Mapping[str, int | str | None]
 
 
 def solve(
@@ -40,11 +40,11 @@ def solve(
     Args:
         budget: Peak allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of the plain step's activation memory.
             ``none`` to ``selective`` decide without one; given one, they are held to it.
-        method: ``exact``, or a published method, held to the same judge: ``none``, ``full``, ``every_n``, ``sqrt_n``,
-            ``selective``, or one that makes the most of a budget: ``revolve``, ``rotor``, ``knapsack``.
+        method: ``exact``, or a published method, evaluated by the same simulator: ``none``, ``full``, ``every_n``,
+            ``sqrt_n``, ``selective``, or one that plans for a budget: ``revolve``, ``rotor``, ``knapsack``.
         n: For ``every_n``: every how many layers (default 2). For ``revolve``: layer inputs held at a time (default:
             whatever number is fastest within the budget).
-        ratio: For ``knapsack``: share of the stored bytes that may stay, 0 to 1 (default: likewise).
+        ratio: For ``knapsack``: share of the stored bytes that may stay, 0 to 1 (default: whatever share is fastest).
         time_limit_s: A safety net; a search that it ends may differ from run to run.
         node_limit: Branch-and-bound nodes of one solve: the limit that keeps results reproducible.
         offload: Tiers that storages may be moved to (``host``, ``disk``), or how much of each may be used:
@@ -61,7 +61,7 @@ def solve(
         TypeError: ``budget`` is neither an int nor a string.
     """
     with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
-        capacities = capacities_by(costs, offload, method=method)
+        capacities = offload_capacities(costs, offload, method=method)
         return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities)
 
 
@@ -104,9 +104,9 @@ def _solve(
     else:
         known = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
         candidate = _fastest_published(graph, costs, known, budget_bytes, method)
-    sharpen = method == "exact"
+    tighten = method == "exact"
     return build_plan(
-        graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s, sharpen=sharpen
+        graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s, tighten=tighten
     )
 
 
@@ -123,47 +123,4 @@ def _fastest_published(
         return found
     least = least_peak(graph, costs, known)
     assert least is not None and budget_bytes is not None
-    raise infeasible(graph, costs, budget_bytes, least.actions, method=method, replays=least.replays)
-
-
-def capacities_by(costs: Costs, offload: Offload, *, method: str = "exact") -> dict[str, int | None]:
-    """Most bytes that ``offload`` allows a plan to move, by tier; None: any number.
-
-    Raises:
-        ValueError: it makes no sense, or ``costs`` does not know a tier's link.
-    """
-    asked = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(offload)
-    if asked and method != "exact":
-        raise ValueError(
-            f'offload={offload!r} has no meaning for method={method!r}. Use method="exact", or leave it out.'
-        )
-    found: dict[str, int | None] = {}
-    for tier, capacity in asked.items():
-        if tier not in TIERS:
-            raise ValueError(f"offload: tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
-        if tier not in costs.links:
-            raise ValueError(
-                f"offload={offload!r}: costs knows no link to the {tier} tier. Measure it: "
-                f"lowtide.measure(graph, tiers=({tier!r},))."
-            )
-        size = None if capacity is None else parse_budget(capacity)
-        if size is not None and not isinstance(size, int):
-            raise ValueError(f'offload={offload!r}: {capacity!r} is not an amount. Pass bytes, "20GiB" or None.')
-        found[tier] = size
-    return found
-
-
-def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:
-    """``budget`` as absolute peak bytes on the device.
-
-    Raises:
-        ValueError: it is ``"auto"``, which only the device can tell, or not an amount.
-        TypeError: it is neither an int nor a string.
-    """
-    parsed = parse_budget(budget)
-    if isinstance(parsed, str):
-        raise ValueError(f'budget={budget!r} depends on the device. Pass bytes, "6GiB" or "40%" to solve.')
-    if isinstance(parsed, float):
-        plain_bytes = simulate_actions(graph, costs, {}).peak_bytes
-        return graph.resident_bytes + int(parsed * (plain_bytes - graph.resident_bytes))
-    return parsed
+    raise infeasible_error(graph, costs, budget_bytes, least, method=method)

@@ -1,20 +1,22 @@
-"""The exact method: the least recomputation whose *simulated* peak stays within the budget.
+"""The method ``exact``: the least recomputation found whose *simulated* peak stays within the budget.
 
-A MILP (``peak_model.py``) chooses, the simulator judges, and each moment at which the judge finds more memory than the
-model becomes a cut, until they agree (``monolithic.py``). What comes back never exceeds the budget by the simulator.
-Steps too large for one MILP are planned segment by segment out of a common pool (``decomposed_search.py``).
+"Exact" means: by the simulator the budget is met to the byte, and the time is minimised by mixed-integer programs with
+a bound, not by a rule. It does not mean that every plan is proven best. On graphs small enough to be modelled op by op,
+status ``optimal`` is a proof for all plans that replay each op at most once. On larger graphs the proof holds, within
+the tolerance, for the plans of the model: they replay each group of ops as a whole, at most once, and inside its
+segment where the step is decomposed. Local search and published methods add candidates that no model has, and prove
+nothing. The gap that a plan shows is to the lower bound for every plan (``lower_bound/bound.py``).
 
-The search's own bound is that of the first, uncut model. It tells when to stop, and holds for all plans of that model:
-every plan that replays once on a graph small enough to be modelled op by op; on larger ones those that replay each
-group of ops as a whole, at most once, and, where segments are planned apart, inside its segment. What a plan shows is
-``bound.py``'s.
+A MILP (``peak_model.py``) chooses, the simulator evaluates, and each moment at which the simulator finds more memory
+than the model becomes a cut, until they agree (``monolithic.py``). Steps too large for one MILP are planned segment by
+segment (``decomposed_search.py``).
 
-Where the models end, at and below the least peak that replaying once can have, local search goes on from the leanest
-way they know (``local_search.py``), and schedules of the chain methods stand beside it (``rotor.py``, ``revolve.py``).
-No clock has a say in this part, so that the least peak is the same whenever it is asked for.
+Budgets at and below the least peak of replaying once are left to local search from the models' least peak
+(``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). No clock limits that part,
+so the least peak is the same whenever it is asked for.
 
-Known weaknesses: what replays an op more than once is found by local search, not proven best; on large graphs the
-least peak is the best found, not proven.
+Known weaknesses: plans that replay an op more than once are found, not proven best; on large graphs the least peak is
+the best found, not proven.
 """
 
 from __future__ import annotations
@@ -27,122 +29,139 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
-from lowtide.solvers.candidate import Candidate, infeasible
+from lowtide.solvers import tuning
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments, windows
 from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, stored_at_backward_start
+from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, fixed_actions, lazy_candidates
-from lowtide.solvers.search_context import Found, Limits, SearchContext
-
-_WHOLE_SIZE = 2000  # steps up to this size (``Sketch.size``) are one model, whose replays reach over the whole step
-_UNLIKE_SIZE = 6000  # likewise, where segments hardly repeat
-_WHOLE_OPS = 300  # steps with more ops worth replaying are not even sketched as one
-_FEWEST_SEGMENTS = 3  # that planning them apart is worth it
-_LISTED_OPS = 5000  # steps up to this size are held against every plan of the classics
-_LEANER_EVENTS = 1_500_000  # simulated, at most, to find the least peak
+from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
 
 
 def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Candidate:
-    """Return the fastest actions within ``budget_bytes``.
+    """Return the fastest candidate found within ``budget_bytes``.
 
     Raises:
-        BudgetInfeasibleError: no actions were found that need so little.
+        BudgetInfeasibleError: none was found that needs so little.
     """
-    return Search(graph, costs, limits).within(budget_bytes)
+    return ExactSearch(graph, costs, limits).within(budget_bytes)
 
 
-class Search:
-    """The search on one step; asking it for several budgets shares what it has learnt."""
+class ExactSearch:
+    """The search on one step; searches for several budgets share what they learn.
+
+    Attributes:
+        plain: The step that saves everything.
+    """
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         ops = ops_worth_replaying(graph)
-        coarse = CoarseGraph(graph, costs) if len(ops) <= _WHOLE_OPS else None
-        self.context = SearchContext(graph, costs, limits, fine=coarse is not None and coarse.fine)
+        self._segment_of = segments(graph, ops)
+        coarse = CoarseGraph(graph, costs, self._segment_of) if len(ops) <= tuning.MONOLITHIC_OPS else None
+        self.context = SearchContext(graph, costs, limits, per_op=coarse is not None and coarse.per_op)
         self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
-        pool = None if coarse is not None and coarse.size <= _WHOLE_SIZE else self._pool(ops, coarse)
-        if pool is None and (coarse is None or coarse.size > _UNLIKE_SIZE):
-            coarse = CoarseGraph(graph, costs, reach=0)
-        self.apart = DecomposedSearch(self.context, pool) if pool is not None else None
-        self.whole = MonolithicSearch(self.context, coarse) if coarse is not None else None
+        columns = None if coarse is not None and coarse.size <= tuning.MONOLITHIC_SIZE else self._columns(coarse)
+        if columns is None and (coarse is None or coarse.size > tuning.MONOLITHIC_FEW_REPEATS_SIZE):
+            coarse = self._coarse_by_segment()
+        self.decomposed = DecomposedSearch(self.context, columns) if columns is not None else None
+        self.monolithic = MonolithicSearch(self.context, coarse) if coarse is not None else None
 
-    def _pool(self, ops: list[int], coarse: CoarseGraph | None) -> ColumnGeneration | None:
-        segment_of = segments(self.graph, ops)
-        found = windows(self.graph, segment_of)
-        if found is None or len(found) < _FEWEST_SEGMENTS:
+    def _columns(self, coarse: CoarseGraph | None) -> ColumnGeneration | None:
+        """Column generation for the step; None where decomposing is not possible or not worth it."""
+        found = windows(self.graph, self._segment_of)
+        if found is None or len(found) < tuning.MIN_SEGMENTS:
             return None
-        pool = ColumnGeneration(self.graph, self.costs, segment_of, found)
-        unlike = 2 * len(pool.different) > len(found) + 1
-        return None if unlike and coarse is not None and coarse.size <= _UNLIKE_SIZE else pool
+        columns = ColumnGeneration(self.graph, self.costs, self._segment_of, found)
+        few_repeats = 2 * len(columns.distinct_pools) > len(found) + 1
+        small = coarse is not None and coarse.size <= tuning.MONOLITHIC_FEW_REPEATS_SIZE
+        return None if few_repeats and small else columns
+
+    def _coarse_by_segment(self) -> CoarseGraph:
+        """The model in which replays stay inside their segment."""
+        return CoarseGraph(self.graph, self.costs, self._segment_of, max_segments_back=0)
 
     def within(self, budget_bytes: int, *, allow_fallback: bool = True) -> Candidate:
-        """The fastest actions within ``budget_bytes``.
+        """The fastest candidate found within ``budget_bytes``.
 
         Args:
-            allow_fallback: Where the search finds nothing, see whether what is near the least peak would do.
+            allow_fallback: Where the models find nothing, whether to try candidates near the least peak.
 
         Raises:
-            BudgetInfeasibleError: no actions were found that need so little.
+            BudgetInfeasibleError: none was found that needs so little.
         """
         if self.plain.peak_bytes <= budget_bytes:
-            return self.candidate(self.plain, "optimal", self.costs.plain_step_ms)
-        result = (
-            Found([], False, self.context.floor_ms) if self._impossible(budget_bytes) else self.fastest(budget_bytes)
-        )
-        fitting = [j for j in result.judged if j.peak_bytes <= budget_bytes]
+            return self._candidate(self.plain, "optimal", self.costs.plain_step_ms)
+        if self._impossible(budget_bytes):
+            result = SearchResult([], False, self.context.floor_ms)
+        else:
+            result = self.fastest(budget_bytes)
+        fitting = [e for e in result.evaluated if e.peak_bytes <= budget_bytes]
         if not fitting:
             if not allow_fallback:
                 raise BudgetInfeasibleError("nothing found", budget_bytes=budget_bytes, least_bytes=budget_bytes + 1)
-            return self._near_the_least(budget_bytes)
-        best = min(fitting, key=lambda j: j.rank)
-        best = min((best, *self._classics_that_may_beat(best, budget_bytes)), key=lambda j: j.rank)
-        best = min((best, *self._offered(budget_bytes)), key=lambda j: j.rank)
+            return self._near_least_peak(budget_bytes)
+        best = min(fitting, key=lambda e: e.rank)
+        best = min((best, *self._fixed_published(best, budget_bytes)), key=lambda e: e.rank)
+        best = min((best, *self._budgeted_published(budget_bytes)), key=lambda e: e.rank)
         status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
-        best = self._cleaned(best, budget_bytes)
-        return self.candidate(best, status, min(result.bound_ms, best.timeline.step_ms))
+        best = self._improved(best, budget_bytes)
+        return self._candidate(best, status, min(result.bound_ms, best.timeline.step_ms))
+
+    def fastest(self, budget_bytes: int) -> SearchResult:
+        """What the models find."""
+        if self.decomposed is None:
+            assert self.monolithic is not None
+            return self.monolithic.fastest(budget_bytes)
+        found = self.decomposed.fastest(budget_bytes)
+        if self.limits.gap != 0 or found.proven or self.monolithic is None:
+            return found
+        # No gap is tolerated: a model of all layers at once may find what no column has.
+        monolithic = MonolithicSearch(self.context, self._coarse_by_segment()).fastest(budget_bytes)
+        return min(found, monolithic, key=lambda result: result.best_within(budget_bytes))
 
     def _impossible(self, budget_bytes: int) -> bool:
-        # One that fits is sooner found than the proof.
-        mild = (actions for actions in self._classic_actions if self._kept_bytes(actions) <= budget_bytes)
-        if any(self.judge(actions).peak_bytes <= budget_bytes for actions in mild):
+        # A published method that fits is found faster than the proof that none can.
+        likely = (actions for actions in self._fixed_actions if self._saved_bytes(actions) <= budget_bytes)
+        if any(self.context.evaluate(actions).peak_bytes <= budget_bytes for actions in likely):
             return False
         return budget_bytes < bound_peak(self.graph)
 
-    def _near_the_least(self, budget_bytes: int) -> Candidate:
-        """Where the search finds nothing: the best of what is known, schedules that replay an op often among it.
+    def _near_least_peak(self, budget_bytes: int) -> Candidate:
+        """Where the models find nothing: the fastest known, schedules that replay an op often included.
 
         Raises:
             BudgetInfeasibleError: nothing known needs so little.
         """
-        known = [j for j in self.classics if j.peak_bytes <= budget_bytes]
-        for path in self._paths:
-            known += [j for j in path if j.peak_bytes <= budget_bytes][:1]
-        chain = fastest_within(self.graph, self.costs, self._often, budget_bytes)
+        known = [e for e in self.published if e.peak_bytes <= budget_bytes]
+        for path in self._descents:
+            known += [e for e in path if e.peak_bytes <= budget_bytes][:1]
+        chain = fastest_within(self.graph, self.costs, self._chain_schedules, budget_bytes)
         if chain is not None:
-            known.append(self.judge(chain.actions, chain.replays))
+            known.append(self.context.evaluate(chain.actions, chain.replays))
         if not known:
-            least = self.least
+            least = self.min_peak
             if least.peak_bytes > budget_bytes:
-                raise infeasible(
-                    self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays
-                )
+                candidate = Candidate(least.actions, replays=least.replays)
+                raise infeasible_error(self.graph, self.costs, budget_bytes, candidate, method="exact")
             known = [least]
-        cleaned = [self._cleaned(j, budget_bytes) for j in known]
-        return self.candidate(min(cleaned, key=lambda j: j.rank), "feasible", self.context.floor_ms)
+        improved = [self._improved(e, budget_bytes) for e in known]
+        return self._candidate(min(improved, key=lambda e: e.rank), "feasible", self.context.floor_ms)
 
-    def _cleaned(self, judged: Evaluated, budget_bytes: int) -> Evaluated:
-        if self.whole is not None:
-            judged = self.whole.lower_peak(judged)
-        return self.context.save_what_fits(judged, budget_bytes)
+    def _improved(self, evaluated: Evaluated, budget_bytes: int) -> Evaluated:
+        if self.monolithic is not None:
+            evaluated = self.monolithic.lower_peak(evaluated)
+        return self.context.save_what_fits(evaluated, budget_bytes)
 
     @cached_property
-    def _often(self) -> list[LazyCandidate]:
-        """Schedules that replay an op often."""
+    def _chain_schedules(self) -> list[LazyCandidate]:
+        """Schedules that may replay an op many times."""
         try:
             return [
                 *lazy_candidates(self.graph, self.costs, "rotor"),
@@ -152,41 +171,42 @@ class Search:
             return []
 
     @cached_property
-    def _budgeted(self) -> list[list[LazyCandidate]]:
-        """What each classic with a plan for every budget would do, where listing that takes little time."""
+    def _budgeted_candidates(self) -> list[list[LazyCandidate]]:
+        """All candidates of each published method that takes a budget, on steps small enough to list them quickly."""
         found = []
-        for method in BUDGETED if self.limits.listed and len(self.graph.ops) <= _LISTED_OPS else ():
+        few_ops = len(self.graph.ops) <= tuning.PUBLISHED_CANDIDATES_OPS
+        for method in BUDGETED if self.limits.published_candidates and few_ops else ():
             try:
                 found.append(lazy_candidates(self.graph, self.costs, method))
             except ValueError:  # no layer repeats
                 continue
         return found
 
-    def _offered(self, budget_bytes: int) -> list[Evaluated]:
-        """Their plans for this budget: a search that stops within its tolerance may stop just above one."""
-        candidates = [fastest_within(self.graph, self.costs, offered, budget_bytes) for offered in self._budgeted]
-        return [self.judge(candidate.actions, candidate.replays) for candidate in candidates if candidate is not None]
+    def _budgeted_published(self, budget_bytes: int) -> list[Evaluated]:
+        """Their fastest for this budget: a search that stops within its tolerance may stop just above one."""
+        found = [fastest_within(self.graph, self.costs, known, budget_bytes) for known in self._budgeted_candidates]
+        return [self.context.evaluate(c.actions, c.replays) for c in found if c is not None]
 
     @cached_property
-    def classics(self) -> list[Evaluated]:
-        """What to be at least as good as."""
-        return [self.judge(actions) for actions in self._classic_actions]
+    def published(self) -> list[Evaluated]:
+        """The published methods that take no budget: the result has to be as good as each of them."""
+        return [self.context.evaluate(actions) for actions in self._fixed_actions]
 
     @cached_property
-    def _classic_actions(self) -> list[dict[int, str]]:
+    def _fixed_actions(self) -> list[dict[int, str]]:
         return fixed_actions(self.graph)
 
-    def _classics_that_may_beat(self, best: Evaluated, budget_bytes: int) -> list[Evaluated]:
-        """Those that fit, leaving out what takes no simulation to see: too slow, or too much saved."""
+    def _fixed_published(self, best: Evaluated, budget_bytes: int) -> list[Evaluated]:
+        """Those that fit; the ones that are too slow or save too much are left out without a simulation."""
         found = []
-        for actions in self._classic_actions:
-            if self._least_ms(actions) <= best.timeline.step_ms and self._kept_bytes(actions) <= budget_bytes:
-                judged = self.judge(actions)
-                found += [judged] if judged.peak_bytes <= budget_bytes else []
+        for actions in self._fixed_actions:
+            if self._min_step_ms(actions) <= best.timeline.step_ms and self._saved_bytes(actions) <= budget_bytes:
+                evaluated = self.context.evaluate(actions)
+                found += [evaluated] if evaluated.peak_bytes <= budget_bytes else []
         return found
 
-    def _least_ms(self, actions: dict[int, str]) -> float:
-        """Step time if nothing is replayed but what makes the storages that backward asks for."""
+    def _min_step_ms(self, actions: dict[int, str]) -> float:
+        """Step time if nothing is replayed but the ops that make what backward asks for."""
         asked_for, storages = droppable(self.graph), self.graph.storages
         ops = {storages[s].op for s, action in actions.items() if action == RECOMPUTE and s in asked_for}
         if not ops:
@@ -194,49 +214,34 @@ class Search:
         replay_ms = sum(self.costs.op_ms[op] for op in ops if op is not None)
         return self.context.floor_ms + replay_ms + len(ops) * (self.costs.replay_us + self.costs.record_us) / 1e3
 
-    def _kept_bytes(self, actions: dict[int, str]) -> int:
-        """What is saved and lives when backward begins."""
+    def _saved_bytes(self, actions: dict[int, str]) -> int:
+        """What is live when backward begins because it is saved, or lived before the step."""
         storages = self.graph.storages
         held = sum(storages[s].bytes for s in stored_at_backward_start(self.graph) if actions.get(s) != RECOMPUTE)
         return self.graph.resident_bytes + held
 
     @cached_property
-    def least(self) -> Evaluated:
-        """The least peak that is found; the same whatever was asked before, so that asking for it succeeds."""
-        known = [self.plain, *self.classics, *(path[-1] for path in self._paths)]
-        chain = least_peak(self.graph, self.costs, self._often)
+    def min_peak(self) -> Evaluated:
+        """The least peak found; it does not depend on earlier searches, so asking for it succeeds."""
+        known = [self.plain, *self.published, *(path[-1] for path in self._descents)]
+        chain = least_peak(self.graph, self.costs, self._chain_schedules)
         if chain is not None:
-            known.append(self.judge(chain.actions, chain.replays))
-        found = min(known, key=lambda j: (j.peak_bytes, j.timeline.step_ms))
-        # Saving what need not be replayed may lower the peak again: a plan for the least is to need the least.
-        while (cleaned := self._cleaned(found, found.peak_bytes)).peak_bytes < found.peak_bytes:
-            found = cleaned
+            known.append(self.context.evaluate(chain.actions, chain.replays))
+        found = min(known, key=lambda e: (e.peak_bytes, e.timeline.step_ms))
+        # Saving what need not be replayed may lower the peak further: the plan for the least peak has to need it.
+        while (improved := self._improved(found, found.peak_bytes)).peak_bytes < found.peak_bytes:
+            found = improved
         return found
 
     @cached_property
-    def _paths(self) -> list[list[Evaluated]]:
-        """From the leanest that the models and the classics know to ways that nothing nearby beats."""
-        model = self.apart or self.whole
+    def _descents(self) -> list[list[Evaluated]]:
+        """Local searches for the least peak: from the models' least, and from the least of the published methods."""
+        model = self.decomposed or self.monolithic
         assert model is not None
-        starts = [model.leanest(), min((self.plain, *self.classics), key=lambda j: (j.peak_bytes, *j.rank))]
-        events = self.context.events(_LEANER_EVENTS)
+        starts = [model.min_peak(), min((self.plain, *self.published), key=lambda e: (e.peak_bytes, *e.rank))]
+        events = self.context.event_budget(tuning.MIN_PEAK_EVENTS)
         return [reduce_peak(self.graph, self.costs, start, events=events) for start in starts if start is not None]
 
-    def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:
-        return self.context.judge(actions, replays)
-
-    def candidate(self, judged: Evaluated, status: str, bound_ms: float) -> Candidate:
+    def _candidate(self, evaluated: Evaluated, status: str, bound_ms: float) -> Candidate:
         solver = {"solver": f"HiGHS {highspy.Highs().version()}"}
-        return Candidate(judged.actions, status, bound_ms, solver, judged.replays)
-
-    def fastest(self, budget_bytes: int) -> Found:
-        """What the models find."""
-        if self.apart is None:
-            assert self.whole is not None
-            return self.whole.fastest(budget_bytes)
-        found = self.apart.fastest(budget_bytes)
-        if self.limits.gap != 0 or found.proven or self.whole is None:
-            return found
-        # No excess is tolerated: what a pool has no columns for, a model of all layers at once may find.
-        whole = MonolithicSearch(self.context, CoarseGraph(self.graph, self.costs, reach=0)).fastest(budget_bytes)
-        return min(found, whole, key=lambda f: f.best_within(budget_bytes))
+        return Candidate(evaluated.actions, status, bound_ms, solver, evaluated.replays)

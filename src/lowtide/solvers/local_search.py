@@ -1,14 +1,13 @@
-"""Local search: from one way to run a step to leaner ones, a change at a time, each judged by the simulator.
+"""Local search for a lower peak: one change of a candidate at a time, each evaluated by the simulator.
 
-What lives at the peak says what can give way:
+What is live at the peak says what can change:
 
-- a value that a replay has made: its op runs again later instead (``Decision.replays``), alone, or with all that it is
-  made from where that has gone by then;
+- a value that a replay made: its op is replayed once more, later (``Decision.replays``), alone, or together with the
+  ops that make its inputs, where those have gone by then;
 - a storage that is kept: it is recomputed instead, once, or twice where it is needed early and late.
 
-Of the changes at hand the one that costs least time per byte of peak is taken. Where several moments are equally high,
-a change that leaves fewer of them counts too. It ends when no change helps, so that the last way found is leaner than
-all its neighbours, not the leanest there is.
+The change that costs least time per byte of peak is taken. Where several moments are equally high, a change that
+leaves fewer of them counts too. The search ends when no change helps: at a local optimum.
 
 The models of ``exact.py`` replay every op at most once; this is how it learns where more often is cheaper.
 """
@@ -23,15 +22,13 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import Timeline, contents_at_peak, simulate_actions
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
-
-_MOST_HOLDERS = 16  # of each kind, the largest, that are asked to give way
-_MOST_STEPS = 300
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One way to run a step, and what the simulator says of it; ``replays`` as in ``simulate_actions``."""
+    """A candidate and what the simulator says of it; ``replays`` as in ``simulate_actions``."""
 
     actions: dict[int, str]
     timeline: Timeline
@@ -47,10 +44,10 @@ class Evaluated:
         return self.timeline.step_ms, self.timeline.peak_bytes
 
 
-def judge(
+def evaluate(
     graph: StepGraph, costs: Costs, actions: dict[int, str], replays: Mapping[int, int] | None = None
 ) -> Evaluated:
-    """``actions`` with what they take; of ``replays`` those count that are left of them."""
+    """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped."""
     again = {s: count for s, count in (replays or {}).items() if actions.get(s) == RECOMPUTE and count > 1}
     return Evaluated(actions, simulate_actions(graph, costs, actions, again), again)
 
@@ -61,79 +58,84 @@ def reduce_peak(
     start: Evaluated,
     *,
     target_bytes: int = 0,
-    most_ms_per_byte: float = math.inf,
-    most_ms: float = math.inf,
+    max_ms_per_byte: float = math.inf,
+    max_ms: float = math.inf,
     events: int,
 ) -> list[Evaluated]:
-    """Ways with ever lower peaks, from ``start`` on.
+    """Candidates with ever lower peaks, from ``start`` on.
 
     Args:
-        target_bytes: No way needs to be leaner.
-        most_ms_per_byte: Changes that cost more are not taken.
-        most_ms: A step that takes longer is not worth going on from.
+        target_bytes: No peak needs to be lower.
+        max_ms_per_byte: Changes that cost more are not taken.
+        max_ms: Nothing is changed in a slower step.
         events: How many events may be simulated.
 
     Returns:
         ``start``, and what was found, by falling peak; the last has at most ``target_bytes`` if that was reached.
     """
-    path, now = [start], start
-    for _ in range(_MOST_STEPS):
-        if path[-1].peak_bytes <= target_bytes or now.timeline.step_ms > most_ms or events <= 0:
+    path, current = [start], start
+    for _ in range(tuning.MAX_DESCENT_STEPS):
+        if path[-1].peak_bytes <= target_bytes or current.timeline.step_ms > max_ms or events <= 0:
             break
         best: tuple[tuple[bool, float, float], Evaluated] | None = None
-        height = now.peak_bytes
-        top = sum(peak >= height for peak in now.timeline.event_peak_bytes)
-        for actions, replays in _changes(graph, now):
+        peak_bytes = current.peak_bytes
+        num_at_peak = sum(peak >= peak_bytes for peak in current.timeline.event_peak_bytes)
+        for actions, replays in _changes(graph, current):
             events -= len(graph.events)
-            other = judge(graph, costs, actions, replays)
-            if other.peak_bytes > height:
+            other = evaluate(graph, costs, actions, replays)
+            if other.peak_bytes > peak_bytes:
                 continue
-            less, more_ms = height - other.peak_bytes, other.timeline.step_ms - now.timeline.step_ms
+            less, added_ms = peak_bytes - other.peak_bytes, other.timeline.step_ms - current.timeline.step_ms
             if less:
-                price = more_ms / less
+                price = added_ms / less
             else:
-                price = float(sum(peak >= height for peak in other.timeline.event_peak_bytes))
-            if price > most_ms_per_byte if less else price >= top:
+                price = float(sum(peak >= peak_bytes for peak in other.timeline.event_peak_bytes))
+            if price > max_ms_per_byte if less else price >= num_at_peak:
                 continue
-            rank = (not less, price, more_ms)
+            rank = (not less, price, added_ms)
             if best is None or rank < best[0]:
                 best = rank, other
             if events <= 0:
                 break
         if best is None:
             break
-        now = best[1]
-        if now.peak_bytes < path[-1].peak_bytes:
-            path.append(now)
+        current = best[1]
+        if current.peak_bytes < path[-1].peak_bytes:
+            path.append(current)
     return path
 
 
-def _changes(graph: StepGraph, now: Evaluated) -> Iterator[tuple[dict[int, str], dict[int, int]]]:
-    """Actions and replays, each with something at the peak given way."""
-    contents = contents_at_peak(graph, now.actions, now.replays, now.timeline)
+def _changes(graph: StepGraph, current: Evaluated) -> Iterator[tuple[dict[int, str], dict[int, int]]]:
+    """Actions and replays with one change each that takes something off the peak."""
+    contents = contents_at_peak(graph, current.actions, current.replays, current.timeline)
     for op in dict.fromkeys(graph.storages[s].op for s in _largest(contents.replayed)):
         if op is None:
             continue
-        yield now.actions, _once_more(graph, now.actions, now.replays, [op])
-        ancestors = _recomputed_ancestors(graph, now.actions, op)
+        yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, [op])
+        ancestors = _recomputed_ancestors(graph, current.actions, op)
         if len(ancestors) > 1:
-            yield now.actions, _once_more(graph, now.actions, now.replays, ancestors)
-    kept = [s for s, size in contents.originals.items() if now.actions.get(s) == SAVE and size]
+            yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, ancestors)
+    kept = [s for s, size in contents.originals.items() if current.actions.get(s) == SAVE and size]
     for storage in _largest({s: contents.originals[s] for s in kept}):
-        dropped = [s for s, action in now.actions.items() if action == RECOMPUTE and s in graph.stored]
-        stops = [s for s, action in now.actions.items() if action == SAVE and s not in graph.stored and s != storage]
+        dropped = [s for s, action in current.actions.items() if action == RECOMPUTE and s in graph.stored]
+        stops = [
+            s for s, action in current.actions.items() if action == SAVE and s not in graph.stored and s != storage
+        ]
         actions = complete_actions(graph, [*dropped, storage] if storage in graph.stored else dropped, stops)
         maker = graph.storages[storage].op
-        if actions != now.actions and maker is not None:
-            yield actions, now.replays
-            yield actions, _once_more(graph, actions, now.replays, _recomputed_ancestors(graph, actions, maker))
+        if actions != current.actions and maker is not None:
+            yield actions, current.replays
+            yield (
+                actions,
+                _with_one_more_replay(graph, actions, current.replays, _recomputed_ancestors(graph, actions, maker)),
+            )
 
 
 def _largest(sizes: Mapping[int, int]) -> list[int]:
-    return sorted(sizes, key=lambda s: (-sizes[s], s))[:_MOST_HOLDERS]
+    return sorted(sizes, key=lambda s: (-sizes[s], s))[: tuning.MAX_PEAK_HOLDERS]
 
 
-def _once_more(
+def _with_one_more_replay(
     graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], ops: list[int]
 ) -> dict[int, int]:
     more = dict(replays)

@@ -21,14 +21,10 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
+from lowtide.solvers import tuning
+from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.rounding import rounded, violated_stages
-
-_MOST_OPS = 2500
-_ROUNDS = 3
-_SHARES = (0.25, 0.5)  # what is kept by less than this is recomputed
-_MOST_ABOVE = 0.2  # of the budget's activations: a start further above is too far
 
 
 def round_relaxation(
@@ -43,13 +39,13 @@ def round_relaxation(
     """
     found: list[Evaluated] = []
     slots: set[int] = set()
-    for _ in range(_ROUNDS if len(graph.ops) <= _MOST_OPS else 0):
+    for _ in range(tuning.LP_ROUNDING_ROUNDS if len(graph.ops) <= tuning.LP_ROUNDING_OPS else 0):
         model = Relaxation(graph, costs, budget_bytes, slots=slots)
         relaxed = model.program.relax()
         if not math.isfinite(relaxed.objective):
             break
         for start in _starts(graph, costs, model, relaxed.values, budget_bytes):
-            path = reduce_peak(graph, costs, start, target_bytes=budget_bytes, most_ms=most_ms, events=events)
+            path = reduce_peak(graph, costs, start, target_bytes=budget_bytes, max_ms=most_ms, events=events)
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
                 found.append(path[-1])
                 most_ms = path[-1].timeline.step_ms
@@ -63,10 +59,10 @@ def round_relaxation(
 def _starts(
     graph: StepGraph, costs: Costs, model: Relaxation, values: np.ndarray, budget_bytes: int
 ) -> Iterator[Evaluated]:
-    most_bytes = budget_bytes + _MOST_ABOVE * (budget_bytes - graph.resident_bytes)
+    most_bytes = budget_bytes + tuning.LP_ROUNDING_MAX_EXCESS * (budget_bytes - graph.resident_bytes)
     seen: list[dict[int, str]] = []
-    for share in _SHARES:
-        start = judge(graph, costs, *rounded(graph, model, values, share))
+    for share in tuning.LP_ROUNDING_THRESHOLDS:
+        start = evaluate(graph, costs, *rounded(graph, model, values, share))
         if start.peak_bytes <= most_bytes and start.actions not in seen:
             seen.append(start.actions)
             yield start

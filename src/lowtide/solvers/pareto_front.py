@@ -11,9 +11,9 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.candidate import build_plan
-from lowtide.solvers.dispatch import Offload, capacities_by
-from lowtide.solvers.exact import Search
+from lowtide.solvers.arguments import Offload, offload_capacities
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.offload.search import OffloadSearch
 from lowtide.solvers.search_context import Limits
 
@@ -57,11 +57,11 @@ def frontier(
     """
     if points < 2:
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
-    capacities = capacities_by(costs, offload)
+    capacities = offload_capacities(costs, offload)
     # Many points, so each of them quickly: ``solve`` may find a little more at one.
-    limits = Limits(longer=False, listed=False)
-    search: Search | OffloadSearch = (
-        OffloadSearch(graph, costs, limits, capacities) if capacities else Search(graph, costs, limits)
+    limits = Limits(multi_segment=False, published_candidates=False)
+    search: ExactSearch | OffloadSearch = (
+        OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
     )
     least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
     # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.
@@ -82,7 +82,7 @@ def frontier(
     return front
 
 
-def _least_bytes(search: Search | OffloadSearch) -> int:
+def _least_bytes(search: ExactSearch | OffloadSearch) -> int:
     """The least budget that has a plan."""
     try:
         search.within(search.graph.resident_bytes)

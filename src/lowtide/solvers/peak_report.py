@@ -1,4 +1,4 @@
-"""What a plan writes down so that it can explain itself without its graph (``Plan.explain``)."""
+"""What fills memory at a plan's peak: stored in the plan, so that ``Plan.explain`` needs no graph."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Any
 from lowtide.explanation import collapse_path, short_op
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import Op, StepGraph
-from lowtide.plan import SAVE, TIER_OF, Moves
+from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.simulator import Contents, Timeline, contents_at_peak
-from lowtide.solvers.lower_bound.bound import Bound
+from lowtide.solvers.candidate import Candidate
 
 _MOST_HOLDERS = 6
-_SLICES = 40  # of the step, in which what a link does is told
+_SLICES = 40  # of the step, for each of which link use is stored
 
 
 def evidence(
     graph: StepGraph,
-    actions: Mapping[int, str],
-    replays: Mapping[int, int],
+    candidate: Candidate,
     timeline: Timeline,
-    bound: Bound | None,
-    moves: Moves,
+    ms_per_byte: float | None,
 ) -> dict[str, Any]:
-    """The peak's moment, what fills it, the price of memory, what links carry: plain JSON types."""
-    peak = contents_at_peak(graph, actions, replays, timeline, moves)
-    holders = _holders(graph, actions, peak)
+    """The peak's moment, what fills it, the price of memory, what links carry: plain JSON types.
+
+    Args:
+        timeline: What the simulator says of ``candidate``.
+        ms_per_byte: Step time that one more byte of budget saves, by the bound; None: not known.
+    """
+    peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
+    holders = _holders(graph, candidate.actions, peak)
     shown = holders[:_MOST_HOLDERS]
     other = peak.peak_bytes - graph.resident_bytes - sum(row[-1] for row in shown)
     op = None if peak.op is None else graph.ops[peak.op]
@@ -41,7 +44,7 @@ def evidence(
         },
         "holders": shown,
         "other_bytes": other,
-        "ms_per_byte": None if bound is None else bound.ms_per_byte,
+        "ms_per_byte": ms_per_byte,
         "links": _links(timeline),
     }
 
@@ -80,15 +83,9 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> li
     return sorted(found, key=lambda row: (-row[4], row[:3]))
 
 
-def bottleneck(
-    graph: StepGraph,
-    actions: Mapping[int, str],
-    replays: Mapping[int, int],
-    timeline: Timeline,
-    moves: Moves | None = None,
-) -> str:
+def bottleneck(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> str:
     """Module and op that run when the peak is reached, in words."""
-    peak = contents_at_peak(graph, actions, replays, timeline, moves)
+    peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
     if peak.op is None:
         return "the start of the step"
     op = graph.ops[peak.op]

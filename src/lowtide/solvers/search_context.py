@@ -1,4 +1,4 @@
-"""What the exact method looks for: one step, its limits, the judge, and how near is near enough."""
+"""State shared by the search stages: graph, costs, limits, tolerance, evaluation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions, taped_plain_ms
-from lowtide.solvers.local_search import Evaluated, judge
-
-_GAP = 0.01  # of the recompute time, tolerated on graphs that are not modelled op by op
-STEP_GAP = 0.0025  # of the step time, likewise
-CLEAN_UP_EVENTS = 400_000  # simulated, at most, to clean up
+from lowtide.solvers.local_search import Evaluated, evaluate
 
 
 @dataclass(frozen=True)
@@ -24,84 +21,91 @@ class Limits:
     """How long to search.
 
     Attributes:
-        time_limit_s: For each stage of the search for the fastest; a safety net, since what it cuts off differs from
-            run to run. The search for the least peak has limits of its own, that no clock moves.
+        time_limit_s: Of each stage of the search for the fastest plan; a safety net, because what a clock cuts off
+            differs from run to run. The search for the least peak is limited by counts alone.
         node_limit: Branch-and-bound nodes of one MILP.
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
-        effort: Of local search, 1 being all that it may simulate.
-        longer: Whether to try segments of several layers where one layer a segment leaves a plan far from its bound;
-            not with less than all effort.
-        listed: Whether to look at what each published method has for the very budget; only steps that are not too large
-            for it.
+        local_search_share: Of the events that local search may simulate.
+        multi_segment: Whether to try runs of several segments where single segments leave a plan far from the bound.
+        published_candidates: Whether to evaluate every candidate that each published method has for the budget; on
+            steps that are small enough for it.
     """
 
-    time_limit_s: float = 60.0
-    node_limit: int = 1000
+    time_limit_s: float = tuning.TIME_LIMIT_S
+    node_limit: int = tuning.NODE_LIMIT
     gap: float | None = None
-    effort: float = 1.0
-    longer: bool = True
-    listed: bool = True
+    local_search_share: float = 1.0
+    multi_segment: bool = True
+    published_candidates: bool = True
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was tried, the last one within the budget if any is; ``proven``: nothing in the model is faster."""
+class SearchResult:
+    """What one search found.
 
-    judged: list[Evaluated]
+    Attributes:
+        evaluated: The candidates in the order found; the last is within the budget if any is.
+        proven: Whether the model has no faster candidate, within the tolerance.
+        bound_ms: No candidate of the model has a shorter step.
+    """
+
+    evaluated: list[Evaluated]
     proven: bool
     bound_ms: float
 
     @property
     def best_ms(self) -> float:
-        return self.judged[-1].timeline.step_ms if self.judged else 0.0
+        return self.evaluated[-1].timeline.step_ms if self.evaluated else 0.0
 
     def best_within(self, budget_bytes: int) -> float:
-        return min((j.timeline.step_ms for j in self.judged if j.peak_bytes <= budget_bytes), default=math.inf)
+        """Step time of the fastest candidate within the budget; infinite where there is none."""
+        return min((e.timeline.step_ms for e in self.evaluated if e.peak_bytes <= budget_bytes), default=math.inf)
 
 
 class SearchContext:
-    """The search for fast ways to run one step.
+    """One step, the limits of its search, and how to evaluate a candidate.
 
     Attributes:
-        fine: Whether the step is modelled op by op.
-        floor_ms: Step time beside replays: whatever is recomputed, the tape's watching of forward is paid in full.
+        per_op: Whether the step is modelled op by op.
+        plain: The step that saves everything.
+        floor_ms: Step time without replays: whatever is recomputed, the tape watches all of forward.
     """
 
-    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, *, fine: bool) -> None:
-        self.graph, self.costs, self.limits, self.fine = graph, costs, limits, fine
+    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, *, per_op: bool) -> None:
+        self.graph, self.costs, self.limits, self.per_op = graph, costs, limits, per_op
         self.floor_ms = taped_plain_ms(graph, costs)
-        self.plain = self.judge(complete_actions(graph, ()))
+        self.plain = self.evaluate(complete_actions(graph, ()))
 
-    def judge(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:
-        return judge(self.graph, self.costs, actions, replays)
+    def evaluate(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:
+        return evaluate(self.graph, self.costs, actions, replays)
 
-    def events(self, most: int) -> int:
-        """How many may be simulated, of ``most`` with all effort."""
-        return int(self.limits.effort * most)
+    def event_budget(self, full: int) -> int:
+        """How many of ``full`` events a local search may simulate."""
+        return int(self.limits.local_search_share * full)
 
     def tolerances(self) -> tuple[float, float]:
-        """Of the recompute time, and milliseconds."""
+        """The gap at which a search may stop: relative to the recompute time, and in milliseconds."""
         gap = self.limits.gap
         if gap is None:
-            gap = 0.0 if self.fine else _GAP
-        # What is paid for is the step: near its bound in those terms, proving more only costs time.
-        slack_ms = 0.0 if self.fine or self.limits.gap is not None else STEP_GAP * self.costs.plain_step_ms
+            gap = 0.0 if self.per_op else tuning.GAP
+        # Users pay for the step: once its time is near the bound, proving more only costs time.
+        slack_ms = 0.0 if self.per_op or self.limits.gap is not None else tuning.STEP_GAP * self.costs.plain_step_ms
         return gap, slack_ms
 
-    def near_enough(self, judged: Evaluated, bound_ms: float) -> bool:
+    def within_tolerance(self, evaluated: Evaluated, bound_ms: float) -> bool:
         gap, slack_ms = self.tolerances()
-        ms = judged.timeline.step_ms
+        ms = evaluated.timeline.step_ms
         return ms - bound_ms <= max(slack_ms, gap * (ms - self.floor_ms))
 
-    def save_what_fits(self, judged: Evaluated, budget_bytes: int) -> Evaluated:
-        """Save every storage whose replay the budget does not need, the dearest first."""
+    def save_what_fits(self, evaluated: Evaluated, budget_bytes: int) -> Evaluated:
+        """``evaluated`` with every storage saved that the budget has room for, the dearest replay first."""
         graph, ops = self.graph, self.costs.op_ms
-        dropped = [s for s, action in judged.actions.items() if action == RECOMPUTE and s in graph.stored]
-        kept = [s for s, action in judged.actions.items() if action == SAVE and s not in graph.stored]
+        dropped = [s for s, action in evaluated.actions.items() if action == RECOMPUTE and s in graph.stored]
+        kept = [s for s, action in evaluated.actions.items() if action == SAVE and s not in graph.stored]
         facts = step_facts(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
-        tries = self.events(CLEAN_UP_EVENTS) // max(len(graph.events), 1)
-        peaks = np.array(judged.timeline.event_peak_bytes)
+        tries = self.event_budget(tuning.SAVE_WHAT_FITS_EVENTS) // max(len(graph.events), 1)
+        peaks = np.array(evaluated.timeline.event_peak_bytes)
         for storage in list(dropped):
             if tries == 0:
                 break
@@ -110,7 +114,7 @@ class SearchContext:
                 continue
             tries -= 1
             fewer = [s for s in dropped if s != storage]
-            trial = self.judge(complete_actions(graph, fewer, kept), judged.replays)
-            if trial.peak_bytes <= budget_bytes and trial.rank <= judged.rank:
-                judged, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
-        return judged
+            trial = self.evaluate(complete_actions(graph, fewer, kept), evaluated.replays)
+            if trial.peak_bytes <= budget_bytes and trial.rank <= evaluated.rank:
+                evaluated, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
+        return evaluated

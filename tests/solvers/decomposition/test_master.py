@@ -1,4 +1,4 @@
-"""Segments planned apart: an excerpt is the step's own piece, columns add up, and the pool agrees with one model."""
+"""Column generation: a subgraph peaks where the step does, columns add up, and the result agrees with one model."""
 
 import itertools
 import math
@@ -14,13 +14,14 @@ from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers import exact
+from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
 from lowtide.solvers.decomposition.segments import segments, windows
-from lowtide.solvers.decomposition.subgraph import Subgraphs
+from lowtide.solvers.decomposition.subgraph import SubgraphSource
+from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.exact import Search
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions, layers, ops_worth_replaying
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.published.full import full
@@ -31,7 +32,7 @@ def cut_up(graph, costs, segment_of=None):
     """The decomposition of a step, by layers or as told."""
     segment_of = segment_of or segments(graph, ops_worth_replaying(graph))
     found = windows(graph, segment_of)
-    return segment_of, found, Subgraphs(graph, costs, segment_of, found)
+    return segment_of, found, SubgraphSource(graph, costs, segment_of, found)
 
 
 def decoder_pool(layers):
@@ -50,9 +51,9 @@ def decoder_pool(layers):
 def assert_windows_agree(graph, costs, found, source):
     whole = simulate_actions(graph, costs, {}).event_peak_bytes
     for segment, window in enumerate(found):
-        subgraph = source.cut(segment)
+        subgraph = build_subgraph(source, range(segment, segment + 1))
         peaks = simulate_actions(subgraph.graph, costs=subgraph.costs, actions={}).event_peak_bytes
-        ours = max(peaks[: subgraph.turn], default=0), max(peaks[subgraph.backward :], default=0)
+        ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.backward :], default=0)
         # An empty window holds what lived when it began.
         for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
             if begin < end:
@@ -60,7 +61,7 @@ def assert_windows_agree(graph, costs, found, source):
 
 
 @pytest.mark.parametrize("graph", [decoder(6), decoder(3, hidden=32), linear_tanh(20)], ids=["decoder", "thin", "tanh"])
-def test_an_excerpt_peaks_where_the_step_does(graph):
+def test_a_subgraph_peaks_where_the_step_does(graph):
     costs = unit_costs(graph)
     _, found, source = cut_up(graph, costs)
     assert len(found) >= 3
@@ -69,7 +70,7 @@ def test_an_excerpt_peaks_where_the_step_does(graph):
 
 @settings(max_examples=200, deadline=None)
 @given(graph=small_graphs(most_ops=6), data=st.data())
-def test_an_excerpt_of_any_stretch_peaks_where_the_step_does(graph, data):
+def test_a_subgraph_of_any_segments_peaks_where_the_step_does(graph, data):
     ops = [op.id for op in graph.forward_ops]
     cut = data.draw(st.integers(1, len(ops)))
     segment_of = {op: int(place >= cut) for place, op in enumerate(ops)}
@@ -83,13 +84,13 @@ def test_columns_add_up():
     graph, costs, pool, plain = decoder_pool(6)
     pool.solve(plain // 2, 0.0, math.inf)
     seen = 0
-    for pick in range(max(len(k.columns) for k in pool.different)):
-        columns = [k.columns[(pick + i) % len(k.columns)] for i, k in enumerate(pool.kinds)]
-        chosen = list(zip(pool.stretches, columns, strict=True))
+    for pick in range(max(len(k.columns) for k in pool.distinct_pools)):
+        columns = [k.columns[(pick + i) % len(k.columns)] for i, k in enumerate(pool.pools)]
+        chosen = list(zip(pool.runs, columns, strict=True))
         saved, claimed = 0, 0
-        for stretch, column in chosen:
-            claimed = max(claimed, max(stretch.peaks(column)) - saved)
-            saved += stretch.kind.plain.kept_bytes - column.kept_bytes
+        for run, column in chosen:
+            claimed = max(claimed, max(run.peaks(column)) - saved)
+            saved += run.pool.plain.kept_bytes - column.kept_bytes
         actions = pool.actions(chosen)
         seen += any(a == RECOMPUTE for a in actions.values())
         line = simulate_actions(graph, costs, actions)
@@ -105,36 +106,35 @@ def test_equal_layers_are_planned_once():
     priced = []
     for depth in (8, 24):
         _, _, pool, plain = decoder_pool(depth)
-        assert len(pool.kinds) >= depth and len(pool.different) <= 4
+        assert len(pool.pools) >= depth and len(pool.distinct_pools) <= 4
         assert pool.solve(int(0.4 * plain), 0.0, math.inf) is not None
-        priced.append(sum(len(k._priced) for k in pool.different))
+        priced.append(sum(len(k._priced) for k in pool.distinct_pools))
     assert priced[1] <= 1.5 * priced[0]
 
 
 @pytest.mark.parametrize("fraction", [0.6, 0.35])
-def test_segments_apart_are_as_good_as_one_model(fraction, monkeypatch):
+def test_decomposed_segments_are_as_good_as_one_model(fraction, monkeypatch):
     graph = decoder(5)
     costs = decoder_costs(graph)
     together = solve(graph, costs, f"{100 * fraction}%")
-    monkeypatch.setattr(exact, "_WHOLE_SIZE", 0)
-    apart = solve(graph, costs, f"{100 * fraction}%")
-    assert apart.predicted_peak_bytes <= apart.budget_bytes
-    assert apart.predicted_step_ms <= together.predicted_step_ms * 1.005
-    assert apart.bound_ms <= together.predicted_step_ms * 1.005
+    monkeypatch.setattr(tuning, "MONOLITHIC_SIZE", 0)
+    decomposed = solve(graph, costs, f"{100 * fraction}%")
+    assert decomposed.predicted_peak_bytes <= decomposed.budget_bytes
+    assert decomposed.predicted_step_ms <= together.predicted_step_ms * 1.005
+    assert decomposed.bound_ms <= together.predicted_step_ms * 1.005
 
 
-def test_the_bound_of_segments_apart_is_one():
+def test_the_bound_of_decomposed_segments_is_one():
     """No choice of columns that fits is faster than the bound; here all choices of a pool are tried."""
     graph, costs, pool, plain = decoder_pool(3)
     budget = int(0.45 * plain)
     choice = pool.solve(budget, 0.0, math.inf)
     fastest = float("inf")
-    for columns in itertools.product(*(k.columns[:: max(len(k.columns) // 4, 1)] for k in pool.kinds)):
+    for columns in itertools.product(*(k.columns[:: max(len(k.columns) // 4, 1)] for k in pool.pools)):
         ms = sum(c.ms for c in columns)
         if (
             ms < fastest
-            and simulate_actions(graph, costs, pool.actions(zip(pool.stretches, columns, strict=True))).peak_bytes
-            <= budget
+            and simulate_actions(graph, costs, pool.actions(zip(pool.runs, columns, strict=True))).peak_bytes <= budget
         ):
             fastest = ms
     chosen = simulate_actions(graph, costs, choice.actions)
@@ -167,23 +167,25 @@ def test_actions_of_a_pool_are_closed():
 
 def autocast_search(fraction):
     graph, costs = load_case("autocast")
-    search = Search(graph, costs, Limits())
+    search = ExactSearch(graph, costs, Limits())
     return search, graph.resident_bytes + int(fraction * (search.plain.peak_bytes - graph.resident_bytes))
 
 
 def test_columns_count_what_python_holds_until_forward_ends():
-    """Autocast's copies of weights: dropped ones still live in forward, and at the turn they do not."""
+    """Autocast's copies of weights: dropped ones still live in forward, and when backward starts they do not."""
     search, budget = autocast_search(0.5)
 
-    choice = search.apart.pool.solve(budget, 0.0, math.inf)
+    choice = search.decomposed.columns.solve(budget, 0.0, math.inf)
 
-    assert search.apart.pool.split
-    assert search.judge(choice.actions, choice.replays).peak_bytes <= budget
+    assert search.decomposed.columns.separate_forward
+    assert search.context.evaluate(choice.actions, choice.replays).peak_bytes <= budget
 
 
 def single_layers(search, budget):
     """The best plan with a layer a segment."""
-    return search.apart.best_choice(lambda asked, deadline: search.apart.pool.solve(asked, 0.0, deadline), budget)
+    return search.decomposed.search(
+        lambda asked, deadline: search.decomposed.columns.solve(asked, 0.0, deadline), budget
+    )
 
 
 def test_two_layers_a_segment_find_what_one_cannot():
@@ -198,19 +200,19 @@ def test_two_layers_a_segment_find_what_one_cannot():
     assert both.best_within(budget) <= 1.005 * bound_ms
 
 
-def test_stretches_are_longer_where_backward_has_released_more():
+def test_runs_are_longer_where_backward_has_released_more():
     """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
     graph, costs = load_case("decoder126")
-    search = Search(graph, costs, Limits())
-    budget = search.judge(full(graph)).peak_bytes
+    search = ExactSearch(graph, costs, Limits())
+    budget = search.context.evaluate(full(graph)).peak_bytes
     one = single_layers(search, budget)
     bound = bound_time(graph, costs, budget)
 
-    choice = search.apart.stretches.choose(budget, bound.ms_per_byte, math.inf)
+    choice = search.decomposed.choose_runs(budget, bound.ms_per_byte, math.inf)
 
-    judged = search.judge(choice.actions, choice.replays)
-    assert judged.peak_bytes <= budget
-    assert judged.timeline.step_ms < one.best_within(budget) - 0.025 * costs.plain_step_ms
+    evaluated = search.context.evaluate(choice.actions, choice.replays)
+    assert evaluated.peak_bytes <= budget
+    assert evaluated.timeline.step_ms < one.best_within(budget) - 0.025 * costs.plain_step_ms
     layer_of, ends = layers(graph), {}
     for storage, action in choice.actions.items():
         op = graph.storages[storage].op
@@ -227,19 +229,21 @@ def crosses(graph, storage, layer_of):
     return any(layer_of.get(op) == mine + 1 for op in step_facts(graph).readers.get(storage, ()))
 
 
-def test_stretches_add_up():
-    """A stretch peaks where the step does, wherever it lies, and takes what its column says."""
+def test_runs_add_up():
+    """A run of segments peaks where the step does, wherever it lies, and takes what its column says."""
     graph, costs, pool, plain = decoder_pool(9)
     pool.solve(plain // 2, 0.0, math.inf)
-    stretches = MultiSegmentColumns(pool)
-    assert stretches.choose(plain // 2, 0.01, math.inf) is not None
+    multi_segment = MultiSegmentColumns(pool.source, pool.runs)
+    multi_segment.price_pairs(0.01, pool.dual_prices, math.inf)
+    runs = multi_segment.up_to(multi_segment.longest)
+    assert pool.choose(plain // 2, [*pool.runs, *runs], 0.0) is not None
     tried = 0
-    for stretch in stretches._up_to(4):
-        for column in stretch.kind.columns[::3]:
-            line = simulate_actions(graph, costs, pool.actions([(stretch, column)]), pool.replays([(stretch, column)]))
-            assert max(stretch.peaks(column)) <= line.peak_bytes
-            if max(stretch.peaks(column)) > plain:
-                assert max(stretch.peaks(column)) == line.peak_bytes
+    for run in multi_segment.up_to(4):
+        for column in run.pool.columns[::3]:
+            line = simulate_actions(graph, costs, pool.actions([(run, column)]), pool.replays([(run, column)]))
+            assert max(run.peaks(column)) <= line.peak_bytes
+            if max(run.peaks(column)) > plain:
+                assert max(run.peaks(column)) == line.peak_bytes
             mode_ms = costs.dispatch_us / 1e3 * len(graph.forward_ops) * bool(column.ms)
             assert line.recompute_ms - mode_ms == pytest.approx(column.ms)
             tried += 1

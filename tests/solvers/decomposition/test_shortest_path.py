@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.solvers.decomposition import shortest_path
-from lowtide.solvers.decomposition.shortest_path import Arcs, fastest, least_bytes
+from lowtide.solvers import tuning
+from lowtide.solvers.decomposition.shortest_path import Arcs, fastest_path, least_budget
 
 
 @st.composite
@@ -40,7 +40,7 @@ def all_ways(stages, ways):
         for way in ways:
             for i in range(len(way.ms) if way.begin == stage else 0):
                 here = max(need, way.peaks[i] - saved, way.forward_peaks[i] - late)
-                yield from go(way.end, ms + way.ms[i], saved + way.saved[i], late + way.late_saved[i], here)
+                yield from go(way.end, ms + way.ms[i], saved + way.saved[i], late + way.forward_saved[i], here)
 
     return list(go(0, 0.0, 0, 0, 0))
 
@@ -52,7 +52,7 @@ def cost(stages, ways, picks, budget):
         way = ways[number]
         assert way.begin == stage
         assert way.peaks[i] - saved <= budget and way.forward_peaks[i] - late <= budget
-        stage, ms, saved, late = way.end, ms + way.ms[i], saved + way.saved[i], late + way.late_saved[i]
+        stage, ms, saved, late = way.end, ms + way.ms[i], saved + way.saved[i], late + way.forward_saved[i]
     assert stage == stages
     return ms
 
@@ -62,7 +62,7 @@ def cost(stages, ways, picks, budget):
 def test_no_way_within_the_budget_is_faster(row, budget):
     stages, ways = row
     within = [ms for ms, need in all_ways(stages, ways) if need <= budget]
-    picks = fastest(stages, ways, budget)
+    picks = fastest_path(stages, ways, budget)
     if within:
         assert picks is not None and cost(stages, ways, picks, budget) == min(within)
     else:
@@ -73,8 +73,8 @@ def test_no_way_within_the_budget_is_faster(row, budget):
 @given(row=rows())
 def test_the_least_budget_has_a_way_and_one_byte_less_has_none(row):
     stages, ways = row
-    least = least_bytes(stages, ways)
-    assert fastest(stages, ways, least) is not None
+    least = least_budget(stages, ways)
+    assert fastest_path(stages, ways, least) is not None
     assert least == max(0, min(need for _, need in all_ways(stages, ways)))
 
 
@@ -86,12 +86,12 @@ def test_many_labels_are_thinned_out_and_what_is_found_still_fits(monkeypatch):
         saved = rng.integers(0, 10**6, size)
         ms = saved / 10**5 + rng.random(size)
         ways.append(Arcs(stage, stage + 1, ms, saved, 0 * saved, rng.integers(0, 4 * 10**6, size), 0 * saved))
-    budget = int(1.2 * least_bytes(stages, ways))
-    best = cost(stages, ways, fastest(stages, ways, budget), budget)
-    monkeypatch.setattr(shortest_path, "_MOST", 50)
-    thinned = cost(stages, ways, fastest(stages, ways, budget), budget)
+    budget = int(1.2 * least_budget(stages, ways))
+    best = cost(stages, ways, fastest_path(stages, ways, budget), budget)
+    monkeypatch.setattr(tuning, "MAX_LABELS", 50)
+    thinned = cost(stages, ways, fastest_path(stages, ways, budget), budget)
     assert best <= thinned <= 1.05 * best
-    assert fastest(stages, ways, least_bytes(stages, ways)) is not None
+    assert fastest_path(stages, ways, least_budget(stages, ways)) is not None
 
 
 def test_of_two_budgets_the_larger_is_never_slower():
@@ -102,6 +102,6 @@ def test_of_two_budgets_the_larger_is_never_slower():
              np.zeros(4, dtype=np.int64))
         for s, e in itertools.chain(zip(range(8), range(1, 9), strict=True), zip(range(6), range(3, 9), strict=True))
     ]  # fmt: skip
-    least = least_bytes(stages, ways)
-    times = [cost(stages, ways, fastest(stages, ways, b), b) for b in range(least, least + 200, 10)]
+    least = least_budget(stages, ways)
+    times = [cost(stages, ways, fastest_path(stages, ways, b), b) for b in range(least, least + 200, 10)]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]

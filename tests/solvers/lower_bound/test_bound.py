@@ -20,8 +20,7 @@ from lowtide.solvers.lower_bound import columns, relaxation
 from lowtide.solvers.lower_bound import unavoidable as unavoidable_module
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable
-from lowtide.solvers.milp import highs
-from lowtide.solvers.milp.highs import Program
+from lowtide.solvers.milp.highs import LinearProgram
 
 
 def violations(graph, costs, found):
@@ -329,7 +328,7 @@ def test_lazy_rows_give_the_optimum_of_all_rows(data):
 
     found = []
     for lazy in (False, True):
-        program = Program()
+        program = LinearProgram()
         for c in cost:
             program.column(float(c))
         for (terms, upper), is_late in zip(rows, late, strict=True):
@@ -346,8 +345,8 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
     costs = decoder_costs(graph)
     budget = solve(graph, costs, "40%").budget_bytes
     whole = bound_time(graph, costs, budget)
-    monkeypatch.setattr(highs, "_LARGE", 0)
-    monkeypatch.setattr(highs, "_ENOUGH", 0.5)
+    monkeypatch.setattr(tuning, "LAZY_ROWS_LARGE", 0)
+    monkeypatch.setattr(tuning, "LAZY_ROWS_GAIN", 0.5)
 
     fewer = bound_time(decoder(layers=4), costs, budget)  # another graph: a bound is remembered with its graph
 
@@ -355,7 +354,7 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
 
 
 def test_lazy_rows_come_in_while_the_optimum_stands_still():
-    program = Program()
+    program = LinearProgram()
     x, y, z = program.column(), program.column(), program.column(1.0)
     program.row({x: 1.0}, lower=1.0)
     program.row({y: 1.0, x: -1.0}, lower=0.0, lazy=True)

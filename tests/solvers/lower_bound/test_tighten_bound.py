@@ -15,7 +15,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.solvers.lower_bound import tighten_bound as tighten_bound_module
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
-from lowtide.solvers.milp.highs import Program
+from lowtide.solvers.milp.highs import LinearProgram
 
 
 def overruled(graph, costs, found, worse):
@@ -103,7 +103,7 @@ def test_a_bound_that_is_near_or_hopelessly_far_is_left_alone(monkeypatch):
 
 
 def test_a_proof_stops_at_the_first_solution():
-    program = Program()
+    program = LinearProgram()
     columns = [program.column(1.0 + i / 100, integer=True) for i in range(12)]
     program.row(dict.fromkeys(columns, 1.0), lower=5.5)
 

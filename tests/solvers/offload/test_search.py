@@ -19,7 +19,7 @@ from lowtide.simulation.simulator import simulate, simulate_actions
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.lower_bound.bound import bound_peak_with_offload
-from lowtide.solvers.milp.highs import Answer, Program
+from lowtide.solvers.milp.highs import LinearProgram, MilpResult
 from lowtide.solvers.offload.rewrite import without_offloaded
 from lowtide.solvers.offload.search import OffloadSearch
 from lowtide.solvers.offload.transfer_schedule import schedule_transfers
@@ -222,15 +222,15 @@ def test_the_plan_does_not_depend_on_how_fast_the_machine_is(monkeypatch):
         now[0] += 10_000.0
         return now[0]
 
-    minimise = Program.minimise
+    minimise = LinearProgram.minimise
 
     def in_time(self, *, time_limit_s, **options):
         if time_limit_s < 60:  # on such a machine nothing is found in that
-            return Answer("limit", np.zeros(0), math.inf, 0.0)
+            return MilpResult("limit", np.zeros(0), math.inf, 0.0)
         return minimise(self, time_limit_s=time_limit_s, **options)
 
     monkeypatch.setattr("time.perf_counter", hours_later)
-    monkeypatch.setattr(Program, "minimise", in_time)
+    monkeypatch.setattr(LinearProgram, "minimise", in_time)
 
     assert solve(graph, costs, "60%", offload=("disk",)).decisions == expected.decisions
 

@@ -13,7 +13,7 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.simulator import simulate, simulate_actions
-from lowtide.solvers.candidate import build_plan
+from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.published.chain import CK, EMPTY, StepChain
 from lowtide.solvers.published.knapsack import dp_knapsack, greedy_knapsack, ilp_knapsack

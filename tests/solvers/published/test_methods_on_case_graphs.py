@@ -8,7 +8,7 @@ from support.case_graphs import EXPECTED, load_case
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.exact import Search
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
 from lowtide.solvers.search_context import Limits
 
@@ -39,7 +39,7 @@ def faster_than(search, graph, costs):
 @pytest.mark.parametrize("name", SEARCHED)
 def test_exact_is_at_least_as_fast_as_every_published_method_on_a_case(name):
     graph, costs = load_case(name)
-    search = Search(graph, costs, Limits(longer=False, node_limit=20, time_limit_s=600.0))
+    search = ExactSearch(graph, costs, Limits(multi_segment=False, node_limit=20, time_limit_s=600.0))
 
     assert list(faster_than(search, graph, costs)) == []
 
@@ -47,11 +47,11 @@ def test_exact_is_at_least_as_fast_as_every_published_method_on_a_case(name):
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name not in DEEP])
 def test_a_search_that_stops_just_above_a_published_method_is_shown_its_plan(name):
     graph, costs = load_case(name)
-    search = Search(graph, costs, Limits())
+    search = ExactSearch(graph, costs, Limits())
 
     compared = 0
     for method, plan in published(graph, costs):
-        theirs = search.judge(plan.action_of(), plan.replays_of())
+        theirs = search.context.evaluate(plan.action_of(), plan.replays_of())
         above = replace(theirs, timeline=replace(theirs.timeline, step_ms=theirs.timeline.step_ms + 1e-3))
         known = [*search._classics_that_may_beat(above, theirs.peak_bytes), *search._offered(theirs.peak_bytes)]
         assert min(j.rank for j in known) <= theirs.rank, method

@@ -1,4 +1,4 @@
-"""A deep step, planned segment by segment: single layers first, then stretches of them, then changes on top of both."""
+"""The search for a deep step, segment by segment: single segments first, then runs of several, then local search."""
 
 from __future__ import annotations
 
@@ -6,116 +6,129 @@ import math
 import time
 from collections.abc import Callable
 
-from lowtide.solvers.decomposition.master import Choice, ColumnGeneration
+from lowtide.solvers import tuning
+from lowtide.solvers.decomposition.master import ColumnChoice, ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
-from lowtide.solvers.search_context import CLEAN_UP_EVENTS, STEP_GAP, Found, SearchContext
+from lowtide.solvers.search_context import SearchContext, SearchResult
 
-_ROUNDS = 12
-_NEAR = 0.004  # of the step, above the bound: near enough to it
-_FAR = 0.02  # likewise: too far for a sharper bound alone to close
-_ABOVE = (0.02, 0.03, 0.05)  # of activation memory: budgets above the one asked for, to come down from
-_ABOVE_EVENTS = 1_200_000  # simulated, at most, to come down from one of them
-_ABOVE_TRIES = 150  # that have to be possible in so many
-_GUIDED_EVENTS = 4_000_000  # likewise, from one start that the bound's relaxation points to
-
-Choose = Callable[[int, float], "Choice | None"]  # within so many bytes, until so late
+Choose = Callable[[int, float], "ColumnChoice | None"]  # of a budget in bytes and a deadline
 
 
 class DecomposedSearch:
-    """The search with one pool."""
+    """The search by column generation."""
 
-    def __init__(self, context: SearchContext, pool: ColumnGeneration) -> None:
-        self.context, self.pool, self.stretches = context, pool, MultiSegmentColumns(pool)
+    def __init__(self, context: SearchContext, columns: ColumnGeneration) -> None:
+        self.context, self.columns = context, columns
+        self.multi_segment = MultiSegmentColumns(columns.source, columns.runs)
         self.graph, self.costs, self.limits = context.graph, context.costs, context.limits
 
-    def fastest(self, budget_bytes: int) -> Found:
-        """A layer a segment; stretches of several, where that leaves the plan far from what no plan can beat."""
+    def fastest(self, budget_bytes: int) -> SearchResult:
+        """The best plan by single segments; where it is far from the lower bound, also by runs of several."""
         slack_ms = self.context.tolerances()[1]
 
-        def one_by_one(asked_bytes: int, deadline: float) -> Choice | None:
-            return self.pool.solve(asked_bytes, slack_ms, deadline)
+        def by_single_segments(asked_bytes: int, deadline: float) -> ColumnChoice | None:
+            return self.columns.solve(asked_bytes, slack_ms, deadline)
 
-        result = self.best_choice(one_by_one, budget_bytes)
-        if not self.limits.longer or self.limits.effort < 1:
+        result = self.search(by_single_segments, budget_bytes)
+        if not self.limits.multi_segment:
             return result
         bound = bound_time(self.graph, self.costs, budget_bytes)
-        enough_ms = bound.step_ms + _NEAR * self.costs.plain_step_ms
-        # Near the least peak there may be nothing yet: that is for ways that replay an op more than once.
+        enough_ms = bound.step_ms + tuning.NEAR_BOUND * self.costs.plain_step_ms
+        # Infinite near the least peak: there only candidates that replay an op more than once may fit.
         if not enough_ms < result.best_within(budget_bytes) < math.inf:
             return result
 
-        def in_stretches(asked_bytes: int, deadline: float) -> Choice | None:
-            return self.stretches.choose(asked_bytes, bound.ms_per_byte, deadline)
+        def by_runs(asked_bytes: int, deadline: float) -> ColumnChoice | None:
+            return self.choose_runs(asked_bytes, bound.ms_per_byte, deadline)
 
-        longer = self.best_choice(in_stretches, budget_bytes)
-        if longer.best_within(budget_bytes) < result.best_within(budget_bytes):
-            result = longer
-        most_ms = result.best_within(budget_bytes)
+        with_runs = self.search(by_runs, budget_bytes)
+        if with_runs.best_within(budget_bytes) < result.best_within(budget_bytes):
+            result = with_runs
+        max_ms = result.best_within(budget_bytes)
         found: list[Evaluated] = []
-        if most_ms > bound.step_ms + _FAR * self.costs.plain_step_ms:
-            events = self.context.events(_GUIDED_EVENTS)
+        if max_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
+            events = self.context.event_budget(tuning.LP_ROUNDING_EVENTS)
             found = round_relaxation(
-                self.graph, self.costs, budget_bytes, most_ms=most_ms, enough_ms=enough_ms, events=events
+                self.graph, self.costs, budget_bytes, most_ms=max_ms, enough_ms=enough_ms, events=events
             )
-        deep = _ABOVE_TRIES * len(self.graph.events) > _ABOVE_EVENTS
-        if most_ms > enough_ms and not (found or deep):
-            found = self._from_above(in_stretches, budget_bytes, most_ms)
-        result.judged.extend(found)
+        too_deep = tuning.BUDGETS_ABOVE_TRIES * len(self.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
+        if max_ms > enough_ms and not (found or too_deep):
+            found = self._from_above(by_runs, budget_bytes, max_ms)
+        result.evaluated.extend(found)
         return result
 
-    def _from_above(self, choose: Choose, budget_bytes: int, most_ms: float) -> list[Evaluated]:
-        """Faster ways than ``most_ms``: what larger budgets choose, changed a little until it is within this one.
+    def choose_runs(self, budget_bytes: int, ms_per_byte: float, deadline: float) -> ColumnChoice | None:
+        """The fastest choice of columns of single segments and of runs; None where none fits.
 
-        Columns know neither every way to run a segment nor replays across their borders; a change may be either.
+        Args:
+            ms_per_byte: Step time that one byte of budget saves.
+        """
+        longest_run = self.multi_segment.longest
+        if not longest_run:
+            return None
+        self.multi_segment.price_pairs(ms_per_byte, self.columns.dual_prices, deadline)
+        longest = min(tuning.FIRST_RUN_SEGMENTS, longest_run)
+        while True:
+            runs = [*self.columns.runs, *self.multi_segment.up_to(longest)]
+            choice = self.columns.choose(budget_bytes, runs, 0.0)
+            if choice is None or choice.longest < longest or longest == longest_run:
+                return choice
+            longest = min(2 * longest, longest_run)
+
+    def _from_above(self, choose: Choose, budget_bytes: int, max_ms: float) -> list[Evaluated]:
+        """Candidates faster than ``max_ms``: choices for larger budgets, brought within this one by local search.
+
+        Columns cover neither every way to run a segment nor replays across segments; local search may find both.
         """
         found: list[Evaluated] = []
         activations = self.context.plain.peak_bytes - self.graph.resident_bytes
-        for share in _ABOVE:
+        for share in tuning.BUDGETS_ABOVE:
             choice = choose(budget_bytes + int(share * activations), math.inf)
             if choice is None:
                 continue
-            start = self.context.judge(choice.actions, choice.replays)
+            start = self.context.evaluate(choice.actions, choice.replays)
             path = reduce_peak(
-                self.graph, self.costs, start, target_bytes=budget_bytes, most_ms=most_ms,
-                events=self.context.events(_ABOVE_EVENTS),
+                self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
+                events=self.context.event_budget(tuning.BUDGETS_ABOVE_EVENTS),
             )  # fmt: skip
-            if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
+            if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < max_ms:
                 found.append(path[-1])
-                most_ms = path[-1].timeline.step_ms
+                max_ms = path[-1].timeline.step_ms
         return found
 
-    def best_choice(self, choose: Choose, budget_bytes: int) -> Found:
-        """Segments planned apart: what the judge finds above the budget is asked for less."""
-        judged: list[Evaluated] = []
+    def search(self, choose: Choose, budget_bytes: int) -> SearchResult:
+        """What ``choose`` finds; while its choice is evaluated above the budget, it is asked for that much less."""
+        evaluated: list[Evaluated] = []
         bound_ms, asked_bytes = self.context.floor_ms, budget_bytes
         deadline = time.perf_counter() + self.limits.time_limit_s
-        for round_ in range(_ROUNDS):
+        for round_ in range(tuning.DECOMPOSED_ROUNDS):
             choice = choose(asked_bytes, deadline)
             if choice is None:
                 break
             if round_ == 0:
                 bound_ms += choice.bound_ms
-            judged.append(self.context.judge(choice.actions, choice.replays))
-            over_bytes = judged[-1].peak_bytes - budget_bytes
-            if over_bytes > 0:
-                judged += self._just_within(judged[-1], budget_bytes)
-            if judged[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
+            evaluated.append(self.context.evaluate(choice.actions, choice.replays))
+            excess_bytes = evaluated[-1].peak_bytes - budget_bytes
+            if excess_bytes > 0:
+                evaluated += self._just_within(evaluated[-1], budget_bytes)
+            if evaluated[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
                 break
-            asked_bytes -= over_bytes
-        return Found(judged, bool(judged) and self.context.near_enough(judged[-1], bound_ms), bound_ms)
+            asked_bytes -= excess_bytes
+        proven = bool(evaluated) and self.context.within_tolerance(evaluated[-1], bound_ms)
+        return SearchResult(evaluated, proven, bound_ms)
 
-    def _just_within(self, judged: Evaluated, budget_bytes: int) -> list[Evaluated]:
-        """A way within the budget that is hardly slower than ``judged``, if changing a little leads to one."""
-        events = self.context.events(CLEAN_UP_EVENTS)
-        path = reduce_peak(self.graph, self.costs, judged, target_bytes=budget_bytes, events=events)
+    def _just_within(self, start: Evaluated, budget_bytes: int) -> list[Evaluated]:
+        """A candidate within the budget that is hardly slower than ``start``, if local search finds one."""
+        events = self.context.event_budget(tuning.JUST_WITHIN_EVENTS)
+        path = reduce_peak(self.graph, self.costs, start, target_bytes=budget_bytes, events=events)
         within = path[-1].peak_bytes <= budget_bytes
-        slack_ms = STEP_GAP * self.costs.plain_step_ms
-        return path[-1:] if within and path[-1].timeline.step_ms <= judged.timeline.step_ms + slack_ms else []
+        slack_ms = tuning.STEP_GAP * self.costs.plain_step_ms
+        return path[-1:] if within and path[-1].timeline.step_ms <= start.timeline.step_ms + slack_ms else []
 
-    def leanest(self) -> Evaluated:
-        """The leanest choice out of a pool of its own: what is found must not depend on what came before."""
-        choice = self.pool.afresh().leanest()
-        return self.context.judge(choice.actions, choice.replays)
+    def min_peak(self) -> Evaluated:
+        """The choice with the least peak, from pools of its own: it must not depend on earlier searches."""
+        choice = self.columns.with_empty_pools().min_peak_choice()
+        return self.context.evaluate(choice.actions, choice.replays)

@@ -1,23 +1,23 @@
-"""Deep models: a plan for each segment out of a pool, chosen together; the pool grows by what would help most.
+"""Column generation for deep models: one column per segment, chosen together; pools grow by what would help most.
 
-Dantzig-Wolfe decomposition (1960, https://doi.org/10.1287/opre.8.1.101) over segments. A *column* is one way to run one
-segment: its time, the bytes it takes off what is kept between forward and backward, and the peak it makes in its own
-windows while all other segments save everything. Segments add up: with ``saved`` of the columns before it, segment l
-peaks at peak_l - sum_{j<l} saved_j, because backward comes to it when only the segments before it still hold anything.
+Dantzig-Wolfe decomposition (1960, https://doi.org/10.1287/opre.8.1.101) over segments. A *column* is one candidate for
+one segment: its time, the bytes it takes off what is kept between forward and backward, and the peak in its own windows
+while all other segments save everything. Segments add up: with ``saved`` of the columns before it, segment l peaks at
+peak_l - sum_{j<l} saved_j, because backward comes to it when only the segments before it still hold anything.
 
     minimise    sum ms_c z_{l,c}
-    such that   sum_c z_{l,c} = 1                                        each segment runs in one way
+    such that   sum_c z_{l,c} = 1                                        each segment runs by one column
                 sum_c peak_{l,c} z_{l,c} - H_l <= budget                 at its own forward and backward
                 H_{l+1} = H_l + sum_c saved_c z_{l,c}                    what the segments up to l have saved
 
 Where Python holds something until the forward pass ends (autocast's copies of weights), a column saves less by the end
-of the forward pass than at the turn, and there are two rows of each kind: one for forward, one for backward.
+of the forward pass than at the start of backward, and forward and backward have rows of their own.
 
-The duals of the relaxation price kept bytes and peak bytes for each segment; a column that is best at those prices is
-added until none is better (``kinds.py``). Equal segments share their columns, so time grows with the number of
-different ones. The relaxation's value, corrected by what pricing left open, is a bound on all plans that replay inside
-segments, each op once. What is chosen in the end is the fastest way through all segments (``shortest_path.py``), which
-may as well run several of them as one (``multi_segment.py``).
+The duals of the relaxation price kept bytes and peak bytes for each segment; the column that is best at those prices is
+added, until none is better (``pricing.py``). Equal segments share a pool, so time grows with the number of distinct
+ones. The relaxation's value, corrected by what pricing left open, bounds all plans that replay inside segments, each op
+once. The final choice is the fastest path through all segments (``shortest_path.py``), where one arc may cover several
+of them (``multi_segment.py``).
 """
 
 from __future__ import annotations
@@ -33,32 +33,26 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices
+from lowtide.solvers import tuning
+from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
 from lowtide.solvers.decomposition.segments import Windows
-from lowtide.solvers.decomposition.shortest_path import Arcs, fastest, least_bytes
-from lowtide.solvers.decomposition.subgraph import Content, Subgraphs
+from lowtide.solvers.decomposition.shortest_path import fastest_path, least_budget
+from lowtide.solvers.decomposition.subgraph import SubgraphContent, SubgraphSource
+from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.milp.highs import Program, Relaxed
+from lowtide.solvers.milp.highs import LinearProgram, LpResult
 
 T = TypeVar("T")
-
-_ROUNDS = 15  # of pricing
-_HARD_ROUNDS = 3  # likewise, where memory is still short when quick columns have run out
-_LEAN_ROUNDS = 5  # likewise, for the least peak: it is where local search begins
-_ENOUGH = 5e-3  # of the recompute time: columns that promise less are not looked for
-_POINTS = 36  # between the known columns, over all kinds
-_FEWEST_POINTS = 4  # of one kind
-_POINTS_SIZE = 140  # larger kinds (``Sketch.size``) get fewer: one point takes them longer
-_USED = 1e-6  # of a segment: columns with a smaller share do not count
+PeakPrice = tuple[float, bool]  # ms per byte, and whether a byte kept costs more at forward's end
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A column for each stretch, as actions and replays of the whole step.
+class ColumnChoice:
+    """A column for each run of segments, as actions and replays of the whole step.
 
     Attributes:
-        ms: Of recompute time. ``bound_ms``: no choice of the pool has less.
-        longest: Segments of the longest stretch.
+        ms: Recompute time. ``bound_ms``: a lower bound of it for all choices of columns.
+        longest: Segments of the longest run.
     """
 
     actions: dict[int, str]
@@ -68,224 +62,199 @@ class Choice:
     longest: int
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Segments in a row that are run as one, in a way of ``kind``; mostly there is one."""
-
-    run: range
-    kind: ColumnPool
-    ballast_bytes: tuple[int, int]
-
-    def peaks(self, column: Column) -> tuple[int, int]:
-        """Under ``column``, forward and backward, while the others save everything."""
-        reference = self.kind.subgraph.ballast_bytes
-        forward, backward = (p + a - b for p, a, b in zip(column.peaks, self.ballast_bytes, reference, strict=True))
-        return forward, backward
-
-    def ways(self, split: bool) -> Arcs:
-        """All its columns; not ``split``: what is saved late in forward is what is saved at the turn."""
-        columns, plain = self.kind.columns, self.kind.plain
-        forward, backward = np.array([self.peaks(c) for c in columns]).T
-        saved = np.array([plain.kept_bytes - c.kept_bytes for c in columns])
-        late = np.array([plain.late_bytes - c.late_bytes for c in columns]) if split else 0 * saved
-        if not split:
-            forward, backward = 0 * forward, np.maximum(forward, backward)
-        ms = np.array([c.ms for c in columns])
-        return Arcs(self.run.start, self.run.stop, ms, saved, late, backward, forward)
-
-
 class ColumnGeneration:
-    """The pool of one step; asking for several budgets shares it.
+    """The column pools of one step, shared by the searches for several budgets.
 
     Attributes:
-        kinds: By segment. ``different``: each of them once. ``stretches``: the segments one by one.
-        worths: What the last relaxation paid, by segment.
+        pools: By segment. ``distinct_pools``: each of them once. ``runs``: the segments one by one.
+        dual_prices: Of the last relaxation, by segment.
     """
 
     def __init__(self, graph: StepGraph, costs: Costs, segment_of: dict[int, int], windows: list[Windows]) -> None:
         self.graph = graph
-        self.source = Subgraphs(graph, costs, segment_of, windows)
-        self._excerpts = [self.source.cut(segment) for segment in range(len(windows))]
-        self._begin()
+        self.source = SubgraphSource(graph, costs, segment_of, windows)
+        self._subgraphs = [build_subgraph(self.source, range(segment, segment + 1)) for segment in range(len(windows))]
+        self._reset_pools()
 
-    def afresh(self) -> ColumnGeneration:
-        """The same segments with a pool that has learnt nothing yet."""
+    def with_empty_pools(self) -> ColumnGeneration:
+        """The same segments with pools that have only the columns that every pool starts with."""
         other = copy(self)
-        other._begin()
+        other._reset_pools()
         return other
 
-    def _begin(self) -> None:
-        kinds: dict[Content, ColumnPool] = {}
-        self.stretches: list[Stretch] = []
-        for segment, subgraph in enumerate(self._excerpts):
-            if subgraph.content not in kinds:
-                kinds[subgraph.content] = ColumnPool(subgraph)
-            one = range(segment, segment + 1)
-            self.stretches.append(Stretch(one, kinds[subgraph.content], subgraph.ballast_bytes))
-        self.kinds = [stretch.kind for stretch in self.stretches]
-        self.different = list(kinds.values())
-        self.worths = [DualPrices(0.0, 0.0, 0.0, None, 0.0)] * len(self.kinds)
-        self.total_ms = sum(g.ms for k in self.kinds for g in k.coarse.groups) or 1.0
-        self.byte_unit = max(max(p for k in self.different for p in k.plain.peaks) / 1e3, 1.0)
+    def _reset_pools(self) -> None:
+        pools: dict[SubgraphContent, ColumnPool] = {}
+        self.runs: list[SegmentRun] = []
+        for segment, subgraph in enumerate(self._subgraphs):
+            if subgraph.content not in pools:
+                pools[subgraph.content] = ColumnPool(subgraph)
+            segments = range(segment, segment + 1)
+            self.runs.append(SegmentRun(segments, pools[subgraph.content], subgraph.outside_bytes))
+        self.pools = [run.pool for run in self.runs]
+        self.distinct_pools = list(pools.values())
+        self.dual_prices = [DualPrices(0.0, 0.0, 0.0, None, 0.0)] * len(self.pools)
+        self.total_ms = sum(g.ms for pool in self.pools for g in pool.coarse.groups) or 1.0
+        self.byte_unit = max(max(p for pool in self.distinct_pools for p in pool.plain.peaks) / 1e3, 1.0)
 
     @property
-    def split(self) -> bool:
-        """Whether some column saves less late in the forward pass than at the turn."""
-        return any(k.split for k in self.different)
+    def separate_forward(self) -> bool:
+        """Whether some pool needs forward rows of its own (``ColumnPool.separate_forward``)."""
+        return any(pool.separate_forward for pool in self.distinct_pools)
 
-    def solve(self, budget_bytes: int, slack_ms: float, deadline: float) -> Choice | None:
-        """The best choice of columns; None if segments cannot be run in so little, or time is up before one is found.
+    def solve(self, budget_bytes: int, slack_ms: float, deadline: float) -> ColumnChoice | None:
+        """The fastest choice of columns found; None where none fits, or time is up before one is found.
 
         Args:
-            slack_ms: A choice so near the bound is good enough.
+            slack_ms: A choice this near the bound is good enough.
             deadline: When to be done, by ``time.perf_counter()``; what that cuts off differs from run to run.
         """
-        bound_ms, prices = self._generate(budget_bytes, deadline)
+        bound_ms, prices = self._generate_columns(budget_bytes, deadline)
         choice = None
         for finer in (False, True):
             if finer and not self._densify(prices, deadline):
                 break
-            choice = self.choose(budget_bytes, self.stretches, bound_ms)
+            choice = self.choose(budget_bytes, self.runs, bound_ms)
             if choice is None or choice.ms <= bound_ms + slack_ms:
                 break
         return choice
 
-    def choose(self, budget_bytes: int, stretches: Sequence[Stretch], bound_ms: float) -> Choice | None:
-        """The fastest way through all segments in ways that ``stretches`` know; None where none fits."""
-        split = self.split or any(s.kind.split for s in stretches)
-        picks = fastest(len(self.kinds), [s.ways(split) for s in stretches], budget_bytes)
-        if picks is None:
+    def choose(self, budget_bytes: int, runs: Sequence[SegmentRun], bound_ms: float) -> ColumnChoice | None:
+        """The fastest choice of ``runs`` and their columns that covers all segments; None where none fits."""
+        separate_forward = self.separate_forward or any(run.pool.separate_forward for run in runs)
+        arcs = [run.arcs(separate_forward=separate_forward) for run in runs]
+        path = fastest_path(len(self.pools), arcs, budget_bytes)
+        if path is None:
             return None
-        return self._choice([(stretches[n], stretches[n].kind.columns[pick]) for n, pick in picks], bound_ms)
+        return self._combine([(runs[n], runs[n].pool.columns[entry]) for n, entry in path], bound_ms)
 
-    def leanest(self) -> Choice:
-        """The choice of columns with the least peak that is found: the same each time, so no time limits it.
+    def min_peak_choice(self) -> ColumnChoice:
+        """The choice of columns with the least peak found; no clock limits it, so it is the same each time.
 
-        What Python holds until forward ends is left out: local search goes on from here, and from a start that minds it
-        came no lower (bf16 autocast: 20.6 % of the plain step's activation memory, and 20.5 %).
+        Forward has no rows of its own here: local search goes on from this choice, and from one with such rows it came
+        no lower (bf16 autocast: 20.6 % of the plain step's activation memory, against 20.5 %).
         """
         nothing = self.graph.resident_bytes
-        for _ in range(_LEAN_ROUNDS):
-            master = _Master(self, nothing, split=False)
-            if not self._shorten(master, master.program.relax()):
+        for _ in range(tuning.MIN_PEAK_PRICING_ROUNDS):
+            master = _MasterProblem(self, nothing, separate_forward=False)
+            if not self._add_rounded_columns(master, master.program.relax()):
                 break
-        ways = [s.ways(split=False) for s in self.stretches]
-        picks = fastest(len(ways), ways, least_bytes(len(ways), ways))
-        assert picks is not None
-        return self._choice([(self.stretches[n], self.kinds[n].columns[pick]) for n, pick in picks], 0.0)
+        arcs = [run.arcs(separate_forward=False) for run in self.runs]
+        path = fastest_path(len(arcs), arcs, least_budget(len(arcs), arcs))
+        assert path is not None
+        return self._combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
 
-    def _shorten(self, master: _Master, relaxed: Relaxed) -> bool:
-        """Where memory is short whatever is chosen: add columns that are quickly found; return whether there were any.
+    def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult) -> bool:
+        """Add columns that are quickly found, for budgets that no choice fits yet; return whether there were any.
 
-        No bound comes of it, so no column has to be the best.
+        They give no bound, so no column has to be the best.
         """
-        before = sum(len(kind.columns) for kind in self.different)
-        for segment, kind in enumerate(self.kinds):
-            kind.round(master.prices(segment, relaxed.duals))
-        self._lean(master, relaxed)
-        return sum(len(kind.columns) for kind in self.different) > before
+        before = sum(len(pool.columns) for pool in self.distinct_pools)
+        for segment, pool in enumerate(self.pools):
+            pool.add_rounded(master.prices(segment, relaxed.duals))
+        self._lower_peaks(master, relaxed)
+        return sum(len(pool.columns) for pool in self.distinct_pools) > before
 
-    def _densify(self, prices: dict[ColumnPool, set[tuple[float, bool]]], deadline: float) -> bool:
-        points = max(_POINTS // len(self.different), _FEWEST_POINTS)
+    def _densify(self, prices: dict[ColumnPool, set[PeakPrice]], deadline: float) -> bool:
+        points = max(tuning.DENSIFY_POINTS // len(self.distinct_pools), tuning.DENSIFY_MIN_POINTS)
         found = False
-        for kind, met in prices.items():
-            few = max(points * _POINTS_SIZE // max(kind.coarse.size, _POINTS_SIZE), _FEWEST_POINTS)
-            for price, late in sorted({min(met), max(met)}):
-                found |= kind.densify(price, late, few, deadline)
+        for pool, met in prices.items():
+            fewer = points * tuning.DENSIFY_SIZE // max(pool.coarse.size, tuning.DENSIFY_SIZE)
+            fewer = max(fewer, tuning.DENSIFY_MIN_POINTS)
+            for price, at_forward_end in sorted({min(met), max(met)}):
+                found |= pool.densify(price, at_forward_end=at_forward_end, points=fewer, deadline=deadline)
         return found
 
-    def _generate(self, budget_bytes: int, deadline: float) -> tuple[float, dict[ColumnPool, set[tuple[float, bool]]]]:
-        """Add columns until none would help the relaxation; return its bound and the peak prices each kind met.
-
-        With each price whether what is kept matters most late in the forward pass.
-        """
-        best_ms, hard_rounds = 0.0, _HARD_ROUNDS
-        peak_prices: dict[ColumnPool, set[tuple[float, bool]]] = {}
-        for _ in range(_ROUNDS):
-            master = _Master(self, budget_bytes)
+    def _generate_columns(self, budget_bytes: int, deadline: float) -> tuple[float, dict[ColumnPool, set[PeakPrice]]]:
+        """Add columns until none would help the relaxation; return its bound and the peak prices of each pool."""
+        bound_ms, shortage_rounds = 0.0, tuning.PRICING_SHORTAGE_ROUNDS
+        peak_prices: dict[ColumnPool, set[PeakPrice]] = {}
+        for _ in range(tuning.PRICING_ROUNDS):
+            master = _MasterProblem(self, budget_bytes)
             relaxed = master.program.relax()
-            short = master.short(relaxed.values)
-            if short:
-                if self._shorten(master, relaxed) and time.perf_counter() < deadline:
+            is_short = master.is_short(relaxed.values)
+            if is_short:
+                if self._add_rounded_columns(master, relaxed) and time.perf_counter() < deadline:
                     continue
-                hard_rounds -= 1
-                if hard_rounds < 0:
+                shortage_rounds -= 1
+                if shortage_rounds < 0:
                     break
             peak_prices = {}
-            self.worths = [master.prices(segment, relaxed.duals) for segment in range(len(self.kinds))]
+            self.dual_prices = [master.prices(segment, relaxed.duals) for segment in range(len(self.pools))]
             found, open_ms = False, 0.0
-            for stretch, worth in zip(self.stretches, self.worths, strict=True):
-                kind = stretch.kind
-                peak_prices.setdefault(kind, set()).add((worth.peak_ms, worth.late_ms > worth.kept_ms))
-                before = len(kind.columns)
-                forward, backward = stretch.peaks(kind.plain)
-                cost_ms = kind.price(worth, deadline)
-                if worth.forward_ms is not None:
-                    cost_ms += worth.forward_ms * (forward - kind.plain.peaks[0])
-                    cost_ms += worth.peak_ms * (backward - kind.plain.peaks[1])
+            for run, duals in zip(self.runs, self.dual_prices, strict=True):
+                pool = run.pool
+                peak_prices.setdefault(pool, set()).add((duals.peak_ms, duals.forward_end_ms > duals.kept_ms))
+                before = len(pool.columns)
+                forward, backward = run.peaks(pool.plain)
+                cost_ms = pool.price(duals, deadline)
+                if duals.forward_ms is not None:
+                    cost_ms += duals.forward_ms * (forward - pool.plain.peaks[0])
+                    cost_ms += duals.peak_ms * (backward - pool.plain.peaks[1])
                 else:
-                    cost_ms += worth.peak_ms * (max(forward, backward) - max(kind.plain.peaks))
-                found |= len(kind.columns) > before
-                open_ms += min(cost_ms - worth.column_ms, 0.0)
+                    cost_ms += duals.peak_ms * (max(forward, backward) - max(pool.plain.peaks))
+                found |= len(pool.columns) > before
+                open_ms += min(cost_ms - duals.column_ms, 0.0)
             value_ms = relaxed.objective * master.ms_unit
-            best_ms = best_ms if short else max(best_ms, value_ms + open_ms)
-            enough = -open_ms <= _ENOUGH * value_ms
-            if (enough or not found) and not self._lean(master, relaxed):
+            bound_ms = bound_ms if is_short else max(bound_ms, value_ms + open_ms)
+            enough = -open_ms <= tuning.PRICING_GAIN * value_ms
+            if (enough or not found) and not self._lower_peaks(master, relaxed):
                 break
             if time.perf_counter() > deadline:
                 break
-        return best_ms, peak_prices
+        return bound_ms, peak_prices
 
-    def _lean(self, master: _Master, relaxed: Relaxed) -> bool:
-        """Make leaner what the relaxation uses where a byte of peak is worth something."""
-        worth: dict[tuple[ColumnPool, int], float] = {}  # by kind and place in its columns
-        for segment, kind in enumerate(self.kinds):
+    def _lower_peaks(self, master: _MasterProblem, relaxed: LpResult) -> bool:
+        """Add columns with lower peaks than those the relaxation uses, where a byte of peak has a price."""
+        price: dict[tuple[ColumnPool, int], float] = {}  # by pool and place in its columns
+        for segment, pool in enumerate(self.pools):
             peak_ms = master.prices(segment, relaxed.duals).peak_ms
             for place, z in enumerate(master.z[segment] if peak_ms > 0 else ()):
-                if relaxed.values[z] > _USED:
-                    worth[kind, place] = max(worth.get((kind, place), 0.0), peak_ms)
-        return any([kind.lean(kind.columns[place], peak_ms) for (kind, place), peak_ms in worth.items()])
+                if relaxed.values[z] > tuning.USED_COLUMN_SHARE:
+                    price[pool, place] = max(price.get((pool, place), 0.0), peak_ms)
+        return any([pool.add_lower_peaks(pool.columns[place], peak_ms) for (pool, place), peak_ms in price.items()])
 
-    def _choice(self, chosen: list[tuple[Stretch, Column]], bound_ms: float) -> Choice:
+    def _combine(self, chosen: list[tuple[SegmentRun, Column]], bound_ms: float) -> ColumnChoice:
         actions, replays = self.actions(chosen), self.replays(chosen)
-        longest = max(len(stretch.run) for stretch, _ in chosen)
-        return Choice(actions, replays, sum(c.ms for _, c in chosen), bound_ms, longest)
+        longest = max(len(run.segments) for run, _ in chosen)
+        return ColumnChoice(actions, replays, sum(c.ms for _, c in chosen), bound_ms, longest)
 
-    def actions(self, chosen: Iterable[tuple[Stretch, Column]]) -> dict[int, str]:
+    def actions(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, str]:
         """Actions of the whole step."""
         recomputed, kept = [], []
-        for stretch, column in chosen:
-            for storage, action in self._whole(stretch, column.actions):
+        for run, column in chosen:
+            for storage, action in self._on_step(run, column.actions):
                 if action == RECOMPUTE and storage in self.graph.stored:
                     recomputed.append(storage)
                 elif action == SAVE and storage not in self.graph.stored:
                     kept.append(storage)
         return complete_actions(self.graph, recomputed, kept)
 
-    def replays(self, chosen: Iterable[tuple[Stretch, Column]]) -> dict[int, int]:
-        """Of the whole step, where more than once."""
-        return dict(sorted(pair for stretch, column in chosen for pair in self._whole(stretch, column.replays)))
+    def replays(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, int]:
+        """Replays of the whole step, where more than one."""
+        return dict(sorted(pair for run, column in chosen for pair in self._on_step(run, column.replays)))
 
-    def _whole(self, stretch: Stretch, of_storages: Mapping[int, T]) -> Iterable[tuple[int, T]]:
-        """What is said of an excerpt's storages, said of the step's."""
-        storages = [s for part in self.source.storages_of(stretch.run) for s in part]
-        return ((storages[s], said) for s, said in of_storages.items() if s < len(storages))
+    def _on_step(self, run: SegmentRun, of_storages: Mapping[int, T]) -> Iterable[tuple[int, T]]:
+        """``of_storages`` of the run's subgraph, by the ids of the step's graph."""
+        storages = [s for part in self.source.storages_of(run.segments) for s in part]
+        return ((storages[s], value) for s, value in of_storages.items() if s < len(storages))
 
 
-class _Master:
-    """The relaxed choice of columns: some of each."""
+class _MasterProblem:
+    """The relaxed master problem: a share of each column."""
 
-    def __init__(self, pool: ColumnGeneration, budget_bytes: int, *, split: bool | None = None) -> None:
-        self.pool, self.program = pool, Program()
-        self._limit = budget_bytes / pool.byte_unit
-        self.ms_unit = pool.total_ms / 1e3
-        # Running short is possible and dear, so that the relaxation always has prices.
-        self.shortage = self.program.column(1e4, upper=float("inf"))
-        self.z = [[self.program.column(c.ms / self.ms_unit) for c in kind.columns] for kind in pool.kinds]
-        self.ways = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
+    def __init__(
+        self, generation: ColumnGeneration, budget_bytes: int, *, separate_forward: bool | None = None
+    ) -> None:
+        self.generation, self.program = generation, LinearProgram()
+        self._limit = budget_bytes / generation.byte_unit
+        self.ms_unit = generation.total_ms / 1e3
+        # A shortage is possible and dear, so that the relaxation always has prices.
+        self.shortage = self.program.column(tuning.SHORTAGE_PRICE, upper=float("inf"))
+        self.z = [[self.program.column(c.ms / self.ms_unit) for c in pool.columns] for pool in generation.pools]
+        self.convexity_rows = [self.program.row(dict.fromkeys(z, 1.0), lower=1.0, upper=1.0) for z in self.z]
         self._forward: tuple[list[int], list[int]] | None = None
-        if pool.split if split is None else split:
-            self._forward = self._rows(lambda c: c.late_bytes, lambda peaks: peaks[0])
+        if generation.separate_forward if separate_forward is None else separate_forward:
+            self._forward = self._rows(lambda c: c.forward_end_bytes, lambda peaks: peaks[0])
             self._backward = self._rows(lambda c: c.kept_bytes, lambda peaks: peaks[1])
         else:
             self._backward = self._rows(lambda c: c.kept_bytes, max)
@@ -294,36 +263,38 @@ class _Master:
         self, kept_of: Callable[[Column], int], peak_of: Callable[[tuple[int, int]], int]
     ) -> tuple[list[int], list[int]]:
         """By segment: the row of its peak, and the row that adds up what is saved."""
-        pool, program, unit = self.pool, self.program, self.pool.byte_unit
+        program, unit = self.program, self.generation.byte_unit
         peaks, sums = [], []
         before = None
-        for stretch, z in zip(pool.stretches, self.z, strict=True):
-            kind = stretch.kind
+        for run, z in zip(self.generation.runs, self.z, strict=True):
+            pool = run.pool
             after = program.column(upper=float("inf"))
-            terms = {c: peak_of(stretch.peaks(col)) / unit for c, col in zip(z, kind.columns, strict=True)}
+            terms = {c: peak_of(run.peaks(col)) / unit for c, col in zip(z, pool.columns, strict=True)}
             less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
             peaks.append(program.row({**terms, **less}, upper=self._limit))
             known: dict[int, float] = {} if before is None else {before: -1.0}
-            plain = kept_of(kind.plain)
-            gains = {c: (kept_of(col) - plain) / unit for c, col in zip(z, kind.columns, strict=True)}
+            plain = kept_of(pool.plain)
+            gains = {c: (kept_of(col) - plain) / unit for c, col in zip(z, pool.columns, strict=True)}
             sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
             before = after
         return peaks, sums
 
     def prices(self, segment: int, duals: np.ndarray) -> DualPrices:
-        scale, plain = self.ms_unit / self.pool.byte_unit, self.pool.kinds[segment].plain
+        """``duals`` of the rows of ``segment``, in milliseconds and bytes."""
+        scale, plain = self.ms_unit / self.generation.byte_unit, self.generation.pools[segment].plain
 
-        def worth(row: int) -> float:
+        def price(row: int) -> float:
             return max(-float(duals[row]) * scale, 0.0)
 
         peaks, sums = self._backward
-        kept_ms, peak_ms, late_ms, forward_ms = worth(sums[segment]), worth(peaks[segment]), 0.0, None
+        kept_ms, peak_ms, forward_end_ms, forward_ms = price(sums[segment]), price(peaks[segment]), 0.0, None
         if self._forward is not None:
             peaks, sums = self._forward
-            late_ms, forward_ms = worth(sums[segment]), worth(peaks[segment])
-        column_ms = float(duals[self.ways[segment]]) * self.ms_unit
-        column_ms += kept_ms * plain.kept_bytes + late_ms * plain.late_bytes
-        return DualPrices(kept_ms, late_ms, peak_ms, forward_ms, column_ms)
+            forward_end_ms, forward_ms = price(sums[segment]), price(peaks[segment])
+        column_ms = float(duals[self.convexity_rows[segment]]) * self.ms_unit
+        column_ms += kept_ms * plain.kept_bytes + forward_end_ms * plain.forward_end_bytes
+        return DualPrices(kept_ms, forward_end_ms, peak_ms, forward_ms, column_ms)
 
-    def short(self, values: np.ndarray) -> bool:
-        return bool(values[self.shortage] * self.pool.byte_unit > 0.5)
+    def is_short(self, values: np.ndarray) -> bool:
+        """Whether ``values`` use memory that the budget does not have."""
+        return bool(values[self.shortage] * self.generation.byte_unit > 0.5)

@@ -1,108 +1,103 @@
-"""Equal segments in a row, run as one: a layer's input is then made again out of what the layers before it keep.
+"""Columns for several equal segments in a row, whose inputs are recomputed from what the segments before them keep.
 
 Keeping no layer's input but the first saves most of what full checkpointing keeps. It costs one more matmul a layer and
-memory in backward: where backward comes to the last layer, all inputs are made again at once, and what that leaves of
-each layer is held until backward comes there. The lower in the network, the more has been released by then, so
-stretches can be the longer.
+memory in backward: where backward comes to the last layer, all inputs are recomputed at once, and what that leaves of
+each layer is held until backward comes there. The earlier the layers, the more backward has released by then, so runs
+of early segments can be longer.
 
-Columns come from pairs: what the first layer of a pair does is what every layer but the last can do. The planner prices
-pairs as it does single segments (``kinds.py``), at what the bound says that a byte is worth; longer stretches are pairs
-drawn out, judged by the simulator like all others.
+Columns come from pairs: what the first layer of a pair does is what every layer but the last can do. Pairs are priced
+as single segments are (``pricing.py``), at the bound's price of a byte; longer runs repeat the pair's first layer and
+are evaluated by the simulator like all others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.solvers.decomposition.master import Choice, ColumnGeneration, Stretch
-from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices
+from lowtide.solvers import tuning
+from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
+from lowtide.solvers.decomposition.subgraph import SubgraphSource
+from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
 from lowtide.solvers.graph_queries import complete_actions
-
-_FIRST_LENGTH = 4  # segments; twice as many as long as the longest are used
-_SHARES = (0.7, 0.85, 1.0, 1.15, 1.3)  # of what a byte is worth: prices of what is kept
-_PEAK_SHARE = 0.01  # likewise, of a pair's own peak: it matters the less the lower the pair lies
 
 
 class MultiSegmentColumns:
-    """The stretches of one pool."""
+    """Runs of two and more equal segments of one step.
 
-    def __init__(self, pool: ColumnGeneration) -> None:
-        self.pool = pool
-        self._series: list[range] = []  # of equal segments
+    Args:
+        runs: The segments one by one.
+
+    Attributes:
+        longest: Segments of the longest possible run; 0 where no equal segments are neighbours.
+    """
+
+    def __init__(self, source: SubgraphSource, runs: Sequence[SegmentRun]) -> None:
+        self.source = source
+        self._series: list[tuple[range, ColumnPool]] = []  # neighbours that are equal, and their pool
         start = 0
-        for _, equal in groupby(pool.kinds, key=id):
+        for _, equal in groupby(runs, key=lambda run: id(run.pool)):
             stop = start + len(list(equal))
             if stop - start > 1:
-                self._series.append(range(start, stop))
+                self._series.append((range(start, stop), runs[start].pool))
             start = stop
-        self._stretches: dict[tuple[range, int], list[Stretch]] = {}  # by series and how many segments they have
-        self._kinds: dict[tuple[ColumnPool, int], ColumnPool] = {}  # by the kind of their segments, and how many
-        self._drawn: dict[ColumnPool, int] = {}  # how many columns of its pair a kind has looked at
+        self.longest = max((len(series) for series, _ in self._series), default=0)
+        self._runs: dict[tuple[range, int], list[SegmentRun]] = {}  # by series and number of segments
+        self._pools: dict[tuple[ColumnPool, int], ColumnPool] = {}  # by pool of one segment and number of segments
+        self._num_extended: dict[ColumnPool, int] = {}  # columns of its pair that a pool has been offered
 
-    def choose(self, budget_bytes: int, ms_per_byte: float, deadline: float) -> Choice | None:
-        """The fastest way through all segments, one by one or in stretches; None where none fits.
+    def price_pairs(self, ms_per_byte: float, dual_prices: Sequence[DualPrices], deadline: float) -> None:
+        """Add columns for pairs of segments.
 
         Args:
-            ms_per_byte: What a byte is worth at the budget.
+            ms_per_byte: Step time that one byte of budget saves.
+            dual_prices: By segment: they say how much of that is due at forward's end.
         """
-        if not self._series:
-            return None
-        for series in self._series:
-            self._price(series, ms_per_byte, deadline)
-        longest, most = min(_FIRST_LENGTH, self._most), self._most
-        while True:
-            choice = self.pool.choose(budget_bytes, [*self.pool.stretches, *self._up_to(longest)], 0.0)
-            if choice is None or choice.longest < longest or longest == most:
-                return choice
-            longest = min(2 * longest, most)
+        for series, single in self._series:
+            pair, duals = self._pair(series, single), dual_prices[series[len(series) // 2]]
+            forward_share = duals.forward_end_ms / max(duals.kept_ms + duals.forward_end_ms, 1e-12)
+            peak_ms = tuning.PAIR_PEAK_SHARE * ms_per_byte
+            for share in tuning.PAIR_PRICE_SHARES:
+                kept_ms = share * ms_per_byte
+                prices = DualPrices(kept_ms * (1 - forward_share), kept_ms * forward_share, peak_ms, None, 0.0)
+                pair.price(prices, deadline)
+            for column in list(pair.columns):
+                pair.add_lower_peaks(column, 2 * peak_ms)
 
-    @property
-    def _most(self) -> int:
-        return max(map(len, self._series), default=0)
-
-    def _price(self, series: range, ms_per_byte: float, deadline: float) -> None:
-        pair, worth = self._pair(series), self.pool.worths[series[len(series) // 2]]
-        late = worth.late_ms / max(worth.kept_ms + worth.late_ms, 1e-12)
-        peak_ms = _PEAK_SHARE * ms_per_byte
-        for share in _SHARES:
-            kept_ms = share * ms_per_byte
-            pair.price(DualPrices(kept_ms * (1 - late), kept_ms * late, peak_ms, None, 0.0), deadline)
-        for column in list(pair.columns):
-            pair.lean(column, 2 * peak_ms)
-
-    def _pair(self, series: range) -> ColumnPool:
-        return self._of_length(series, 2)[0].kind
-
-    def _up_to(self, longest: int) -> list[Stretch]:
+    def up_to(self, longest: int) -> list[SegmentRun]:
+        """All runs of 2 to ``longest`` segments, with the columns that the pairs' columns give them."""
         found = []
-        for series in self._series:
+        for series, single in self._series:
             for length in range(2, min(longest, len(series)) + 1):
-                stretches = self._of_length(series, length)
-                self._draw_out(self._pair(series), stretches[0].kind, length)
-                found += stretches
+                runs = self._of_length(series, single, length)
+                self._extend_pair(self._pair(series, single), runs[0].pool, length)
+                found += runs
         return found
 
-    def _of_length(self, series: range, length: int) -> list[Stretch]:
-        if (series, length) not in self._stretches:
-            source, of = self.pool.source, self.pool.kinds[series.start]
-            if (of, length) not in self._kinds:
-                self._kinds[of, length] = ColumnPool(source.cut(series.start + (len(series) - length) // 2, length))
-            kind = self._kinds[of, length]
-            runs = [range(start, start + length) for start in range(series.start, series.stop - length + 1)]
-            self._stretches[series, length] = [Stretch(run, kind, source.ballast_bytes(run)) for run in runs]
-        return self._stretches[series, length]
+    def _pair(self, series: range, single: ColumnPool) -> ColumnPool:
+        return self._of_length(series, single, 2)[0].pool
 
-    def _draw_out(self, pair: ColumnPool, kind: ColumnPool, length: int) -> None:
-        """Add to ``kind`` the columns of ``pair``: all segments but the last do what the first one does."""
-        if kind is not pair:
-            for column in pair.columns[self._drawn.get(kind, 0) :]:
-                kind.add(_drawn_out(column, kind, length))
-            self._drawn[kind] = len(pair.columns)
+    def _of_length(self, series: range, single: ColumnPool, length: int) -> list[SegmentRun]:
+        if (series, length) not in self._runs:
+            if (single, length) not in self._pools:
+                middle = series.start + (len(series) - length) // 2
+                self._pools[single, length] = ColumnPool(build_subgraph(self.source, range(middle, middle + length)))
+            pool = self._pools[single, length]
+            places = [range(start, start + length) for start in range(series.start, series.stop - length + 1)]
+            self._runs[series, length] = [SegmentRun(p, pool, self.source.outside_bytes(p)) for p in places]
+        return self._runs[series, length]
+
+    def _extend_pair(self, pair: ColumnPool, pool: ColumnPool, length: int) -> None:
+        """Add to ``pool`` the columns of ``pair``: all segments but the last do what the first one does."""
+        if pool is not pair:
+            for column in pair.columns[self._num_extended.get(pool, 0) :]:
+                pool.add(_extended(column, pool, length))
+            self._num_extended[pool] = len(pair.columns)
 
 
-def _drawn_out(column: Column, kind: ColumnPool, length: int) -> Column:
-    graph, size = kind.subgraph.graph, kind.subgraph.own // length  # storages of one segment
+def _extended(column: Column, pool: ColumnPool, length: int) -> Column:
+    graph, size = pool.subgraph.graph, pool.subgraph.num_own // length  # storages of one segment
     actions: dict[int, str] = {}
     replays: dict[int, int] = {}
     for place in range(size * length):
@@ -114,4 +109,4 @@ def _drawn_out(column: Column, kind: ColumnPool, length: int) -> Column:
             replays[place] = column.replays[source]
     recomputed = [s for s, action in actions.items() if action == RECOMPUTE and s in graph.stored]
     kept = [s for s, action in actions.items() if action == SAVE and s not in graph.stored]
-    return kind.column(complete_actions(graph, recomputed, kept), replays)
+    return pool.column(complete_actions(graph, recomputed, kept), replays)

@@ -1,7 +1,7 @@
-"""One way to run a segment, and all the ways known for segments that are the same.
+"""Columns: candidates for one segment, and the pool of them that equal segments share.
 
-Columns are found at prices: the segment's own MILP (``peak_model.py``) says which is best where a byte kept and a byte
-of peak cost so much. Local search makes leaner ones of them, which may replay an op more than once
+The pricing problem is the segment's own MILP (``peak_model.py``): it finds the best column where a byte kept and a byte
+of peak cost what the duals say. Local search derives columns with lower peaks, which may replay an op more than once
 (``local_search.py``).
 """
 
@@ -11,70 +11,68 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers import tuning
+from lowtide.solvers.decomposition.shortest_path import Arcs
 from lowtide.solvers.decomposition.subgraph import Subgraph
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.local_search import Evaluated, judge, reduce_peak
+from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
-from lowtide.solvers.milp.highs import left_s
+from lowtide.solvers.milp.highs import seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
 from lowtide.solvers.published.selective import selective
-
-_PRICING_NODES = 5
-_PRICING_GAP = 1e-2  # finer columns cost twice the time, and no plan of a case was better by more than 0.02 %
-_LOCAL_ROUNDS = 4  # of cuts in one pricing
-_LEANER_EVENTS = 80_000  # simulated, at most, to make one column leaner
-_LEANER_PRICE = 2.0  # of what a byte of peak is worth: changes up to this are looked at
 
 
 @dataclass(frozen=True)
 class Column:
-    """One way to run a segment of one kind.
+    """One candidate for the segments of one pool.
 
     Attributes:
-        actions: By storage of the kind's excerpt. ``replays``: of those that may run again more than once.
+        actions: By storage of the pool's subgraph. ``replays``: of storages that may be replayed more than once.
         ms: Replays and their recording.
-        kept_bytes: At the turn. ``late_bytes``: late in the forward pass.
-        peaks: Absolute bytes in the forward and in the backward window, ballast of the kind's excerpt included.
+        kept_bytes: Live at ``backward_start``. ``forward_end_bytes``: live at ``forward_end`` (``SubgraphContent``).
+        peaks: Absolute bytes in the forward and in the backward window of the pool's subgraph.
     """
 
     actions: dict[int, str]
     ms: float
     kept_bytes: int
-    late_bytes: int
+    forward_end_bytes: int
     peaks: tuple[int, int]
     replays: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DualPrices:
-    """What the relaxation pays, milliseconds per byte.
+    """The duals of the relaxed master problem for one segment, milliseconds per byte.
 
     Attributes:
-        kept_ms: Of what a segment keeps at the turn. ``late_ms``: late in the forward pass.
-        peak_ms: Of its peak. ``forward_ms``: of the peak in its forward window; None where both have one row.
-        column_ms: What a column may cost at these prices without being worth it; not per byte.
+        kept_ms: Of what the segment keeps at ``backward_start``. ``forward_end_ms``: at ``forward_end``.
+        peak_ms: Of its peak. ``forward_ms``: of the peak in its forward window; None where both windows have one row.
+        column_ms: Cost at these prices from which a column does not help; milliseconds, not per byte.
     """
 
     kept_ms: float
-    late_ms: float
+    forward_end_ms: float
     peak_ms: float
     forward_ms: float | None
     column_ms: float
 
 
 class ColumnPool:
-    """Segments that are the same, and the columns known for them."""
+    """The columns known for segments that are equal."""
 
     def __init__(self, subgraph: Subgraph) -> None:
         self.subgraph = subgraph
-        self.mode_ms = subgraph.costs.dispatch_us / 1e3 * len(subgraph.graph.forward_ops)
+        self.dispatch_ms = subgraph.costs.dispatch_us / 1e3 * len(subgraph.graph.forward_ops)
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
         self._densified: set[tuple[float, bool]] = set()
         self._rounded: set[Prices] = set()
-        self._leaned: dict[tuple, float] = {}  # at what worth of a byte
+        self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
         self.plain = self.column(complete_actions(subgraph.graph, ()))
         self.add(self.plain)
         self.add(self.column(selective(subgraph.graph)))
@@ -84,31 +82,36 @@ class ColumnPool:
         return CoarseGraph(self.subgraph.graph, self.subgraph.costs)
 
     @cached_property
-    def always_bytes(self) -> tuple[int, int]:
-        """Of what is kept, the part that no decision moves: at the turn, and late in the forward pass."""
+    def fixed_bytes(self) -> tuple[int, int]:
+        """Of what is kept, the part that has no decision: at ``backward_start``, and at ``forward_end``."""
         model = PeakModel(self.coarse, None, prices=Prices(1.0, 0.0, self.subgraph.backward_start))
-        kept, late = model.kept_bytes(self.subgraph.backward_start), model.kept_bytes(self.subgraph.late)
-        return self.plain.kept_bytes - kept, self.plain.late_bytes - late
+        kept_bytes = model.kept_bytes(self.subgraph.backward_start)
+        forward_end_bytes = model.kept_bytes(self.subgraph.forward_end)
+        return self.plain.kept_bytes - kept_bytes, self.plain.forward_end_bytes - forward_end_bytes
 
     def column(self, actions: dict[int, str], replays: Mapping[int, int] | None = None) -> Column:
-        """Judge ``actions`` on the excerpt."""
-        return self._column(judge(self.subgraph.graph, self.subgraph.costs, actions, replays))
+        """The column of ``actions``, evaluated on the subgraph."""
+        return self._column(evaluate(self.subgraph.graph, self.subgraph.costs, actions, replays))
 
     @property
-    def split(self) -> bool:
-        """Whether some column saves less late in the forward pass than at the turn."""
+    def separate_forward(self) -> bool:
+        """Whether some column saves less at ``forward_end`` than at ``backward_start``."""
         plain = self.plain
-        return any(plain.late_bytes - c.late_bytes != plain.kept_bytes - c.kept_bytes for c in self.columns)
+        return any(
+            plain.forward_end_bytes - c.forward_end_bytes != plain.kept_bytes - c.kept_bytes for c in self.columns
+        )
 
-    def _column(self, judged: Evaluated) -> Column:
-        late, backward_start, line = self.subgraph.late, self.subgraph.backward_start, judged.timeline
-        ms = line.recompute_ms - (self.mode_ms if line.recompute_ms else 0.0)
-        live, peaks = line.live_bytes, line.event_peak_bytes
+    def _column(self, evaluated: Evaluated) -> Column:
+        backward_start, timeline = self.subgraph.backward_start, evaluated.timeline
+        ms = timeline.recompute_ms - (self.dispatch_ms if timeline.recompute_ms else 0.0)
+        kept_bytes = timeline.live_bytes[backward_start - 1]
+        forward_end_bytes = timeline.live_bytes[self.subgraph.forward_end - 1]
+        peaks = timeline.event_peak_bytes
         highest = max(peaks[:backward_start]), max(peaks[backward_start:])
-        return Column(judged.actions, ms, live[backward_start - 1], live[late - 1], highest, judged.replays)
+        return Column(evaluated.actions, ms, kept_bytes, forward_end_bytes, highest, evaluated.replays)
 
     def add(self, column: Column) -> bool:
-        """Take ``column`` into the pool; return whether it is new."""
+        """Add ``column`` to the pool; return whether it is new."""
         if self._key(column) in self._known:
             return False
         self._known.add(self._key(column))
@@ -117,54 +120,68 @@ class ColumnPool:
 
     @staticmethod
     def _key(column: Column) -> tuple:
-        return round(column.ms, 9), column.kept_bytes, column.late_bytes, column.peaks
+        return round(column.ms, 9), column.kept_bytes, column.forward_end_bytes, column.peaks
 
-    def lean(self, column: Column, ms_per_byte: float) -> bool:
-        """Add columns with lower peaks than ``column``, as far as a byte is worth it; return whether there were any."""
-        if self._leaned.get(self._key(column), 0.0) >= ms_per_byte / _LEANER_PRICE:
+    def add_lower_peaks(self, column: Column, ms_per_byte: float) -> bool:
+        """Add columns with lower peaks than ``column`` that ``ms_per_byte`` pays for; return whether there were any."""
+        if self._lowered_at.get(self._key(column), 0.0) >= ms_per_byte / tuning.COLUMN_SEARCH_PRICE:
             return False
-        self._leaned[self._key(column)] = ms_per_byte
+        self._lowered_at[self._key(column)] = ms_per_byte
         graph, costs = self.subgraph.graph, self.subgraph.costs
-        start = Evaluated(
-            column.actions, simulate_actions(graph, costs, column.actions, column.replays), column.replays
-        )
-        path = reduce_peak(graph, costs, start, most_ms_per_byte=_LEANER_PRICE * ms_per_byte, events=_LEANER_EVENTS)
-        return any([self.add(self._column(judged)) for judged in path[1:]])
+        timeline = simulate_actions(graph, costs, column.actions, column.replays)
+        start, max_price = Evaluated(column.actions, timeline, column.replays), tuning.COLUMN_SEARCH_PRICE * ms_per_byte
+        path = reduce_peak(graph, costs, start, max_ms_per_byte=max_price, events=tuning.COLUMN_SEARCH_EVENTS)
+        return any([self.add(self._column(evaluated)) for evaluated in path[1:]])
 
-    def price(self, worth: DualPrices, deadline: float) -> float:
-        """Add the best column at these prices; return a lower bound of what any costs at them, in milliseconds."""
-        prices = self._prices(worth, digits=6)
+    def price(self, duals: DualPrices, deadline: float) -> float:
+        """Add the best column at these prices; return a lower bound of any column's cost at them, in milliseconds."""
+        prices = self._prices(duals, digits=6)
         if prices not in self._priced:
             self._priced[prices] = self._solve(prices, deadline)
         return self._priced[prices]
 
-    def _prices(self, worth: DualPrices, *, digits: int) -> Prices:
-        """Rounded, so that what hardly differs is solved once."""
-        kept_ms, peak_ms, late_ms = (float(f"{ms:.{digits}g}") for ms in (worth.kept_ms, worth.peak_ms, worth.late_ms))
-        forward_ms = None if worth.forward_ms is None else float(f"{worth.forward_ms:.{digits}g}")
-        return Prices(kept_ms, peak_ms, self.subgraph.backward_start, late_ms, self.subgraph.late, forward_ms)
+    def _prices(self, duals: DualPrices, *, digits: int) -> Prices:
+        """``duals`` as prices, rounded so that nearly equal ones are solved once."""
 
-    def densify(self, peak_ms: float, late: bool, points: int, deadline: float) -> bool:
-        """Add columns between the known ones: prices alone never name a point inside the hull; return whether it did.
+        def rounded(ms: float) -> float:
+            return float(f"{ms:.{digits}g}")
 
-        The fastest ways to keep no more than so much, at a price of the peak; ``late``: late in the forward pass.
+        return Prices(
+            rounded(duals.kept_ms),
+            rounded(duals.peak_ms),
+            self.subgraph.backward_start,
+            rounded(duals.forward_end_ms),
+            self.subgraph.forward_end,
+            None if duals.forward_ms is None else rounded(duals.forward_ms),
+        )
+
+    def densify(self, peak_ms: float, *, at_forward_end: bool, points: int, deadline: float) -> bool:
+        """Add columns between the known ones, which prices alone never find: they are inside the convex hull.
+
+        Each is the fastest column that keeps at most so many bytes, at a price of the peak.
+
+        Args:
+            at_forward_end: Whether the bytes are counted at ``forward_end`` instead of ``backward_start``.
+
+        Returns:
+            Whether a column was new.
         """
-        key = float(f"{peak_ms:.3g}"), late
+        key = float(f"{peak_ms:.3g}"), at_forward_end
         if key in self._densified:
             return False
         self._densified.add(key)
         before = len(self.columns)
-        at = self.subgraph.late if late else self.subgraph.backward_start
-        always = self.always_bytes[late]
-        kept = [c.late_bytes if late else c.kept_bytes for c in (self.plain, *self.columns)]
+        at = self.subgraph.forward_end if at_forward_end else self.subgraph.backward_start
+        fixed = self.fixed_bytes[at_forward_end]
+        kept = [c.forward_end_bytes if at_forward_end else c.kept_bytes for c in (self.plain, *self.columns)]
         for part in range(1, points + 1):
-            most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - always
-            self._solve(Prices(0.0, key[0], at, most_kept_bytes=most), deadline)
+            most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - fixed
+            self._solve(Prices(0.0, key[0], at, max_kept_bytes=most), deadline)
         return len(self.columns) > before
 
-    def round(self, worth: DualPrices) -> None:
-        """Add the column that the relaxation rounds to at these prices: quick, and not the best."""
-        prices = self._prices(worth, digits=2)
+    def add_rounded(self, duals: DualPrices) -> None:
+        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
+        prices = self._prices(duals, digits=2)
         if prices in self._rounded:
             return
         self._rounded.add(prices)
@@ -176,9 +193,13 @@ class ColumnPool:
     def _solve(self, prices: Prices, deadline: float) -> float:
         model = PeakModel(self.coarse, None, prices=prices)
         bound = 0.0
-        for round_ in range(_LOCAL_ROUNDS):
+        for round_ in range(tuning.PRICING_CUT_ROUNDS):
             answer = model.program.minimise(
-                gap=_PRICING_GAP, slack=0.0, node_limit=_PRICING_NODES, time_limit_s=left_s(deadline), light=True
+                gap=tuning.PRICING_GAP,
+                slack=0.0,
+                node_limit=tuning.PRICING_NODES,
+                time_limit_s=seconds_left(deadline),
+                light=True,
             )
             if round_ == 0:
                 bound = max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
@@ -195,4 +216,36 @@ class ColumnPool:
             model.forbid(answer.values, event, during[-1] if during else None, line.peak_bytes)
         # The model counts peaks from the resident bytes on, and kept bytes as far as there is a choice.
         bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.subgraph.graph.resident_bytes
-        return bound + prices.kept_ms * self.always_bytes[0] + prices.late_ms * self.always_bytes[1]
+        return bound + prices.kept_ms * self.fixed_bytes[0] + prices.forward_end_ms * self.fixed_bytes[1]
+
+
+@dataclass(frozen=True)
+class SegmentRun:
+    """Consecutive segments, mostly one, that run by one column of ``pool``.
+
+    Attributes:
+        outside_bytes: As in ``Subgraph``, for these segments.
+    """
+
+    segments: range
+    pool: ColumnPool
+    outside_bytes: tuple[int, int]
+
+    def peaks(self, column: Column) -> tuple[int, int]:
+        """Forward and backward peak under ``column`` while all other segments save everything."""
+        reference = self.pool.subgraph.outside_bytes
+        forward, backward = (p + a - b for p, a, b in zip(column.peaks, self.outside_bytes, reference, strict=True))
+        return forward, backward
+
+    def arcs(self, *, separate_forward: bool) -> Arcs:
+        """All columns of the pool; not ``separate_forward``: forward and backward are counted together."""
+        columns, plain = self.pool.columns, self.pool.plain
+        forward, backward = np.array([self.peaks(c) for c in columns]).T
+        saved = np.array([plain.kept_bytes - c.kept_bytes for c in columns])
+        if separate_forward:
+            forward_saved = np.array([plain.forward_end_bytes - c.forward_end_bytes for c in columns])
+        else:
+            forward_saved = 0 * saved
+            forward, backward = 0 * forward, np.maximum(forward, backward)
+        ms = np.array([c.ms for c in columns])
+        return Arcs(self.segments.start, self.segments.stop, ms, saved, forward_saved, backward, forward)

@@ -1,4 +1,4 @@
-"""Segments: the step's forward ops in contiguous runs of one layer, and the stretches of the step that are theirs.
+"""Segments: contiguous runs of forward ops, mostly one layer each, and the windows of the step that are theirs.
 
 A segment is the unit of what the exact method solves at once, and how far back a replay reaches is counted in them.
 """
@@ -11,9 +11,8 @@ from itertools import groupby, pairwise
 
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import layers
-
-_SMALL_OPS = 12  # segments with fewer ops worth replaying join their neighbour
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def segments(graph: StepGraph, ops: Iterable[int]) -> dict[int, int]:
     segment_of: dict[int, int] = {}
     segment = size = 0
     for run in runs:
-        if size >= _SMALL_OPS:
+        if size >= tuning.SMALL_SEGMENT_OPS:
             segment, size = segment + 1, 0
         size += len(worth.intersection(run))
         segment_of.update(dict.fromkeys(run, segment))
@@ -52,7 +51,7 @@ def windows(graph: StepGraph, segment_of: dict[int, int]) -> list[Windows] | Non
     """The windows of every segment, in order; None where forward and backward take turns.
 
     A segment's backward begins when the first thing that it packed is unpacked. Backward walks segments from the last
-    to the first; what it unpacks out of turn counts to the segment it has come to.
+    to the first; what it unpacks of later segments counts to the segment it has come to.
     """
     count, backward_start = max(segment_of.values(), default=0) + 1, step_facts(graph).backward_start
     forward = [backward_start] * count

@@ -16,7 +16,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
-from lowtide.solvers.milp.highs import INFINITY, Program
+from lowtide.solvers.milp.highs import INFINITY, LinearProgram
 
 Terms = dict[int, float]  # a row's coefficients, by column
 
@@ -51,7 +51,7 @@ class Columns:
     ) -> None:
         self.graph, self.costs, self.budget_bytes = graph, costs, budget_bytes
         self.unavoidable = unavoidable_with_offload(graph) if capacities else unavoidable(graph)
-        self.program = Program()
+        self.program = LinearProgram()
         self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
         self.byte_unit = max(float(self.unavoidable.floor_bytes.max() - graph.resident_bytes) / 1e3, 1.0)
         timed = budget_bytes is not None

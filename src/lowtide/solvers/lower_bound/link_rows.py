@@ -23,11 +23,11 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.solvers import tuning
-from lowtide.solvers.milp.highs import INFINITY, Program
+from lowtide.solvers.milp.highs import INFINITY, LinearProgram
 
 
 def add_link_rows(
-    program: Program,
+    program: LinearProgram,
     graph: StepGraph,
     costs: Costs,
     capacities: Mapping[str, int | None],

@@ -1,21 +1,22 @@
-"""A step graph as the exact method sees it: groups of ops, pieces of memory, decisions, and the moments that count.
+"""The step graph that the MILP sees: groups of ops, pieces of memory, keep decisions, and the moments that count.
 
 Words used by the model (``peak_model.py``):
 
-- *piece*: a storage made in forward that a plan can keep or bring back, or that a replay may read.
+- *piece*: a storage made in forward that a plan can keep or replay, or that a replay may read.
 - *group*: ops that are replayed together. An op whose outputs autograd does not store joins its only consumer; this
   keeps a decoder layer at some 16 groups. It is a heuristic (the merged op can be neither kept nor replayed alone), so
   graphs small enough go without.
-- *decision*: pieces of one group that are kept or recomputed together. Secondary outputs that are tiny beside the
+- *keep decision*: pieces of one group that are kept or recomputed together. Secondary outputs that are tiny beside the
   group's others (the statistics of a norm, attention's logsumexp) have no decision of their own.
-- *trigger*: a moment in backward at which replays may start: something dropped is unpacked for the first time.
-- *slot*: a stretch of the step in which neither what is dead in Python nor what is still stored changes. Memory there
-  is a constant, the largest over the slot, plus what the decisions add.
+- *trigger*: a moment in backward at which replays may start: a droppable storage is unpacked for the first time.
+- *memory interval*: events between which Python drops no piece and autograd releases none. Memory there is a constant,
+  the largest over the interval, plus what the decisions add.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,16 +24,10 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
-from lowtide.solvers.decomposition.segments import segments
+from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, recomputable
 
 _NEVER = 1 << 60
-_MERGE_SHARE = 0.2  # an op joins its consumer if it makes at least this share of the consumer's bytes
-_WORTH_KEEPING = (
-    0.75  # likewise; below it a plan may rather keep what a dear op makes (bf16, say, of what is fp32 then)
-)
-_TINY_SHARE = 0.05  # outputs below this share of their group's bytes follow the group's largest one
-_FINE_OPS = 12  # graphs with at most this many replayable ops are modelled op by op
 
 
 @dataclass(eq=False)
@@ -49,19 +44,19 @@ class Piece:
 
     storage: int
     bytes: int
-    group: Group | None
+    group: OpGroup | None
     dead: int
     direct_end: int
     first: int | None
-    consumers: list[Group]
-    decision: Decision | None = None
+    consumers: list[OpGroup]
+    decision: KeepDecision | None = None
 
 
 @dataclass(eq=False)
-class Decision:
-    """Pieces of one group with one fate. ``group`` is None for a piece that can only be kept."""
+class KeepDecision:
+    """Pieces of one group, kept or recomputed together. ``group`` is None for a piece that can only be kept."""
 
-    group: Group | None
+    group: OpGroup | None
     pieces: list[Piece]
 
     @property
@@ -74,13 +69,13 @@ class Decision:
 
 
 @dataclass(eq=False)
-class Group:
+class OpGroup:
     """Ops replayed together, in program order; the last one's outputs are the group's.
 
     Attributes:
         ms: Time of one replay, recording included.
         burst_bytes: Most bytes it holds while it runs alone, outputs and workspace included.
-        reads: Pieces that it needs from elsewhere.
+        reads: Pieces that it reads and does not make.
         triggers: When it may be replayed.
     """
 
@@ -91,7 +86,7 @@ class Group:
     rng_bytes: int
     pieces: list[Piece]
     reads: list[Piece]
-    decisions: list[Decision]
+    decisions: list[KeepDecision]
     triggers: list[int]
 
     @property
@@ -104,7 +99,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Slot:
+class MemoryInterval:
     """Events ``start`` to ``end``; ``base_bytes`` live without any piece that is dead in Python; after ``trigger``."""
 
     start: int
@@ -114,21 +109,32 @@ class Slot:
 
 
 class CoarseGraph:
-    """``graph`` cut into groups, decisions, triggers and slots.
+    """``graph`` as groups, keep decisions, triggers and memory intervals.
 
     Args:
-        reach: How many segments back a replay may start; None: any number.
+        segment_of: Segment of each forward op; None: all are in one. Ops of different segments share no group.
+        max_segments_back: How many segments before the one that backward has come to a replay may start; None: any.
+
+    Attributes:
+        per_op: Whether each op is a group of its own.
     """
 
-    def __init__(self, graph: StepGraph, costs: Costs, *, reach: int | None = None) -> None:
-        self.graph, self.costs, self.reach = graph, costs, reach
+    def __init__(
+        self,
+        graph: StepGraph,
+        costs: Costs,
+        segment_of: Mapping[int, int] | None = None,
+        *,
+        max_segments_back: int | None = None,
+    ) -> None:
+        self.graph, self.costs, self.max_segments_back = graph, costs, max_segments_back
         self.facts = step_facts(graph)
         self.run_event = self.facts.run_event
         free = recomputable(graph)
         self.droppable = droppable(graph)
         self.ops = ops_worth_replaying(graph)
-        self.fine = len(self.ops) <= _FINE_OPS
-        self.segment_of = segments(graph, self.ops)
+        self.per_op = len(self.ops) <= tuning.PER_OP_MODEL_OPS
+        self.segment_of = segment_of or {op.id: 0 for op in graph.forward_ops}
         self.trigger_events, self._trigger_of_storage = self._triggers()
         self.groups = self._groups()
         self.group_of = {op: group for group in self.groups for op in group.ops}
@@ -136,11 +142,11 @@ class CoarseGraph:
         self.decisions = self._decisions()
         self._windows()
         self.base_live, self.base_peak = self._base()
-        self.slots = self._slots()
+        self.intervals = self._intervals()
 
     @property
     def size(self) -> int:
-        """Moments at which some group may be replayed, over all groups: what the model grows with."""
+        """The number of (group, trigger) pairs at which a replay may start: what the model grows with."""
         return sum(len(group.triggers) for group in self.groups)
 
     def trigger_at(self, event: int) -> int:
@@ -152,21 +158,21 @@ class CoarseGraph:
         at = sorted((event, s) for s, event in self.facts.first_use.items() if s in self.droppable)
         return [event for event, _ in at], {s: trigger for trigger, (_, s) in enumerate(at)}
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[OpGroup]:
         graph, consumers = self.graph, self.facts.readers
-        worth, head_of = set(self.ops), dict[int, int]()
+        replayable, head_of = set(self.ops), dict[int, int]()
         stored = graph.stored
         for number in reversed(self.ops):
             op = graph.ops[number]
-            heads = {head_of[c] for s in op.makes for c in consumers.get(s, ()) if c in worth}
+            heads = {head_of[c] for s in op.makes for c in consumers.get(s, ()) if c in replayable}
             head_of[number] = number
-            if self.fine or len(heads) != 1 or any(s in stored or graph.storages[s].fixed for s in op.makes):
+            if self.per_op or len(heads) != 1 or any(s in stored or graph.storages[s].fixed for s in op.makes):
                 continue
             head = heads.pop()
             made, consumed = self._made_bytes(number), self._made_bytes(head)
-            if made <= _WORTH_KEEPING * consumed and self.costs.op_ms[number] >= self.costs.op_ms[head]:
+            if made <= tuning.KEEP_SHARE * consumed and self.costs.op_ms[number] >= self.costs.op_ms[head]:
                 continue
-            if made >= _MERGE_SHARE * consumed and self.segment_of[head] == self.segment_of[number]:
+            if made >= tuning.MERGE_SHARE * consumed and self.segment_of[head] == self.segment_of[number]:
                 head_of[number] = head
         members: dict[int, list[int]] = {}
         for number in self.ops:
@@ -176,7 +182,7 @@ class CoarseGraph:
     def _made_bytes(self, op: int) -> int:
         return sum(self.graph.storages[s].bytes for s in self.graph.ops[op].makes)
 
-    def _group(self, ops: tuple[int, ...]) -> Group:
+    def _group(self, ops: tuple[int, ...]) -> OpGroup:
         graph, costs = self.graph, self.costs
         last_read = {s: op for op in ops for s in graph.ops[op].reads}
         live = peak = 0
@@ -191,7 +197,7 @@ class CoarseGraph:
             )
         ms = sum(costs.op_ms[op] + (costs.replay_us + costs.record_us) / 1e3 for op in ops)
         rng = sum(graph.ops[op].rng_bytes for op in ops)
-        return Group(ops, self.segment_of[ops[-1]], ms, peak, rng, [], [], [], [])
+        return OpGroup(ops, self.segment_of[ops[-1]], ms, peak, rng, [], [], [], [])
 
     def _pieces(self, free: frozenset[int]) -> list[Piece]:
         graph, pieces = self.graph, {}
@@ -212,7 +218,7 @@ class CoarseGraph:
                 group.reads.append(pieces[s])
         return [p for p in pieces.values() if p.consumers or p.direct_end >= 0]
 
-    def _piece(self, storage: int, group: Group | None) -> Piece:
+    def _piece(self, storage: int, group: OpGroup | None) -> Piece:
         return Piece(
             storage=storage,
             bytes=self.graph.storages[storage].bytes,
@@ -227,19 +233,19 @@ class CoarseGraph:
         never = len(self.graph.events) if storage in self.facts.first_pack else -1
         return self.facts.last_reference.get(storage, never)
 
-    def _decisions(self) -> list[Decision]:
+    def _decisions(self) -> list[KeepDecision]:
         kept = set(map(id, self.pieces))
         decisions = []
         for group in self.groups:
             mine = sorted((p for p in group.pieces if id(p) in kept), key=lambda p: -p.bytes)
             total = sum(p.bytes for p in mine)
             for piece in mine:
-                if group.decisions and not self.fine and piece.bytes < _TINY_SHARE * total:
+                if group.decisions and not self.per_op and piece.bytes < tuning.TINY_OUTPUT_SHARE * total:
                     group.decisions[0].pieces.append(piece)
                 else:
-                    group.decisions.append(Decision(group, [piece]))
+                    group.decisions.append(KeepDecision(group, [piece]))
             decisions += group.decisions
-        decisions += [Decision(None, [p]) for p in self.pieces if p.group is None]
+        decisions += [KeepDecision(None, [p]) for p in self.pieces if p.group is None]
         for decision in decisions:
             for piece in decision.pieces:
                 piece.decision = decision
@@ -253,7 +259,7 @@ class CoarseGraph:
             for consumer in {id(c): c for p in group.pieces for c in p.consumers}.values():
                 window.update(
                     t for t in consumer.triggers
-                    if self.reach is None or segment_of_trigger[t] <= group.segment + self.reach
+                    if self.max_segments_back is None or segment_of_trigger[t] <= group.segment + self.max_segments_back
                 )  # fmt: skip
             group.triggers = sorted(window)
 
@@ -274,33 +280,33 @@ class CoarseGraph:
         live = np.cumsum(change[:-1]) + graph.resident_bytes
         return live, live + peak_extra
 
-    def _slots(self) -> list[Slot]:
+    def _intervals(self) -> list[MemoryInterval]:
         """Slots in order; of those before the first trigger only the ones that can bind."""
         cuts = {p.dead for p in self.pieces} | {p.direct_end for p in self.pieces}
         triggers = set(self.trigger_events)
-        slots: list[Slot] = []
+        intervals: list[MemoryInterval] = []
         start, split = 0, False
         trigger = -1
         for event, (kind, _) in enumerate(self.graph.events):
             if (event in triggers or (kind == RUN and split)) and event > start:
-                slots.append(self._slot(start, event, trigger))
+                intervals.append(self._interval(start, event, trigger))
                 start, split = event, False
             if event in triggers:
                 trigger += 1
             split |= event in cuts
-        slots.append(self._slot(start, len(self.graph.events), trigger))
-        # As long as nothing is taken back the decisions only ever add: a slot with a lower base than a later one of
-        # that stretch never binds.
-        taken_back = min((p.direct_end for p in self.pieces if p.direct_end >= 0), default=0)
-        kept: list[Slot] = []
+        intervals.append(self._interval(start, len(self.graph.events), trigger))
+        # Until autograd releases something, decisions only add memory: an interval with a lower base than a later one
+        # never binds.
+        first_release = min((p.direct_end for p in self.pieces if p.direct_end >= 0), default=0)
+        kept: list[MemoryInterval] = []
         floor = -1
-        for slot in reversed(slots):
-            if slot.trigger < 0 and slot.start <= taken_back:
-                if slot.base_bytes <= floor:
+        for interval in reversed(intervals):
+            if interval.trigger < 0 and interval.start <= first_release:
+                if interval.base_bytes <= floor:
                     continue
-                floor = slot.base_bytes
-            kept.append(slot)
+                floor = interval.base_bytes
+            kept.append(interval)
         return kept[::-1]
 
-    def _slot(self, start: int, end: int, trigger: int) -> Slot:
-        return Slot(start, end, int(self.base_peak[start:end].max()), trigger)
+    def _interval(self, start: int, end: int, trigger: int) -> MemoryInterval:
+        return MemoryInterval(start, end, int(self.base_peak[start:end].max()), trigger)

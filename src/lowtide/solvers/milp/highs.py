@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+from lowtide.solvers import tuning
+
 INFINITY = math.inf
 Array = Sequence[float] | np.ndarray
-_ENOUGH = 1e-4  # of the optimum: lazy rows of a large program that move it by less are left out
-_LARGE = 30_000  # rows
-_FEASIBLE = 1e-6
 
 
 @dataclass(frozen=True)
-class Answer:
+class MilpResult:
     """What HiGHS found.
 
     Attributes:
@@ -38,7 +37,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class LpResult:
     """The linear relaxation: its optimum, values by column, dual prices by row.
 
     The optimum is infinite where no values satisfy the rows, and NaN where HiGHS could not tell.
@@ -49,7 +48,7 @@ class Relaxed:
     duals: np.ndarray
 
 
-class Program:
+class LinearProgram:
     """min cost x, lower <= rows x <= upper, 0 <= x <= 1 unless said otherwise."""
 
     def __init__(self) -> None:
@@ -100,12 +99,12 @@ class Program:
         time_limit_s: float,
         light: bool = False,
         first: bool = False,
-    ) -> Answer:
+    ) -> MilpResult:
         """Solve; the same program and node limit give the same answer as long as time does not run out.
 
         Args:
             light: Without presolve and the searches of neighbourhoods that are programs of their own: half the time on
-                small programs of which the root says nearly all, and no way to go for large ones.
+                small programs whose root is nearly the optimum; large ones need both.
             first: Stop at the first solution, and do not look hard for one: for a proof that there is none.
         """
         solver = highspy.Highs()
@@ -140,9 +139,9 @@ class Program:
             verdict = "limit"
         pure_lp = not any(self.integer)
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
-        return Answer(verdict, values, info.objective_function_value if found else INFINITY, bound)
+        return MilpResult(verdict, values, info.objective_function_value if found else INFINITY, bound)
 
-    def relax(self) -> Relaxed:
+    def relax(self) -> LpResult:
         """Solve without integrality.
 
         Lazy rows come in as the optimum of the others breaks them; in a large program only as long as that moves it,
@@ -158,7 +157,7 @@ class Program:
         solver.passModel(model)
         waiting = np.array(sorted(self._lazy), dtype=np.int64)
         pending = matrix.take(waiting)
-        optimum, large = -INFINITY, len(self.row_upper) > _LARGE
+        optimum, large = -INFINITY, len(self.row_upper) > tuning.LAZY_ROWS_LARGE
         while True:
             solver.run()
             status, before = solver.getModelStatus(), optimum
@@ -169,7 +168,7 @@ class Program:
             values = np.array(solver.getSolution().col_value)
             if not len(waiting) or not math.isfinite(optimum):
                 break
-            if large and optimum > 0 and optimum - before <= _ENOUGH * optimum:
+            if large and optimum > 0 and optimum - before <= tuning.LAZY_ROWS_GAIN * optimum:
                 break
             broken = pending.broken(values)
             if not broken.any():
@@ -183,7 +182,7 @@ class Program:
         duals = np.zeros(len(self.row_upper))
         found = np.array(solver.getSolution().row_dual)
         duals[rows[: len(found)]] = found
-        return Relaxed(optimum, values, duals)
+        return LpResult(optimum, values, duals)
 
     def _model(self, rows: _Rows | None = None) -> highspy.HighsLp:
         if rows is None:
@@ -203,7 +202,7 @@ class Program:
         return lp
 
 
-def left_s(deadline: float) -> float:
+def seconds_left(deadline: float) -> float:
     """Seconds until ``deadline`` (of ``time.perf_counter()``), and always enough to begin."""
     return max(deadline - time.perf_counter(), 0.1)
 
@@ -229,4 +228,4 @@ class _Rows:
     def broken(self, values: np.ndarray) -> np.ndarray:
         """Which rows do not hold at ``values``, as a mask."""
         sums = np.add.reduceat(np.append(self.values * values[self.columns], 0.0), self.starts[:-1])
-        return np.maximum(self.lower - sums, sums - self.upper) > _FEASIBLE
+        return np.maximum(self.lower - sums, sums - self.upper) > tuning.ROW_TOLERANCE

@@ -5,7 +5,7 @@ stage what is computed and what is kept. Differs: a tensor is replayed at most o
 step function per group replaces a triangular matrix; memory is counted as the tape counts it, Python's own references,
 recipes' references and transients included.
 
-Symbols (``coarsening.py`` says what a group, a piece, a decision, a trigger and a slot is):
+Symbols (``coarsening.py`` says what a group, a piece, a keep decision, a trigger and a memory interval is):
 
     s_x         1: decision x is kept, 0: recomputed                     binary
     A_{g,t}     1: group g has been replayed by trigger t                rises with t; r_g = A_{g,last}
@@ -15,7 +15,7 @@ Symbols (``coarsening.py`` says what a group, a piece, a decision, a trigger and
     minimise    sum_g ms_g r_g
     such that   A_{g,first(x)} + s_x >= 1                     what is dropped is back when backward first asks for it
                 A_{g,t} <= s_p + A_{p,t}                      a replay finds what it reads
-                base(q) + sum_x m_x live_{x,q} <= budget      at every slot q
+                base(q) + sum_x m_x live_{x,q} <= budget      at every memory interval q
         live_{x,q} = s_x + A_{x,q}                            while autograd stores x
         live_{x,q} >= s_x + A_{x,q} + r_j - A_{j,q} - 1       for each consumer j afterwards (y)
 
@@ -32,43 +32,42 @@ from itertools import pairwise
 
 import numpy as np
 
-from lowtide.solvers.milp.coarsening import CoarseGraph, Decision, Group, Piece
-from lowtide.solvers.milp.highs import Program
+from lowtide.solvers import tuning
+from lowtide.solvers.milp.coarsening import CoarseGraph, KeepDecision, OpGroup, Piece
+from lowtide.solvers.milp.highs import LinearProgram
 
 Terms = dict[int, float]
-StateOf = Callable[["Group | None"], int]  # the trigger at which a group stands
+StateOf = Callable[["OpGroup | None"], int]  # the trigger at which a group stands
 Moment = tuple[int | None, tuple[tuple[int, float], ...]]  # of a row: the column of its peak, and its terms
-_ALL_BURSTS_SIZE = 300  # models up to this size know every burst from the start, larger ones as the judge finds them
-_TIE_BREAK = 2e-3  # times differ by up to this share over the depth: equal layers would be interchangeable
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What memory costs where a part of a step is planned and the rest wants memory too: milliseconds per byte.
+    """What memory costs while one segment is planned and the others need memory too: milliseconds per byte.
 
     Attributes:
-        kept_ms: Of what is kept at event ``turn``.
-        peak_ms: Of the peak; where ``forward_ms`` is given, of the peak from the turn on.
-        late_ms: Of what is kept at event ``late``, before.
-        forward_ms: Of the peak before the turn; None: the step has one peak.
-        most_kept_bytes: Keep no more than this at the turn, of what a decision can move.
+        kept_ms: Of what is kept at event ``backward_start``.
+        peak_ms: Of the peak; where ``forward_ms`` is given, of the peak from ``backward_start`` on.
+        forward_end_ms: Of what is kept at event ``forward_end``, which comes before ``backward_start``.
+        forward_ms: Of the peak before ``backward_start``; None: the step has one peak.
+        max_kept_bytes: Keep no more at ``backward_start``, of what has a decision.
     """
 
     kept_ms: float
     peak_ms: float
     backward_start: int
-    late_ms: float = 0.0
-    late: int = 0
+    forward_end_ms: float = 0.0
+    forward_end: int = 0
     forward_ms: float | None = None
-    most_kept_bytes: int | None = None
+    max_kept_bytes: int | None = None
 
 
 class PeakModel:
-    """Rows and columns for one sketch.
+    """Rows and columns for one ``CoarseGraph``.
 
     Args:
         budget_bytes: The peak to stay within; None makes the peak itself what is minimised.
-        most_ms: Recompute time to stay within.
+        max_ms: Recompute time to stay within.
         prices: Minimise time and the price of memory together instead; no budget then.
     """
 
@@ -77,25 +76,25 @@ class PeakModel:
         coarse: CoarseGraph,
         budget_bytes: int | None,
         *,
-        most_ms: float | None = None,
+        max_ms: float | None = None,
         prices: Prices | None = None,
     ) -> None:
         self.coarse, self.budget_bytes, self.prices = coarse, budget_bytes, prices
         self._resident = coarse.graph.resident_bytes
-        self.program = Program()
+        self.program = LinearProgram()
         self._memo: dict[tuple, int] = {}
         self._rows: dict[tuple, int] = {}  # moment -> row
         self._columns()
         self._replay_rows()
-        if most_ms is not None:
+        if max_ms is not None:
             times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
-            self.program.row(times, upper=most_ms / self.ms_unit + 1e-6)
-        if prices is not None and prices.most_kept_bytes is not None:
+            self.program.row(times, upper=max_ms / self.ms_unit + 1e-6)
+        if prices is not None and prices.max_kept_bytes is not None:
             kept = {s: _kept_at(d, prices.backward_start) / self.byte_unit for d, s in self.s.items()}
-            self.program.row(kept, upper=prices.most_kept_bytes / self.byte_unit)
+            self.program.row(kept, upper=prices.max_kept_bytes / self.byte_unit)
         self._lazy_rows()
-        self._slot_rows()
-        if coarse.size <= _ALL_BURSTS_SIZE:
+        self._interval_rows()
+        if coarse.size <= tuning.ALL_BURSTS_SIZE:
             for group in coarse.groups:
                 for trigger in group.triggers:
                     self.add_burst(group, trigger)
@@ -110,15 +109,15 @@ class PeakModel:
         self.byte_unit = max(float(coarse.base_peak.max() - self._resident) / 1e3, 1.0)
         segments = max(coarse.segment_of.values(), default=0) + 1
         minimise_time = self.budget_bytes is not None or self.prices is not None
-        self.s: dict[Decision, int] = {
+        self.s: dict[KeepDecision, int] = {
             d: program.column(self._kept_price(d), integer=True) for d in coarse.decisions if self._has_choice(d)
         }
-        self.A: dict[Group, list[int]] = {}
-        self.A_of: dict[Decision, list[int]] = {}
+        self.A: dict[OpGroup, list[int]] = {}
+        self.A_of: dict[KeepDecision, list[int]] = {}
         self.objective_slack = 0.0  # what the tie-breaks may add to the objective at most
         for group in coarse.groups:
             # Never more than the true time, so that the solver's bound stays one.
-            ms = group.ms / self.ms_unit * (1 - _TIE_BREAK * group.segment / segments)
+            ms = group.ms / self.ms_unit * (1 - tuning.TIE_BREAK * group.segment / segments)
             lazy = 1e-6
             steps = [program.column(lazy) for _ in group.triggers[:-1]]
             if group.triggers:
@@ -136,17 +135,20 @@ class PeakModel:
             if self.prices is not None and self.prices.forward_ms is not None:
                 self.forward_peak = program.column(self.prices.forward_ms * scale, upper=float("inf"))
 
-    def _kept_price(self, decision: Decision) -> float:
+    def _kept_price(self, decision: KeepDecision) -> float:
         if self.prices is None:
             return 0.0
-        kept, late = _kept_at(decision, self.prices.backward_start), _kept_at(decision, self.prices.late)
-        return (self.prices.kept_ms * kept + self.prices.late_ms * late) / self.ms_unit
+        kept, at_forward_end = (
+            _kept_at(decision, self.prices.backward_start),
+            _kept_at(decision, self.prices.forward_end),
+        )
+        return (self.prices.kept_ms * kept + self.prices.forward_end_ms * at_forward_end) / self.ms_unit
 
     def kept_bytes(self, event: int) -> int:
         """Bytes that the plain step keeps at ``event``, between forward and backward, and a plan need not."""
         return sum(_kept_at(d, event) for d in self.s if d.stored)
 
-    def _has_choice(self, decision: Decision) -> bool:
+    def _has_choice(self, decision: KeepDecision) -> bool:
         return decision.group is not None or not decision.stored
 
     # Rows without bytes
@@ -198,39 +200,39 @@ class PeakModel:
                         row({cause: 1, **asked}, upper=0)
                 row({step: 1, **causes}, upper=0)
 
-    def _ran(self, group: Group, trigger: int, factor: float) -> Terms:
+    def _ran(self, group: OpGroup, trigger: int, factor: float) -> Terms:
         at = group.step_of(trigger)
         return {self.A[group][at]: factor} if at >= 0 else {}
 
-    def _back(self, decision: Decision, trigger: int, factor: float) -> Terms:
+    def _back(self, decision: KeepDecision, trigger: int, factor: float) -> Terms:
         at = decision.group.step_of(trigger) if decision.group is not None else -1
         return {self.A_of[decision][at]: factor} if at >= 0 else {}
 
     # Rows with bytes
 
-    def _slot_rows(self) -> None:
+    def _interval_rows(self) -> None:
         coarse = self.coarse
-        starts = np.array([slot.start for slot in coarse.slots])
-        terms: list[Terms] = [{} for _ in coarse.slots]
+        starts = np.array([interval.start for interval in coarse.intervals])
+        terms: list[Terms] = [{} for _ in coarse.intervals]
         for piece, (begin, end) in self._lifetimes().items():
             for number in range(*np.searchsorted(starts, (begin, end))):
-                slot = coarse.slots[number]
-                self._add_piece(terms[number], piece, slot.start, partial(_everyone_at, slot.trigger))
+                interval = coarse.intervals[number]
+                self._add_piece(terms[number], piece, interval.start, partial(_everyone_at, interval.trigger))
         for group in coarse.groups:
             if group.rng_bytes and group.triggers:
                 end = coarse.trigger_events[group.triggers[-1]]
                 for number in range(*np.searchsorted(starts, (coarse.run_event[group.head], end))):
-                    self._add_rng(terms[number], group, coarse.slots[number].trigger)
+                    self._add_rng(terms[number], group, coarse.intervals[number].trigger)
         highest: dict[Moment, int] = {}
-        for slot, found in zip(coarse.slots, terms, strict=True):
-            key = self._peak_at(slot.start), tuple(found.items())
-            highest[key] = max(highest.get(key, 0), slot.base_bytes)
+        for interval, found in zip(coarse.intervals, terms, strict=True):
+            key = self._peak_at(interval.start), tuple(found.items())
+            highest[key] = max(highest.get(key, 0), interval.base_bytes)
         rows: dict[Moment, int] = {}
-        for slot, found in zip(coarse.slots, terms, strict=True):
-            key = self._peak_at(slot.start), tuple(found.items())
-            if key not in rows:  # slots that differ in their base alone share the highest one's row
+        for interval, found in zip(coarse.intervals, terms, strict=True):
+            key = self._peak_at(interval.start), tuple(found.items())
+            if key not in rows:  # intervals that differ in their base alone share the highest one's row
                 rows[key] = self._memory_row(found, highest[key], key[0])
-            self._rows["slot", slot.start] = rows[key]
+            self._rows["interval", interval.start] = rows[key]
 
     def _peak_at(self, event: int) -> int | None:
         return self.forward_peak if self.prices is not None and event < self.prices.backward_start else self.peak
@@ -287,7 +289,7 @@ class PeakModel:
                     self.program.row({y: -1.0, **there, **wait}, upper=1.0 if there else 0.0)
             _add(terms, {self._memo[key]: 1.0}, piece.bytes)
 
-    def _add_rng(self, terms: Terms, group: Group, trigger: int) -> None:
+    def _add_rng(self, terms: Terms, group: OpGroup, trigger: int) -> None:
         done = self._ran(group, trigger, -1.0)
         will = {self.A[group][-1]: 1.0}
         if not done.keys() & will.keys():
@@ -301,7 +303,7 @@ class PeakModel:
         assert self.budget_bytes is not None
         return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
 
-    def add_burst(self, group: Group, trigger: int) -> None:
+    def add_burst(self, group: OpGroup, trigger: int) -> None:
         """The row for ``group`` running in the burst of ``trigger``."""
         coarse = self.coarse
         event = coarse.trigger_events[trigger]
@@ -309,7 +311,7 @@ class PeakModel:
         _add(terms, self._ran(group, trigger, 1.0), group.burst_bytes)
         _add(terms, self._ran(group, trigger - 1, -1.0), group.burst_bytes)
 
-        def at(other: Group | None) -> int:
+        def at(other: OpGroup | None) -> int:
             return trigger if other is not None and other.head < group.head else trigger - 1
 
         for piece, (begin, end) in self._lifetimes().items():
@@ -338,9 +340,9 @@ class PeakModel:
                     self.add_burst(group, trigger)
                     return True
         if moment is None:
-            starts = [slot.start for slot in coarse.slots]
+            starts = [interval.start for interval in coarse.intervals]
             number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
-            moment = ("slot", starts[number])
+            moment = ("interval", starts[number])
         row = self._rows[moment]
         self.program.row_upper[row] = min(self.program.row_upper[row], self._upper_for(values, row, peak_bytes))
         return False
@@ -377,12 +379,12 @@ class PeakModel:
         return recomputed, kept
 
 
-def _kept_at(decision: Decision, event: int) -> int:
+def _kept_at(decision: KeepDecision, event: int) -> int:
     """Bytes of ``decision`` that live at ``event``, between forward and backward, only if it is kept."""
     return sum(p.bytes for p in decision.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
 
 
-def _everyone_at(trigger: int, group: Group | None) -> int:
+def _everyone_at(trigger: int, group: OpGroup | None) -> int:
     return trigger
 
 

@@ -13,11 +13,10 @@ from lowtide.explanation import collapse_path
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
+from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.offload.transfer_schedule import Scheduled, schedule_transfers
-
-_EVENTS = 300_000  # that trying may schedule, all tries together
 
 
 def trade_offloads(
@@ -36,7 +35,7 @@ def trade_offloads(
         fits: Whether tiers have room for what actions move.
         rank: Lower is better.
     """
-    tries = _EVENTS // max(len(graph.events), 1)
+    tries = tuning.OFFLOAD_SWAP_EVENTS // max(len(graph.events), 1)
     best, best_rank = (
         candidate,
         rank(schedule_transfers(graph, costs, candidate.actions, candidate.replays, budget_bytes)),

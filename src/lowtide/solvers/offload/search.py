@@ -23,22 +23,17 @@ from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Moves
 from lowtide.simulation.simulator import Timeline, simulate_actions
-from lowtide.solvers.candidate import Candidate, infeasible
-from lowtide.solvers.exact import Search
+from lowtide.solvers import tuning
+from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import movable
+from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.offload.local_search import trade_offloads
 from lowtide.solvers.offload.rewrite import without_offloaded
 from lowtide.solvers.offload.transfer_schedule import Scheduled, event_times, schedule_transfers
 from lowtide.solvers.search_context import Limits
 
-_LOADS: tuple[float, ...] = (0.5, 1.0, 1.5)  # of what the links can carry without a wait
-_HEAVY_LOADS = (1.0, 2.0, 4.0, math.inf)  # where recomputing alone does not do
-_SMALLEST = 1e-3  # of the bytes stored: what is less is not worth a transfer
-_ROUNDS = 3
-_NODES = 300  # of one of many searches
-_IN_THE_WAY = 0.05  # of a transfer's time: what it takes of the computation's own memory bandwidth, roughly
-_LONG_WAITS = 0.1  # of the step, spent standing still
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
 
 
@@ -51,7 +46,7 @@ class _Judged:
     def rank(self) -> tuple[float, int]:
         """Faster is better, and of about equally fast ones what moves less."""
         busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
-        return self.timeline.step_ms + _IN_THE_WAY * busy_ms, self.timeline.peak_bytes
+        return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
 
 
 def search_with_offload(
@@ -75,7 +70,7 @@ def search_with_offload(
 def _by_count(limits: Limits) -> Limits:
     """Limits that count: under the clock that is only a net, what is found would depend on who else computes."""
     time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
-    return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, _NODES))
+    return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT))
 
 
 class OffloadSearch:
@@ -87,9 +82,11 @@ class OffloadSearch:
         # The faster link is loaded first.
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
-        self.search = Search(graph, costs, self.limits)
+        self.search = ExactSearch(graph, costs, self.limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
-        self.large = sorted(s for s in movable(graph) if graph.storages[s].bytes >= _SMALLEST * stored_bytes)
+        self.large = sorted(
+            s for s in movable(graph) if graph.storages[s].bytes >= tuning.MIN_OFFLOAD_SHARE * stored_bytes
+        )
 
     def within(self, budget_bytes: int) -> Candidate:
         """See ``search_with_offload``."""
@@ -99,21 +96,21 @@ class OffloadSearch:
         if self.search.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
         tried: list[_Judged] = []
-        loads = _LOADS
+        loads = tuning.LINK_LOADS
         try:
             like = self._judge(self.search.within(budget_bytes, allow_fallback=False))
             tried.append(like)
         except BudgetInfeasibleError:
             if self._least.timeline.peak_bytes > budget_bytes:  # with all that may be moved away, and the rest leanest
                 return self._at_the_least(budget_bytes)
-            leanest = min((self.search.plain, *self.search.classics), key=lambda j: j.peak_bytes)
-            like, loads = self._judge(Candidate(leanest.actions)), _HEAVY_LOADS
+            leanest = min((self.search.plain, *self.search.published), key=lambda j: j.peak_bytes)
+            like, loads = self._judge(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
         seen: set[frozenset[tuple[int, str]]] = {frozenset()}
         for load in loads:
             self._try(self._kept(like), like, load, budget_bytes, seen, tried)
         for load in loads[1:]:
             self._try(self.large, like, load, budget_bytes, seen, tried)
-        if loads is _HEAVY_LOADS and (not tried or self._waits(tried)):
+        if loads is tuning.HEAVY_LINK_LOADS and (not tried or self._waits(tried)):
             # Dearer to find, and it keeps little: what there is to move.
             like = self._recomputed_least
             for load in loads:
@@ -140,10 +137,7 @@ class OffloadSearch:
             except BudgetInfeasibleError:
                 found.append(self._recomputed_least)
         least = min(found, key=lambda j: j.timeline.peak_bytes).candidate
-        raise infeasible(
-            self.graph, self.costs, budget_bytes, least.actions, method="exact", replays=least.replays,
-            moves=least.moves,
-        )  # fmt: skip
+        raise infeasible_error(self.graph, self.costs, budget_bytes, least, method="exact", offload=True)
 
     def _try(
         self,
@@ -186,11 +180,11 @@ class OffloadSearch:
     def _waits(self, tried: list[_Judged]) -> bool:
         """The best of what was tried stands still for a good part of its time."""
         best = min(tried, key=lambda j: j.rank).timeline
-        return best.stall_ms > _LONG_WAITS * best.step_ms
+        return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms
 
     @cached_property
     def _recomputed_least(self) -> _Judged:
-        least = self.search.least
+        least = self.search.min_peak
         return self._judge(Candidate(least.actions, replays=least.replays))
 
     @cached_property
@@ -199,9 +193,9 @@ class OffloadSearch:
         moved = self._assign(self.large)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **moved}
         moves = Moves(0)  # one at a time, and back when needed
-        search = Search(*without_offloaded(self.graph, self.costs, actions, moves), self.limits)
+        search = ExactSearch(*without_offloaded(self.graph, self.costs, actions, moves), self.limits)
         candidates = [
-            Candidate({**self._own(search.least.actions), **moved}, "feasible", moves=moves),
+            Candidate({**self._own(search.min_peak.actions), **moved}, "feasible", moves=moves),
             Candidate(actions, moves=moves),
         ]
         return min(map(self._judge, candidates), key=lambda j: (j.timeline.peak_bytes, j.timeline.step_ms))
@@ -221,9 +215,9 @@ class OffloadSearch:
             graph, costs, {**like.candidate.actions, **moved}, like.candidate.replays, budget_bytes
         )
         asked_bytes = budget_bytes
-        for _ in range(_ROUNDS):
+        for _ in range(tuning.OFFLOAD_ROUNDS):
             try:
-                search = Search(*without_offloaded(graph, costs, moved, before.moves), self.limits)
+                search = ExactSearch(*without_offloaded(graph, costs, moved, before.moves), self.limits)
                 rest = search.within(asked_bytes, allow_fallback=False)
             except BudgetInfeasibleError:
                 return None

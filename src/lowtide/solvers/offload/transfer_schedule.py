@@ -18,10 +18,7 @@ from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import TIER_OF, Moves
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.simulation.transfers import FETCH
-
-_TO_SPARE = 0.3  # of a fetch's own time, added to it: links are slower on some days
-_ROUNDS = 6
-_WINDOWS = (2, 1, 0)  # largest moved storages that may be on their way out at once; with 0 each goes alone
+from lowtide.solvers import tuning
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def schedule_transfers(
         return Scheduled(Moves(), simulate_actions(graph, costs, actions, replays, Moves()))
     largest = max(graph.storages[s].bytes for s in moved)
     tried: list[Scheduled] = []
-    for copies in _WINDOWS:
+    for copies in tuning.STORES_IN_FLIGHT:
         tried += _with_window(graph, costs, actions, replays, budget_bytes, copies * largest)
         within = [s for s in tried if s.peak_bytes <= budget_bytes]
         if within:
@@ -74,7 +71,7 @@ def _with_window(
     unpacks = step_facts(graph).unpack_events
     needed = {t.storage: t.event for t in tried[0].timeline.transfers if t.direction == FETCH}
     fetch_at = _latest_starts(graph, costs, actions, tried[0].timeline, needed)
-    for _ in range(_ROUNDS):
+    for _ in range(tuning.FETCH_DELAY_ROUNDS):
         tried.append(judged(Moves(max_inflight_bytes, dict(fetch_at))))
         if tried[-1].peak_bytes <= budget_bytes:
             break
@@ -95,7 +92,7 @@ def _latest_starts(
         tier = TIER_OF[actions[storage]]
         link: Link = costs.links[tier]
         end_ms = min(at_ms[event], busy_from.get(tier, at_ms[event]))
-        start_ms = end_ms - link.fetch_ms(graph.storages[storage].bytes) * (1 + _TO_SPARE)
+        start_ms = end_ms - link.fetch_ms(graph.storages[storage].bytes) * (1 + tuning.FETCH_SPARE_SHARE)
         busy_from[tier] = start_ms
         latest = bisect_right(times, start_ms) - 1
         found[storage] = max(0, min(latest, bisect_right(unpacks, event) - 1))

@@ -30,7 +30,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable, stored_at_backward_start
-from lowtide.solvers.milp.highs import Program
+from lowtide.solvers.milp.highs import LinearProgram
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
 
 
@@ -69,7 +69,7 @@ def dp_knapsack(weights: Sequence[float], values: Sequence[float], capacities: S
 
 def ilp_knapsack(weights: Sequence[float], values: Sequence[float], capacity: float) -> list[int]:
     """Items to keep: the most value within ``capacity``, by integer programming."""
-    program = Program()
+    program = LinearProgram()
     most = max(values, default=0.0) or 1.0
     columns = [program.column(-value / most, integer=True) for value in values]
     program.row(dict(zip(columns, weights, strict=True)), upper=capacity)

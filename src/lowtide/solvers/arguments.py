@@ -1,0 +1,55 @@
+"""Budget and offload arguments as ``solve`` and ``frontier`` take them, turned into bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lowtide.graph.costs import TIERS, Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.units import parse_budget
+
+Offload = Iterable[str] | Mapping[str, int | str | None]
+
+
+def offload_capacities(costs: Costs, offload: Offload, *, method: str = "exact") -> dict[str, int | None]:
+    """Most bytes that ``offload`` allows a plan to offload, by tier; None: any number.
+
+    Raises:
+        ValueError: ``offload`` makes no sense, or ``costs`` has no link to a tier.
+    """
+    asked = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(offload)
+    if asked and method != "exact":
+        raise ValueError(
+            f'offload={offload!r} has no meaning for method={method!r}. Use method="exact", or leave it out.'
+        )
+    found: dict[str, int | None] = {}
+    for tier, capacity in asked.items():
+        if tier not in TIERS:
+            raise ValueError(f"offload: tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
+        if tier not in costs.links:
+            raise ValueError(
+                f"offload={offload!r}: costs knows no link to the {tier} tier. Measure it: "
+                f"lowtide.measure(graph, tiers=({tier!r},))."
+            )
+        size = None if capacity is None else parse_budget(capacity)
+        if size is not None and not isinstance(size, int):
+            raise ValueError(f'offload={offload!r}: {capacity!r} is not an amount. Pass bytes, "20GiB" or None.')
+        found[tier] = size
+    return found
+
+
+def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:
+    """``budget`` as absolute peak bytes on the device.
+
+    Raises:
+        ValueError: ``budget`` is ``"auto"``, which needs the device, or not an amount.
+        TypeError: ``budget`` is neither an int nor a string.
+    """
+    parsed = parse_budget(budget)
+    if isinstance(parsed, str):
+        raise ValueError(f'budget={budget!r} depends on the device. Pass bytes, "6GiB" or "40%" to solve.')
+    if isinstance(parsed, float):
+        plain_bytes = simulate_actions(graph, costs, {}).peak_bytes
+        return graph.resident_bytes + int(parsed * (plain_bytes - graph.resident_bytes))
+    return parsed

@@ -1,0 +1,104 @@
+"""The one place where a candidate becomes a ``Plan``: simulated, bounded, written down with its evidence."""
+
+from __future__ import annotations
+
+import time
+
+from lowtide.errors import LowtideError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.lower_bound.bound import HOLDS_FOR, MOVES_HOLD_FOR, bound_time
+from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
+from lowtide.solvers.peak_report import evidence
+
+
+def build_plan(
+    graph: StepGraph,
+    costs: Costs,
+    candidate: Candidate,
+    *,
+    method: str,
+    budget_bytes: int | None,
+    start_s: float,
+    tighten: bool = False,
+) -> Plan:
+    """The plan that carries out ``candidate``, with its prediction, its bound and its evidence.
+
+    Args:
+        start_s: ``time.perf_counter()`` when solving began.
+        tighten: Whether to spend time on a tighter bound where the gap is large.
+
+    Raises:
+        LowtideError: the candidate's simulated peak is above the budget.
+    """
+    timeline = simulate_actions(graph, costs, candidate.actions, candidate.replays, candidate.moves)
+    if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
+        raise LowtideError(
+            f"method={method!r} came with a plan of {timeline.peak_bytes} bytes for a budget of {budget_bytes} bytes.\n"
+            "This is a bug in lowtide. Another budget may do."
+        )
+    plain = simulate_actions(graph, costs, {})
+    forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
+    finished = {op.completes_inplace for op in graph.forward_ops}
+    decisions = []
+    for storage_id, action in sorted(candidate.actions.items()):
+        storage = graph.storages[storage_id]
+        assert storage.op is not None
+        replay_ms = costs.op_ms[storage.op] + costs.replay_us / 1e3 if action == RECOMPUTE else 0.0
+        decisions.append(
+            Decision(
+                storage_id,
+                action,
+                storage.bytes,
+                forward[storage.op],
+                storage.output,
+                storage_id in graph.stored,
+                replay_ms,
+                candidate.replays.get(storage_id, 1) if action == RECOMPUTE else 1,
+                candidate.moves.fetch_at.get(storage_id) if action in TIER_OF else None,
+            )
+        )
+    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, candidate.capacities)
+    if tighten and bound is not None and budget_bytes is not None and not candidate.capacities:
+        bound = tighten_bound(graph, costs, budget_bytes, timeline.step_ms, bound)
+    bound_ms = None if bound is None else bound.step_ms
+    searched = {}
+    if candidate.bound_ms is not None:
+        searched["search_bound"] = f"{candidate.bound_ms:.3f} ms for the plans that method {method} looks at"
+    return Plan(
+        method=method,
+        decisions=tuple(decisions),
+        frames=graph.frames,
+        ops=tuple(
+            PlannedOp(
+                op.name,
+                op.frame,
+                op.dynamic,
+                None if op.completes_inplace is None else forward[op.completes_inplace],
+                # An op that others finish counts their reads as its own, and does not get them itself.
+                0 if op.id in finished else sum(candidate.actions.get(s, SAVE) != SAVE for s in op.reads),
+            )
+            for op in graph.forward_ops
+        ),
+        graph_fingerprint=graph.fingerprint,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        plain_peak_bytes=plain.peak_bytes,
+        resident_bytes=graph.resident_bytes,
+        predicted_step_ms=timeline.step_ms,
+        plain_step_ms=costs.plain_step_ms,
+        # The bound is a float from another sum of the same terms.
+        bound_ms=None if bound_ms is None else min(bound_ms, timeline.step_ms),
+        status=candidate.status,
+        solve_s=time.perf_counter() - start_s,
+        device=graph.device,
+        calls=graph.calls,
+        region=graph.region,
+        bound_model="" if bound is None else MOVES_HOLD_FOR if candidate.capacities else HOLDS_FOR,
+        max_inflight_bytes=candidate.moves.max_inflight_bytes,
+        evidence=evidence(graph, candidate, timeline, None if bound is None else bound.ms_per_byte),
+        provenance={**graph.provenance, **candidate.provenance, **searched},
+    )
