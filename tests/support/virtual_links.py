@@ -58,14 +58,14 @@ class VirtualTicket:
             self.copy = bytes_of(self.original).clone()
             self.original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if self.back is None:
             self.settle()
             self.back = self.tier.send("fetch", self.size, self.out[3])
             self.buffer = torch.empty(self.size, dtype=torch.uint8)
 
     def fetch(self) -> torch.Tensor:
-        self.start()
+        self.start_fetch()
         self.back[-1] += self.tier.clock.wait_until(self.back[3])
         self.back = None
         return self.__dict__.pop("buffer").copy_(self.copy)

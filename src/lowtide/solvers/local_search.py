@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.simulation.simulator import Timeline, contents_at_peak, simulate_actions
+from lowtide.simulation.peak_contents import contents_at_peak
+from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers.graph_queries import complete_actions
 
 _MOST_HOLDERS = 16  # of each kind, the largest, that are asked to give way

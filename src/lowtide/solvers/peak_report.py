@@ -8,7 +8,8 @@ from typing import Any
 from lowtide.explanation import collapse_path, short_op
 from lowtide.graph.step_graph import FREE, Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF, Moves
-from lowtide.simulation.simulator import Contents, Timeline, contents_at_peak
+from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
+from lowtide.simulation.simulator import Timeline
 from lowtide.solvers.lower_bound.bound import Bound
 
 _MOST_HOLDERS = 6
@@ -60,7 +61,7 @@ def _links(timeline: Timeline) -> list[list[Any]]:
     return [[*row[:5], [round(min(share, 1.0), 3) for share in row[5]]] for row in rows.values()]
 
 
-def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> list[list[Any]]:
+def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -> list[list[Any]]:
     """Kind, module, operator, count and bytes of each group of storages, most bytes first."""
     freed = {number for kind, number in graph.events[: peak.event] if kind == FREE}
     rows: list[tuple[str, int, int]] = []

@@ -20,7 +20,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.lower_bound.bound import bound_peak_with_offload
 from lowtide.solvers.milp.highs import Answer, Program
-from lowtide.solvers.offload.rewrite import without_offloaded
+from lowtide.solvers.offload.rewrite import rewrite_without_tiers
 from lowtide.solvers.offload.search import OffloadSearch
 from lowtide.solvers.offload.transfer_schedule import schedule_transfers
 
@@ -36,7 +36,7 @@ def test_a_step_whose_moved_storages_are_elsewhere_has_the_peak_that_the_judge_s
     moves = Moves(chance.choice([0, 30, 20_000, 10**6]), fetch_at)
 
     judged = simulate_actions(graph, costs, actions, moves=moves)
-    line = simulate_actions(*without_offloaded(graph, costs, actions, moves), {})
+    line = simulate_actions(*rewrite_without_tiers(graph, costs, actions, moves), {})
 
     assert (line.peak_bytes, line.live_bytes[-1]) == (judged.peak_bytes, judged.live_bytes[-1])
 

@@ -323,7 +323,7 @@ def carried_out(graph, actions, moves, link):
                     copies[s] = OffloadedTensor(number, move, None)
                     transfers.send(copies[s], torch.UntypedStorage(size))
         elif kind == UNPACK:
-            transfers.asked()
+            transfers.on_unpack()
             copy_ = copies.pop(graph.saved[number], None)
             if copy_ is not None:
                 copy_.ticket.fetch()

@@ -28,7 +28,7 @@ from lowtide.solvers.exact import Search
 from lowtide.solvers.graph_queries import birth_and_first_use
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.offload.local_search import trade_offloads
-from lowtide.solvers.offload.rewrite import without_offloaded
+from lowtide.solvers.offload.rewrite import rewrite_without_tiers
 from lowtide.solvers.offload.transfer_schedule import Scheduled, event_times, schedule_transfers
 from lowtide.solvers.search_context import Limits
 
@@ -207,7 +207,7 @@ class OffloadSearch:
         moved = self._assign(self.large)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **moved}
         moves = Moves(0)  # one at a time, and back when needed
-        search = Search(*without_offloaded(self.graph, self.costs, actions, moves), self.limits)
+        search = Search(*rewrite_without_tiers(self.graph, self.costs, actions, moves), self.limits)
         candidates = [
             Candidate({**self._own(search.least.actions), **moved}, "feasible", moves=moves),
             Candidate(actions, moves=moves),
@@ -231,7 +231,7 @@ class OffloadSearch:
         asked_bytes = budget_bytes
         for _ in range(_ROUNDS):
             try:
-                search = Search(*without_offloaded(graph, costs, moved, before.moves), self.limits)
+                search = Search(*rewrite_without_tiers(graph, costs, moved, before.moves), self.limits)
                 rest = search.within(asked_bytes, allow_fallback=False)
             except BudgetInfeasibleError:
                 return None

@@ -19,7 +19,7 @@ import torch
 
 from lowtide.errors import TierError
 from lowtide.scratch_file import bytes_at, open_scratch, read_all, write_all
-from lowtide.tape.offload.tiers import unseen
+from lowtide.tape.offload.tiers import hidden_from_modes
 from lowtide.units import format_bytes
 
 _BLOCK = 4096  # places in the file begin at multiples of this
@@ -80,15 +80,15 @@ class DiskTicket:
                 raise _failed("written", self._size, error) from error
             self._original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if self._reading is None:
             self.settle()
-            with unseen():
+            with hidden_from_modes():
                 self._buffer = torch.empty(self._size, dtype=torch.uint8)
             self._reading = self._tier.reader.submit(_read, self._tier.fd, self._offset, self._buffer, self._sum)
 
     def fetch(self) -> torch.Tensor:
-        self.start()
+        self.start_fetch()
         assert self._reading is not None and self._buffer is not None
         try:
             self._reading.result()

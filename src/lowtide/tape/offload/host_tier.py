@@ -27,7 +27,7 @@ import torch
 from torch import cuda
 
 from lowtide.errors import TierError
-from lowtide.tape.offload.tiers import bytes_of, unseen
+from lowtide.tape.offload.tiers import bytes_of, hidden_from_modes
 from lowtide.units import format_bytes
 
 _CLASS, _PAGE = 1 << 16, 1 << 12
@@ -77,7 +77,7 @@ class HostTicket:
             out.wait_stream(cuda.current_stream(self._device))  # for the op that makes it
             if self._block.read is not None:
                 out.wait_event(self._block.read)  # what was there before is still being fetched
-            with unseen(), cuda.stream(out):
+            with hidden_from_modes(), cuda.stream(out):
                 _copy(self._block.memory[: self._size], self._original)
                 written = cuda.Event()
                 written.record(out)
@@ -90,17 +90,17 @@ class HostTicket:
             self._leaves()
             self._original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if self._buffer is not None:
             return
         self.settle()
         _, back = self._tier.streams(self._device)
-        with unseen():
+        with hidden_from_modes():
             self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         with _named():
             # For whoever had this memory before, and for the copy out.
             back.wait_stream(cuda.current_stream(self._device))
-            with unseen(), cuda.stream(back):
+            with hidden_from_modes(), cuda.stream(back):
                 _copy(self._buffer, self._block.memory[: self._size])
                 read = cuda.Event()
                 read.record(back)
@@ -110,7 +110,7 @@ class HostTicket:
         self._unused.atexit = False
 
     def fetch(self) -> torch.Tensor:
-        self.start()
+        self.start_fetch()
         assert self._buffer is not None
         self._unused()
         buffer, self._buffer = self._buffer, None
@@ -185,7 +185,7 @@ class _Pool:
             self._free.setdefault(block.memory.numel(), []).append(block)
 
     def _pin(self, size: int) -> torch.Tensor:
-        with unseen():
+        with hidden_from_modes():
             memory = torch.empty(size + _PAGE, dtype=torch.uint8)
             begin = -memory.data_ptr() % _PAGE
             memory = memory[begin : begin + size]
@@ -218,7 +218,7 @@ def _forget_error() -> None:
         clear()
         return
     try:
-        with unseen():
+        with hidden_from_modes():
             torch.ones(1, device="cuda")  # the launch is blamed, and the error is gone
     except (RuntimeError, AssertionError):  # the second: this torch knows no CUDA
         pass

@@ -30,7 +30,7 @@ class Ticket(Protocol):
             TierError: the copy could not be made.
         """
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         """Make room and start to fetch, unless that has been done."""
 
     def fetch(self) -> torch.Tensor:
@@ -57,12 +57,12 @@ Tiers = Mapping[str, Tier]  # by name: ``host``, ``disk``
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a storage as a flat tensor of bytes."""
-    with unseen():
+    with hidden_from_modes():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def hidden_from_modes() -> Iterator[None]:
     """What runs inside no dispatch mode sees: a tier's own work is no part of the step."""
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.Python)
     torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.Python, True)
