@@ -115,11 +115,11 @@ class OffloadedStorages:
     def _start_fetch(self, storage: int, event: int) -> None:
         references = self.references
         references.live_bytes += references.index.bytes[storage]
+        references.materialised.add(storage)
+        self.fetching.add(storage)
         self.high_bytes = max(self.high_bytes, references.live_bytes)
         if self.probe is not None:
             self.probe(references, references.live_bytes, None)
-        references.materialised.add(storage)
-        self.fetching.add(storage)
         self.log.append(LogEntry(STARTED, storage, event))
 
 

@@ -1,4 +1,4 @@
-"""Moved storages come back bit by bit, when the plan says, or the step stops with the reason."""
+"""Offloaded storages come back bit by bit, when the plan says, or the step stops with the reason."""
 
 import copy
 import errno
@@ -307,8 +307,8 @@ def test_a_write_after_the_copy_set_out_raises_plain_autograds_error(when):
 # Schedules, on a clock
 
 
-def carried_out(graph, actions, moves, link):
-    """What the tape's own scheduling does to the clock when the ops of ``graph`` take a millisecond each."""
+def run_on_virtual_clock(graph, actions, moves, link):
+    """The tape's transfers on a virtual clock, with ops of one millisecond each: the tier and the clock."""
     clock = Clock()
     tier = VirtualTier(clock, link)
     transfers = Transfers({DISK: tier}, moves.max_inflight_bytes)
@@ -326,7 +326,7 @@ def carried_out(graph, actions, moves, link):
             transfers.on_unpack()
             copy_ = copies.pop(graph.saved[number], None)
             if copy_ is not None:
-                copy_.ticket.fetch()
+                copy_.stored.fetch()
             del copy_
     return tier, clock
 
@@ -344,7 +344,7 @@ def test_the_tape_moves_and_waits_exactly_when_the_simulator_says(seed):
     link = Link(10 ** chance.uniform(3, 6), 10 ** chance.uniform(3, 6), chance.choice([0.0, 0.3]))
 
     line = simulate_actions(graph, unit_costs(graph, links={DISK: link}), actions, moves=moves)
-    tier, clock = carried_out(graph, actions, moves, link)
+    tier, clock = run_on_virtual_clock(graph, actions, moves, link)
 
     assert [t.direction for t in line.transfers] == [t[0] for t in tier.transfers]
     times = [(t.bytes, t.start_ms, t.end_ms, t.waited_ms) for t in line.transfers]
@@ -352,7 +352,7 @@ def test_the_tape_moves_and_waits_exactly_when_the_simulator_says(seed):
     assert clock.now_ms == pytest.approx(line.step_ms)
 
 
-def test_a_copy_on_a_slow_link_holds_memory_until_the_window_wants_it():
+def test_a_copy_on_a_slow_link_holds_memory_until_the_limit_settles_it():
     clock = Clock()
     tier = VirtualTier(clock, Link(1e3, 1e3))
     transfers = Transfers({DISK: tier}, max_inflight_bytes=100)
@@ -360,10 +360,10 @@ def test_a_copy_on_a_slow_link_holds_memory_until_the_window_wants_it():
 
     for each in copies[:2]:
         transfers.send(each, torch.UntypedStorage(40))
-    assert [c.ticket.original is None for c in copies[:2]] == [False, False] and clock.now_ms == 0
+    assert [c.stored.original is None for c in copies[:2]] == [False, False] and clock.now_ms == 0
     transfers.send(copies[2], torch.UntypedStorage(40))
 
-    assert [c.ticket.original is None for c in copies] == [True, False, False]
+    assert [c.stored.original is None for c in copies] == [True, False, False]
     assert clock.now_ms == 40.0  # a byte a millisecond, and only the oldest was waited for
 
 

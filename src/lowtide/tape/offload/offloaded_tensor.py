@@ -18,7 +18,7 @@ import torch
 from lowtide.errors import TierError
 from lowtide.simulation.transfer_queue import TransferQueue
 from lowtide.tape.execution_state import ExecutionState
-from lowtide.tape.offload.tiers import Ticket, Tiers
+from lowtide.tape.offload.tiers import StoredCopy, Tiers
 from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
 from lowtide.tape.values import Shape, Value, sharing_version
@@ -32,19 +32,19 @@ class OffloadedTensor(Recipe):
 
     Attributes:
         number: Position in the forward pass, among the recipes.
-        ticket: The tier's handle of the copy; None until the copy is sent.
+        stored: The copy on the tier; None until it is sent.
         fetched_in: Graph task id of the backward that fetched it last.
         original: The tensor itself, kept to be compared with what comes back; None except in rehearsals.
     """
 
-    __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "original", "ticket")
+    __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "original", "stored")
 
     def __init__(self, number: int, move: Move, run: ExecutionState) -> None:
         self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.tensor = None  # its Value has it
         self.passing_runs = 0  # every fetch is final
-        self.ticket: Ticket | None = None
+        self.stored: StoredCopy | None = None
         self.fetched_in = _NO_BACKWARD
         self.original: torch.Tensor | None = None
 
@@ -71,9 +71,9 @@ class OffloadedTensor(Recipe):
         if self._witness._version != self._version:
             raise _modified_in_place(self._like, self._witness, self._version)
         value = self._value()
-        if value is None or self.ticket is None:
+        if value is None or self.stored is None:
             return
-        value.tensor = self._like.of(self.ticket.fetch())
+        value.tensor = self._like.of(self.stored.fetch())
         self.fetched_in = torch._C._current_graph_task_id()
         original, self.original = self.original, None
         if original is not None and not same_bits(value.tensor, original):
@@ -108,7 +108,7 @@ class Transfers:
         with self._lock:
             move = copy.move
             self._settle(self._queue.send(move.storage, move.bytes))
-            copy.ticket = self._tiers[move.tier].store(storage)
+            copy.stored = self._tiers[move.tier].store(storage)
             self._inflight[move.storage] = copy
             if move.fetch_at is not None:
                 self._planned[move.storage] = weakref.ref(copy)
@@ -134,14 +134,14 @@ class Transfers:
             self._settle(due.settle)
             for storage in due.fetch:
                 copy = self._planned[storage]()  # None: nobody needs it any more
-                if copy is not None and copy.ticket is not None and copy.fetched_in != self._backward:
-                    copy.ticket.start_fetch()
+                if copy is not None and copy.stored is not None and copy.fetched_in != self._backward:
+                    copy.stored.start_fetch()
 
     def _settle(self, storages: Sequence[int]) -> None:
         for storage in storages:
             copy = self._inflight.pop(storage, None)  # None: the tier refused it
-            if copy is not None and copy.ticket is not None:
-                copy.ticket.settle()
+            if copy is not None and copy.stored is not None:
+                copy.stored.settle()
 
 
 def _modified_in_place(like: Shape, witness: torch.Tensor, version: int) -> RuntimeError:
