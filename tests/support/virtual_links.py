@@ -25,7 +25,7 @@ class Clock:
 
 
 class VirtualTier:
-    """A ``Tier`` over one link. ``transfers``: direction, bytes, start, end and wait of each, in order of the requests."""
+    """A ``Tier`` over one link. ``transfers``: direction, bytes, start, end, wait of each, in the order of requests."""
 
     def __init__(self, clock: Clock, link: Link) -> None:
         self.clock, self.link = clock, link

@@ -50,7 +50,7 @@ class Gpu:
         self.touch(target.data_ptr(), writes=True)
         target.copy_(source)
 
-    # What host.py uses of torch.cuda
+    # What host_tier.py uses of torch.cuda
 
     def Stream(self, device):
         stream = SimpleNamespace(seen=set(), device=device)

@@ -234,8 +234,8 @@ def test_after_a_step_nothing_of_it_is_left():
         model.zero_grad(set_to_none=True)
         assert live_tensors() == before
         tier = weakref.ref(applied._tape.tiers[DISK])
-        places = applied._tape.tiers[DISK].space
-    assert places._end == 0 and places._free == []  # every place in the file has come back
+        space = applied._tape.tiers[DISK].space
+    assert space.end_bytes == 0  # all of the file is free again
     del applied
     gc.collect()
 
@@ -466,16 +466,16 @@ def test_a_scratch_directory_that_is_not_there_leaves_the_model_untouched(tmp_pa
 # The file
 
 
-def test_places_in_the_file_are_used_again_and_joined():
+def test_space_in_the_file_is_reused_and_merged():
     tier = DiskTier(budget_bytes=5 * 4096)
     a, b, c = (tier.store(torch.UntypedStorage(4000)) for _ in range(3))
-    for ticket in (a, b, c):
-        ticket.settle()
-    del a, b, ticket
+    for copy_ in (a, b, c):
+        copy_.settle()
+    del a, b, copy_
     gc.collect()
-    wide = tier.store(torch.UntypedStorage(8000))  # where the first two were
+    joined = tier.store(torch.UntypedStorage(8000))  # where the first two were
 
-    assert (wide._offset, tier.space._end) == (0, 3 * 4096)
+    assert (joined.fetch().numel(), tier.space.end_bytes) == (8000, 3 * 4096)
     with pytest.raises(TierError) as caught:
         tier.store(torch.UntypedStorage(3 * 4096))
     assert str(caught.value) == (

@@ -99,12 +99,16 @@ class DiskCopy:
 
 
 class _Space:
-    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged."""
+    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged.
+
+    Attributes:
+        end_bytes: Where the last allocated range ends.
+    """
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()  # any thread may free
-        self._end = 0
+        self.end_bytes = 0
         self._free: list[tuple[int, int]] = []  # offset, size; by offset
 
     def allocate(self, size: int) -> int:
@@ -114,13 +118,14 @@ class _Space:
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                     return offset
-            if self.budget_bytes is not None and self._end + size > self.budget_bytes:
+            if self.budget_bytes is not None and self.end_bytes + size > self.budget_bytes:
                 raise TierError(
                     f"the disk tier is full: disk_budget={format_bytes(self.budget_bytes)}, of which "
-                    f"{format_bytes(self._end)} are in use or in pieces, and {format_bytes(size)} more are wanted.\n"
+                    f"{format_bytes(self.end_bytes)} are in use or in pieces, and "
+                    f"{format_bytes(size)} more are wanted.\n"
                     "Raise disk_budget=, or run backward before the next forward pass."
                 )
-            offset, self._end = self._end, self._end + size
+            offset, self.end_bytes = self.end_bytes, self.end_bytes + size
             return offset
 
     def raise_budget_to(self, count: int) -> None:
@@ -138,8 +143,8 @@ class _Space:
                 if joined and sum(joined[-1]) == begin:
                     begin, room = joined[-1][0], joined.pop()[1] + room
                 joined.append((begin, room))
-            if joined and sum(joined[-1]) == self._end:
-                self._end = joined.pop()[0]
+            if joined and sum(joined[-1]) == self.end_bytes:
+                self.end_bytes = joined.pop()[0]
             self._free = joined
 
 

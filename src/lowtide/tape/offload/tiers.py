@@ -9,15 +9,12 @@ do fetches, both in parallel with the computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch._C import DispatchKey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class StoredCopy(Protocol):
