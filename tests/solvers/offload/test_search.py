@@ -35,10 +35,10 @@ def test_a_step_rewritten_without_tiers_has_the_peak_of_the_simulator(seed):
     fetch_at = {s: chance.randrange(unpacks) for s in actions if chance.random() < 0.6}
     moves = Moves(chance.choice([0, 30, 20_000, 10**6]), fetch_at)
 
-    judged = simulate_actions(graph, costs, actions, moves=moves)
+    simulated = simulate_actions(graph, costs, actions, moves=moves)
     line = simulate_actions(*rewrite_without_tiers(graph, costs, actions, moves), {})
 
-    assert (line.peak_bytes, line.live_bytes[-1]) == (judged.peak_bytes, judged.live_bytes[-1])
+    assert (line.peak_bytes, line.live_bytes[-1]) == (simulated.peak_bytes, simulated.live_bytes[-1])
 
 
 def test_with_a_fast_link_what_is_dear_moves_and_recomputing_hardly_costs():
