@@ -117,7 +117,7 @@ class Bench:
                 except lowtide.BudgetInfeasibleError:
                     methods.append(Method(name, way, status="no plan"))
                     continue
-                methods.append(Method(name, way, plan, TierSettings().held(plan)))
+                methods.append(Method(name, way, plan, TierSettings().kept_open(plan)))
         return methods
 
     def _least(self, graph, costs, options: dict) -> int:

@@ -100,7 +100,7 @@ class Fit:
         if batch is None:
             raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
         # Not another file, nor as much pinned memory again.
-        places = replace(self._planner.settings.places, opened=self._planned[0].tape.tiers)
+        places = replace(self._planner.settings.places, open_tiers=self._planned[0].tape.tiers)
         self._verification = verify_in(places, self.model, batch, self.plan, step=self._step, rounds=rounds)
         return self._verification
 

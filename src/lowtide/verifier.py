@@ -101,7 +101,7 @@ def verify_in(
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        places = places.held(plan)
+        places = places.kept_open(plan)
         plain, _ = _outcome(model, batch, step, None, places, plan.provenance)
         ours, counts = _outcome(model, batch, step, plan, places, plan.provenance)
         differing = [name for name in plain if not _same(plain[name], ours.get(name))]

@@ -1,4 +1,4 @@
-"""The judge against timelines computed by hand."""
+"""The simulator against timelines computed by hand."""
 
 import dataclasses
 
@@ -197,7 +197,7 @@ def written_in_place():
     return step.graph(), {y: RECOMPUTE}
 
 
-def reads_a_moved_buffer():
+def reads_a_written_buffer():
     step = Step()
     y = step.op(step.parameter(fixed="written by op 1"), makes=(8,))
     step.op(y)
@@ -209,7 +209,7 @@ def reads_a_moved_buffer():
     [
         (written_in_place, "storage 1 cannot be recomputed: written in place. Save it."),
         (
-            reads_a_moved_buffer,
+            reads_a_written_buffer,
             "storage 1 cannot be recomputed: its op reads storage 0, which written by op 1. Save it.",
         ),
         (lambda: (chain(2), {0: RECOMPUTE}), "storage 0 cannot be recomputed: it was there before the step. Save it."),

@@ -1,4 +1,4 @@
-"""What the judge says of storages that are moved to another tier, against timelines computed by hand."""
+"""Simulated steps with offloaded storages, against timelines computed by hand."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def moved(line, direction):
     return [(t.storage, t.start_ms, t.end_ms, t.waited_ms) for t in line.transfers if t.direction == direction]
 
 
-def test_a_moved_storage_is_gone_between_its_copy_and_its_fetch():
+def test_an_offloaded_storage_takes_no_memory_between_its_copy_and_its_fetch():
     graph = chain(3, size=8)  # x1 = f(w), x2 = f(x1), x3 = f(x2): each op stores what it reads
 
     line = simulate(graph, linked(graph), {1: DISK_OFFLOAD})
@@ -48,20 +48,22 @@ def test_a_moved_storage_is_gone_between_its_copy_and_its_fetch():
     assert line.peak_bytes == simulate(graph, linked(graph), {}).peak_bytes and line.live_bytes[-1] == 0
 
 
-def test_the_next_copy_pushes_the_one_before_it_out_of_the_window():
+def test_the_next_copy_settles_the_one_before_it_when_the_limit_is_reached():
     graph = chain(4, size=8)
     actions = {1: DISK_OFFLOAD, 2: DISK_OFFLOAD, 3: DISK_OFFLOAD}
 
     narrow = simulate_actions(graph, linked(graph), actions, moves=Moves(max_inflight_bytes=8))
     wide = simulate_actions(graph, linked(graph), actions, moves=Moves(max_inflight_bytes=24))
 
-    turn = unpacks(graph)[0]
-    assert max(narrow.live_bytes[:turn]) == 2 * 8  # one read, one made: each copy had settled
-    assert max(wide.live_bytes[:turn]) == 4 * 8  # as the plain step
-    assert narrow.live_bytes[turn] == wide.live_bytes[turn] == 8  # all settled; the first fetch counts
+    backward_start = unpacks(graph)[0]
+    assert max(narrow.live_bytes[:backward_start]) == 2 * 8  # one read, one made: each copy had settled
+    assert max(wide.live_bytes[:backward_start]) == 4 * 8  # as the plain step
+    assert (
+        narrow.live_bytes[backward_start] == wide.live_bytes[backward_start] == 8
+    )  # all settled; the first fetch counts
 
 
-def test_copies_queue_on_their_link_and_a_full_window_makes_the_step_wait():
+def test_copies_queue_on_their_link_and_a_reached_limit_makes_the_step_wait():
     graph = chain(4, size=3)
     actions = {1: DISK_OFFLOAD, 2: DISK_OFFLOAD, 3: DISK_OFFLOAD}
 
@@ -86,7 +88,7 @@ def test_a_fetch_that_starts_early_hides_and_one_on_demand_is_waited_for():
     assert (early.stall_ms, early.step_ms) == (1.0, 8 + 1.0)
 
 
-def test_what_is_being_fetched_counts_from_the_moment_it_starts():
+def test_a_fetched_storage_counts_from_the_start_of_its_fetch():
     graph = chain(4, size=8)
 
     late = simulate_actions(graph, linked(graph), {1: DISK_OFFLOAD})
@@ -117,7 +119,7 @@ def test_tiers_have_links_of_their_own():
     assert [(t.tier, t.start_ms) for t in line.transfers if t.direction == "store"] == [("disk", 1.0), ("host", 2.0)]
 
 
-def test_a_replay_reads_a_moved_storage_and_fetches_it():
+def test_a_replay_that_reads_an_offloaded_storage_fetches_it():
     step = Step()
     x = step.op(step.parameter(), makes=(8,), saves="nothing")
     y = step.op(x, makes=(2,), saves="nothing")
@@ -133,7 +135,7 @@ def test_a_replay_reads_a_moved_storage_and_fetches_it():
     assert line.live_bytes[unpack] == 2
 
 
-def test_the_tapes_own_work_counts_for_moves_too():
+def test_the_tapes_own_work_counts_for_transfers_too():
     graph = chain(3, size=8)
     costs = linked(graph, dispatch_us=1000, record_us=100, replay_us=10)
 
@@ -142,7 +144,7 @@ def test_the_tapes_own_work_counts_for_moves_too():
     assert line.step_ms == pytest.approx(6 + 3 * 1.0 + 0.1 + 0.01)
 
 
-def test_what_may_not_be_moved_is_refused_by_name():
+def test_what_may_not_be_offloaded_is_refused_by_name():
     step = Step()
     x = step.op(step.parameter(), makes=(8,), saves="nothing", fixed="written during the step")
     step.op(x, makes=(1,))
@@ -171,7 +173,7 @@ def decisions(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(drawn=decisions(), speed=st.floats(1e3, 1e12))
-def test_moves_leave_nothing_behind_and_bytes_do_not_depend_on_the_links_speed(drawn, speed):
+def test_offloads_leave_nothing_behind_and_bytes_do_not_depend_on_the_links_speed(drawn, speed):
     graph, actions, moves = drawn
     costs = decoder_costs(graph)
     fast, slow = (
@@ -194,11 +196,11 @@ def test_moves_leave_nothing_behind_and_bytes_do_not_depend_on_the_links_speed(d
 
 
 def hand_made(graph, actions, moves=None, link=FAST):
-    draft = Candidate(actions, moves=moves or Moves())
-    return build_plan(graph, linked(graph, link), draft, method="none", budget_bytes=None, start_s=0)
+    candidate = Candidate(actions, moves=moves or Moves())
+    return build_plan(graph, linked(graph, link), candidate, method="none", budget_bytes=None, start_s=0)
 
 
-def test_a_plan_with_moves_goes_through_json_whole():
+def test_a_plan_with_offloads_survives_json():
     graph = chain(4, size=8)
     actions = {1: DISK_OFFLOAD, 2: SAVE, 3: RECOMPUTE}
 

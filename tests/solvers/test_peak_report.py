@@ -16,7 +16,8 @@ from lowtide.plan import RECOMPUTE, Plan
 from lowtide.reports.html import html_report
 from lowtide.reports.summary import summary
 from lowtide.reports.terminal import fit_report
-from lowtide.simulation.simulator import contents_at_peak, simulate_actions
+from lowtide.simulation.peak_contents import contents_at_peak
+from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.lower_bound.bound import bound_time

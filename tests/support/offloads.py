@@ -1,4 +1,4 @@
-"""Plans that move storages, made by hand, and a disk that errs."""
+"""Handmade plans that offload storages, and a disk that returns a wrong bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)
 
 
 def movable(graph: StepGraph) -> list[int]:
-    """Stored storages that may be moved."""
+    """Stored storages that may be offloaded."""
     return [s for s in sorted(graph.stored) if not graph.storages[s].fixed]
 
 
@@ -33,7 +33,7 @@ def moving(
     fetch_at: Mapping[int, int] | None = None,
     link: Link = FAST,
 ) -> Plan:
-    """A plan that moves ``storages``, recomputes ``recomputed`` and saves the rest."""
+    """A plan that offloads ``storages``, recomputes ``recomputed`` and saves the rest."""
     costs = Costs((1.0,) * len(graph.ops), links={DISK: link, HOST: link})
     actions = {**complete_actions(graph, recomputed), **dict.fromkeys(storages, action)}
     candidate = Candidate(actions, moves=Moves(max_inflight_bytes, fetch_at or {}))
@@ -41,7 +41,7 @@ def moving(
 
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read back from disk differs in one bit."""
+    """Make every read from disk differ in one bit."""
     preadv = os.preadv
 
     def flipped(fd: int, buffers: Any, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""A link that exists on a clock only: what is moved over it takes exactly as long as its bandwidth and latency say."""
+"""A tier whose transfers take exactly as long, on a virtual clock, as the bandwidth and latency of its link say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.tape.offload.tiers import bytes_of
 
 
 class Clock:
-    """Milliseconds that pass only when somebody computes or waits."""
+    """Virtual milliseconds: they pass only in ``compute`` and ``wait_until``."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -18,22 +18,22 @@ class Clock:
         self.now_ms += ms
 
     def wait_until(self, ms: float) -> float:
-        """Return how long that took."""
+        """Returns the milliseconds waited."""
         waited = max(0.0, ms - self.now_ms)
         self.now_ms += waited
         return waited
 
 
 class VirtualTier:
-    """A ``Tier`` over one link. ``transfers`` has direction, bytes, start, end, waited of each, in order of asking."""
+    """A ``Tier`` over one link. ``transfers``: direction, bytes, start, end, wait of each, in the order of requests."""
 
     def __init__(self, clock: Clock, link: Link) -> None:
         self.clock, self.link = clock, link
         self.free_ms = {"store": 0.0, "fetch": 0.0}
         self.transfers: list[list] = []
 
-    def store(self, storage: torch.UntypedStorage) -> VirtualTicket:
-        return VirtualTicket(self, storage)
+    def store(self, storage: torch.UntypedStorage) -> VirtualCopy:
+        return VirtualCopy(self, storage)
 
     def send(self, direction: str, size: int, ready_ms: float) -> list:
         start = max(self.clock.now_ms, self.free_ms[direction], ready_ms)
@@ -43,8 +43,8 @@ class VirtualTier:
         return self.transfers[-1]
 
 
-class VirtualTicket:
-    """See ``Ticket``. The copy is taken when it has to be whole, so what is written meanwhile tears it."""
+class VirtualCopy:
+    """See ``StoredCopy``. The bytes are copied when the copy settles, so a write before that corrupts them."""
 
     def __init__(self, tier: VirtualTier, storage: torch.UntypedStorage) -> None:
         self.tier, self.size = tier, storage.nbytes()
@@ -58,14 +58,14 @@ class VirtualTicket:
             self.copy = bytes_of(self.original).clone()
             self.original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if self.back is None:
             self.settle()
             self.back = self.tier.send("fetch", self.size, self.out[3])
             self.buffer = torch.empty(self.size, dtype=torch.uint8)
 
     def fetch(self) -> torch.Tensor:
-        self.start()
+        self.start_fetch()
         self.back[-1] += self.tier.clock.wait_until(self.back[3])
         self.back = None
         return self.__dict__.pop("buffer").copy_(self.copy)

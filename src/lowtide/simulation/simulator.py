@@ -1,10 +1,10 @@
-"""The judge: one training step replayed under a plan, as bytes and milliseconds. Shares no code with a solver.
+"""The simulator: one training step replayed under a plan, as bytes and milliseconds. It evaluates every plan.
 
-``references.py`` has the bytes, ``transfers.py`` what waiting for links costs; here are the checks before and the sums
-after.
+``simulated_step.py`` counts the bytes, ``transfers.py`` the time spent waiting for links. Solvers use the transfer
+queue too, and nothing else of this package but results.
 
-Known weakness: an op's own temporaries count only as far as ``Op.workspace_bytes`` was measured, and two storages
-that share one allocator block count as two.
+Known weakness: an op's temporaries count only as far as ``Op.workspace_bytes`` was measured, and two storages that
+share one allocator block count as two.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Moves, Plan
-from lowtide.simulation.references import Replay, Run, begin, run_step
-from lowtide.simulation.transfers import Transfer, price
+from lowtide.simulation.replay_bursts import Replay
+from lowtide.simulation.simulated_step import SimulatedStep, run_step
+from lowtide.simulation.transfers import STARTED, Transfer, time_transfers
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Timeline:
         live_bytes: Live bytes after each event of the graph.
         event_peak_bytes: Most live bytes during each event.
         replays: Ops in the order in which they run again.
-        transfers: Of moved storages, in the order in which they were asked for.
+        transfers: Transfers of offloaded storages, in the order of the requests.
     """
 
     peak_bytes: int
@@ -44,32 +45,13 @@ class Timeline:
 
     @property
     def stall_ms(self) -> float:
-        """How long the step stands still for transfers."""
+        """How long the step waits for transfers."""
         return sum(t.waited_ms for t in self.transfers)
 
     @property
     def peak_event(self) -> int:
         """Index of the first event at which the peak is reached."""
         return self.event_peak_bytes.index(self.peak_bytes) if self.peak_bytes in self.event_peak_bytes else 0
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What memory holds when the peak is first reached.
-
-    Attributes:
-        event: Index into ``StepGraph.events``.
-        op: What runs then (or ran last); None at the start of the step. ``replay``: it runs again, in backward.
-        originals: Bytes by storage, of what first runs made. ``replayed``: of what replays made.
-        peak_bytes: These, what lived before the step, workspace and generator state.
-    """
-
-    event: int
-    op: int | None
-    replay: bool
-    originals: dict[int, int]
-    replayed: dict[int, int]
-    peak_bytes: int
 
 
 def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> Timeline:
@@ -79,7 +61,7 @@ def simulate(graph: StepGraph, costs: Costs, plan: Plan | Mapping[int, str]) -> 
         graph: Forward and backward ops in execution order.
         costs: Milliseconds per op, and the links to tiers that the plan uses.
         plan: A plan made for ``graph``, or actions by storage id; a storage without one is saved. Actions alone replay
-            each op once at most, move one storage at a time, and fetch it when it is needed.
+            each op once at most, offload one storage at a time, and fetch it when it is needed.
 
     Raises:
         PlanMismatchError: ``plan`` was made for another graph, or asks for what ``graph`` does not allow.
@@ -108,62 +90,43 @@ def simulate_actions(
     """``simulate`` for actions that are known to suit ``graph``: the inner loop of a search.
 
     Args:
-        replays: How often a recomputed storage may be made again, by storage id; 1 where absent.
-        moves: When moved storages travel; None: one at a time, and back when needed.
+        replays: How often a recomputed storage may be replayed, by storage id; 1 where absent.
+        moves: When offloaded storages travel; None: one at a time, and fetched when needed.
 
     Raises:
         PlanMismatchError: a value is unpacked whose recipe is gone, or a count in ``replays`` is below 1.
     """
-    run = run_step(graph, actions, replays or {}, moves or Moves())
-    replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in run.replays)
-    record_ms = costs.record_us / 1e3 * run.recorded
-    # The tape steps aside altogether when nothing is recomputed or moved.
-    mode_ms = costs.dispatch_us / 1e3 * len(graph.forward_ops) if run.valued else 0.0
-    extra_ms = replay_ms + record_ms + mode_ms
-    transfers = _transfers(graph, costs, run) if run.moved else ()
-    if transfers:
-        extra_ms += sum(t.waited_ms for t in transfers) + costs.replay_us / 1e3 * run.fetched
+    step = run_step(graph, actions, replays or {}, moves or Moves())
+    offloaded, records = step.references.offloaded, _records_of(step)
+    replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in step.bursts.replays)
+    record_ms = costs.record_us / 1e3 * sum(records.values())
+    # Without a recomputed or offloaded storage the tape does not run.
+    dispatch_ms = costs.dispatch_us / 1e3 * len(graph.forward_ops) if step.references.with_value else 0.0
+    extra_ms = replay_ms + record_ms + dispatch_ms
+    transfers: tuple[Transfer, ...] = ()
+    if offloaded:
+        tape_us = {op.id: costs.dispatch_us + costs.record_us * records.get(op.id, 0) for op in graph.forward_ops}
+        sizes = {s: graph.storages[s].bytes for s in offloaded}
+        transfers = time_transfers(step.offload.log, costs, sizes, offloaded, tape_us)
+        num_fetched = sum(entry.what == STARTED for entry in step.offload.log)
+        extra_ms += sum(t.waited_ms for t in transfers) + costs.replay_us / 1e3 * num_fetched
     return Timeline(
-        peak_bytes=max(run.peaks, default=graph.resident_bytes),
+        peak_bytes=max(step.event_peak_bytes, default=graph.resident_bytes),
         step_ms=costs.plain_step_ms + extra_ms,
         recompute_ms=extra_ms,
-        live_bytes=tuple(run.lives),
-        event_peak_bytes=tuple(run.peaks),
-        replays=tuple(run.replays),
+        live_bytes=tuple(step.live_bytes),
+        event_peak_bytes=tuple(step.event_peak_bytes),
+        replays=tuple(step.bursts.replays),
         transfers=transfers,
     )
 
 
-def _transfers(graph: StepGraph, costs: Costs, run: Run) -> tuple[Transfer, ...]:
-    added = {op.id: costs.dispatch_us + costs.record_us * run.records.get(op.id, 0) for op in graph.forward_ops}
-    sizes = {s: graph.storages[s].bytes for s in run.moved}
-    return price(run.log, costs, sizes, run.moved, added)
-
-
-def contents_at_peak(
-    graph: StepGraph,
-    actions: Mapping[int, str],
-    replays: Mapping[int, int] | None,
-    timeline: Timeline,
-    moves: Moves | None = None,
-) -> Contents:
-    """What fills memory at the first moment of the peak.
-
-    Args:
-        timeline: What ``simulate_actions`` gives for the other arguments.
-    """
-    peak_bytes, event = timeline.peak_bytes, timeline.peak_event
-    again = begin(graph, actions, replays or {}, moves or Moves())
-    again.watched = peak_bytes
-    again.play(graph.events[: event + 1])
-    if again.seen is None:  # nothing runs at that moment
-        again.look(None)
-    assert again.seen is not None
-    originals, replayed = again.seen
-    here = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == peak_bytes]
-    runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
-    op = here[0] if here else runs[-1] if runs else None
-    return Contents(event, op, bool(here), originals, replayed, peak_bytes)
+def _records_of(step: SimulatedStep) -> dict[int, int]:
+    """By op: how many recipes and copies the tape records when it first runs."""
+    records = dict.fromkeys(step.recipes, 1)
+    for op, count in step.offload.num_stored.items():
+        records[op] = records.get(op, 0) + count
+    return records
 
 
 def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:

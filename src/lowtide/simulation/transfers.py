@@ -1,30 +1,33 @@
-"""Moved storages on their links: when they travel, and what waiting for them costs.
+"""Transfers of one simulated step: the memory of offloaded storages, and the time spent waiting for links.
 
-The rules that the simulator and the tape share. Which bytes live when depends on them alone, never on how fast a link
-is, so a predicted peak holds on a slow disk too; the links' speed decides about time only.
+``transfer_queue.py`` says when a storage travels. Here its decisions change reference counts and are logged;
+``time_transfers`` then puts the log on a clock. Memory depends on the queue alone, so the predicted peak also holds
+on a link that is slower than measured.
 
-- A moved storage sets out when the op that completes it has run. Until its copy has *settled* the original counts.
-- At most ``Moves.window_bytes`` are on their way out at once: before one more sets out the oldest have to settle,
-  whatever the wait. When backward first asks for anything all that is left settles.
-- It comes back once a backward, into memory that counts from the moment the fetch starts: at the unpack with the
-  number ``Moves.fetch_at`` (of all that backward unpacks, in order; of several the last made first), or when needed.
-- A link carries one transfer at a time each way, first come, first served.
+- The original of a sent storage counts until its copy has settled.
+- A fetched storage counts from the start of its fetch.
+- A link carries one transfer at a time in each direction, in the order of the requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
+from lowtide.plan import Moves
+from lowtide.simulation.references import References
+from lowtide.simulation.transfer_queue import TransferQueue
 
 STORE, FETCH = "store", "fetch"
-# What a log says happened: an op ran (or ran again), a copy set out, had to have settled, a fetch started, was needed.
+# Entries of a log: an op ran, an op was replayed, a copy was sent, had to be settled; a fetch started, was needed.
 RAN, REPLAYED, SENT, SETTLED, STARTED, NEEDED = "ran", "replayed", "sent", "settled", "started", "needed"
 
+Probe = Callable[[References, int, int | None], None]  # called with live bytes and the replayed op, if any
 
-class Logged(NamedTuple):
-    """One thing that happens in a simulated step: ``number`` is an op or a storage."""
+
+class LogEntry(NamedTuple):
+    """One thing that happens in a simulated step. ``number`` is the id of an op or a storage."""
 
     what: str
     number: int
@@ -32,13 +35,13 @@ class Logged(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One storage on its way.
+    """One storage that travels over a link.
 
     Attributes:
         direction: ``store`` or ``fetch``.
-        event: Index of the event during which it was asked for.
-        start_ms, end_ms: On the link, counted from the start of the step.
-        waited_ms: How long the step stood still for it.
+        event: Index of the event that asked for it.
+        start_ms, end_ms: Time on the link, from the start of the step.
+        waited_ms: How long the step waited for it.
     """
 
     storage: int
@@ -51,25 +54,94 @@ class Transfer(NamedTuple):
     waited_ms: float
 
 
-def price(
-    log: Iterable[Logged],
+class OffloadedStorages:
+    """Does what a ``TransferQueue`` says, to reference counts.
+
+    Attributes:
+        fetching: Storages whose fetch has started and has not been waited for.
+        high_bytes: Most live bytes since it was last set to 0, as far as starts of fetches raised them.
+        log: What happened, for ``time_transfers``.
+        num_stored: By op: how many of its outputs have been sent.
+    """
+
+    def __init__(self, references: References, moves: Moves, probe: Probe | None) -> None:
+        index, offloaded = references.index, references.offloaded
+        self.references, self.probe = references, probe
+        self.fetching: set[int] = set()
+        self.high_bytes = 0
+        self.log: list[LogEntry] = []
+        self.num_stored: dict[int, int] = {}
+        self._complete_after: dict[int, list[int]] = {}  # op -> offloaded storages that are complete when it has run
+        for s in sorted(offloaded):
+            self._complete_after.setdefault(index.completed_by[index.maker[s]], []).append(s)
+        fetch_at = {s: at for s, at in moves.fetch_at.items() if s in offloaded}
+        self._queue = TransferQueue(moves.max_inflight_bytes, fetch_at)
+
+    def after_op(self, op: int, event: int) -> None:
+        """``op`` has run for the first time: what it completes is sent."""
+        self.log.append(LogEntry(RAN, op, event))
+        for storage in self._complete_after.get(op, ()):
+            for oldest in self._queue.send(storage, self.references.index.bytes[storage]):
+                self._settle(oldest, event)
+            self.references.retain(storage)
+            maker = self.references.index.maker[storage]
+            self.num_stored[maker] = self.num_stored.get(maker, 0) + 1
+            self.log.append(LogEntry(SENT, storage, event))
+
+    def on_unpack(self, event: int) -> None:
+        """Backward unpacks something: copies in flight settle, and fetches that are due start."""
+        references = self.references
+        due = self._queue.on_unpack()
+        for storage in due.settle:
+            self._settle(storage, event)
+        for storage in due.fetch:
+            if references.value_counts[storage] > 0 and storage not in references.materialised:
+                self._start_fetch(storage, event)
+
+    def log_replay(self, op: int, event: int) -> None:
+        self.log.append(LogEntry(REPLAYED, op, event))
+
+    def wait_for(self, storage: int, event: int) -> None:
+        """``storage`` is needed now."""
+        if storage not in self.references.materialised:
+            self._start_fetch(storage, event)
+        self.fetching.discard(storage)
+        self.log.append(LogEntry(NEEDED, storage, event))
+
+    def _settle(self, storage: int, event: int) -> None:
+        self.log.append(LogEntry(SETTLED, storage, event))
+        self.references.release(storage)
+
+    def _start_fetch(self, storage: int, event: int) -> None:
+        references = self.references
+        references.live_bytes += references.index.bytes[storage]
+        references.materialised.add(storage)
+        self.fetching.add(storage)
+        self.high_bytes = max(self.high_bytes, references.live_bytes)
+        if self.probe is not None:
+            self.probe(references, references.live_bytes, None)
+        self.log.append(LogEntry(STARTED, storage, event))
+
+
+def time_transfers(
+    log: Iterable[LogEntry],
     costs: Costs,
     size_of: Mapping[int, int],
     tier_of: Mapping[int, str],
-    record_us_of: Mapping[int, float],
+    tape_us_of: Mapping[int, float],
 ) -> tuple[Transfer, ...]:
-    """Put what ``log`` says on a clock; return the transfers in the order in which they were asked for.
+    """Put ``log`` on a clock. Returns the transfers in the order of the requests.
 
     Args:
-        size_of, tier_of: By moved storage.
-        record_us_of: What the tape adds to each first run of an op, by op.
+        size_of, tier_of: By offloaded storage.
+        tape_us_of: What the tape adds to the first run of an op, by op.
     """
     now = 0.0
     free: dict[tuple[str, str], float] = {}
     found: dict[tuple[int, str], Transfer] = {}
     for what, number, event in log:
         if what == RAN:
-            now += costs.op_ms[number] + record_us_of.get(number, 0.0) / 1e3
+            now += costs.op_ms[number] + tape_us_of.get(number, 0.0) / 1e3
         elif what == REPLAYED:
             now += costs.op_ms[number] + costs.replay_us / 1e3
         elif what in (SENT, STARTED):

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.simulation.simulator import Timeline, contents_at_peak, simulate_actions
+from lowtide.simulation.peak_contents import contents_at_peak
+from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
 

@@ -9,7 +9,8 @@ from lowtide.explanation import collapse_path, short_op
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
-from lowtide.simulation.simulator import Contents, Timeline, contents_at_peak
+from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
+from lowtide.simulation.simulator import Timeline
 from lowtide.solvers.candidate import Candidate
 
 _MOST_HOLDERS = 6
@@ -64,7 +65,7 @@ def _links(timeline: Timeline) -> list[list[Any]]:
     return [[*row[:5], [round(min(share, 1.0), 3) for share in row[5]]] for row in rows.values()]
 
 
-def _holders(graph: StepGraph, actions: Mapping[int, str], peak: Contents) -> list[list[Any]]:
+def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -> list[list[Any]]:
     """Kind, module, operator, count and bytes of each group of storages, most bytes first."""
     freed = {s for s, event in step_facts(graph).death.items() if event < peak.event}
     rows: list[tuple[str, int, int]] = []

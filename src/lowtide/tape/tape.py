@@ -146,7 +146,7 @@ class Tape(TorchDispatchMode):
         self._step_over = False
         if self.program.plan.tiers:
             if self._transfers is not None:
-                self._transfers.settle()  # a pass whose backward is still to come, or never comes
+                self._transfers.settle_all()  # a pass whose backward is still to come, or never comes
             self._transfers = Transfers(self.tiers, self.program.plan.max_inflight_bytes)
         self.counts.steps += 1
 
@@ -370,7 +370,7 @@ class Tape(TorchDispatchMode):
             self.end()
             self._step_over = True
         if self._transfers is not None and graph_task() != -1:
-            self._transfers.asked()
+            self._transfers.on_unpack()
         kind = type(packed)
         if kind is Recipe:
             # Mostly a burst has made it for good already.

@@ -50,7 +50,7 @@ class Gpu:
         self.touch(target.data_ptr(), writes=True)
         target.copy_(source)
 
-    # What host.py uses of torch.cuda
+    # What host_tier.py uses of torch.cuda
 
     def Stream(self, device):
         stream = SimpleNamespace(seen=set(), device=device)
@@ -110,7 +110,7 @@ def test_a_storage_comes_back_bit_by_bit_in_memory_that_compute_may_read(gpu):
 
     ticket = tier.store(tensor.untyped_storage())
     ticket.settle()
-    ticket.start()
+    ticket.start_fetch()
     back = ticket.fetch()
 
     gpu.touch(back.data_ptr(), writes=False)
@@ -141,7 +141,7 @@ def test_a_copy_that_nobody_settles_is_waited_for_all_the_same(gpu):
 def test_a_fetch_that_nobody_wants_is_waited_for_all_the_same(gpu):
     tier, tensor = HostTier(), made(gpu)
     ticket = tier.store(tensor.untyped_storage())
-    ticket.start()
+    ticket.start_fetch()
     address = ticket._buffer.data_ptr()
     with pytest.raises(Race):
         gpu.touch(address, writes=True)

@@ -1,4 +1,4 @@
-"""Moved storages come back bit by bit, when the plan says, or the step stops with the reason."""
+"""Offloaded storages come back bit by bit, when the plan says, or the step stops with the reason."""
 
 import copy
 import errno
@@ -234,8 +234,8 @@ def test_after_a_step_nothing_of_it_is_left():
         model.zero_grad(set_to_none=True)
         assert live_tensors() == before
         tier = weakref.ref(applied._tape.tiers[DISK])
-        places = applied._tape.tiers[DISK].space
-    assert places._end == 0 and places._free == []  # every place in the file has come back
+        space = applied._tape.tiers[DISK].space
+    assert space.end_bytes == 0  # all of the file is free again
     del applied
     gc.collect()
 
@@ -307,8 +307,8 @@ def test_a_write_after_the_copy_set_out_raises_plain_autograds_error(when):
 # Schedules, on a clock
 
 
-def carried_out(graph, actions, moves, link):
-    """What the tape's own scheduling does to the clock when the ops of ``graph`` take a millisecond each."""
+def run_on_virtual_clock(graph, actions, moves, link):
+    """The tape's transfers on a virtual clock, with ops of one millisecond each: the tier and the clock."""
     clock = Clock()
     tier = VirtualTier(clock, link)
     transfers = Transfers({DISK: tier}, moves.max_inflight_bytes)
@@ -323,10 +323,10 @@ def carried_out(graph, actions, moves, link):
                     copies[s] = OffloadedTensor(number, move, None)
                     transfers.send(copies[s], torch.UntypedStorage(size))
         elif kind == UNPACK:
-            transfers.asked()
+            transfers.on_unpack()
             copy_ = copies.pop(graph.saved[number], None)
             if copy_ is not None:
-                copy_.ticket.fetch()
+                copy_.stored.fetch()
             del copy_
     return tier, clock
 
@@ -344,7 +344,7 @@ def test_the_tape_moves_and_waits_exactly_when_the_simulator_says(seed):
     link = Link(10 ** chance.uniform(3, 6), 10 ** chance.uniform(3, 6), chance.choice([0.0, 0.3]))
 
     line = simulate_actions(graph, unit_costs(graph, links={DISK: link}), actions, moves=moves)
-    tier, clock = carried_out(graph, actions, moves, link)
+    tier, clock = run_on_virtual_clock(graph, actions, moves, link)
 
     assert [t.direction for t in line.transfers] == [t[0] for t in tier.transfers]
     times = [(t.bytes, t.start_ms, t.end_ms, t.waited_ms) for t in line.transfers]
@@ -352,7 +352,7 @@ def test_the_tape_moves_and_waits_exactly_when_the_simulator_says(seed):
     assert clock.now_ms == pytest.approx(line.step_ms)
 
 
-def test_a_copy_on_a_slow_link_holds_memory_until_the_window_wants_it():
+def test_a_copy_on_a_slow_link_holds_memory_until_the_limit_settles_it():
     clock = Clock()
     tier = VirtualTier(clock, Link(1e3, 1e3))
     transfers = Transfers({DISK: tier}, max_inflight_bytes=100)
@@ -360,10 +360,10 @@ def test_a_copy_on_a_slow_link_holds_memory_until_the_window_wants_it():
 
     for each in copies[:2]:
         transfers.send(each, torch.UntypedStorage(40))
-    assert [c.ticket.original is None for c in copies[:2]] == [False, False] and clock.now_ms == 0
+    assert [c.stored.original is None for c in copies[:2]] == [False, False] and clock.now_ms == 0
     transfers.send(copies[2], torch.UntypedStorage(40))
 
-    assert [c.ticket.original is None for c in copies] == [True, False, False]
+    assert [c.stored.original is None for c in copies] == [True, False, False]
     assert clock.now_ms == 40.0  # a byte a millisecond, and only the oldest was waited for
 
 
@@ -466,16 +466,16 @@ def test_a_scratch_directory_that_is_not_there_leaves_the_model_untouched(tmp_pa
 # The file
 
 
-def test_places_in_the_file_are_used_again_and_joined():
+def test_space_in_the_file_is_reused_and_merged():
     tier = DiskTier(budget_bytes=5 * 4096)
     a, b, c = (tier.store(torch.UntypedStorage(4000)) for _ in range(3))
-    for ticket in (a, b, c):
-        ticket.settle()
-    del a, b, ticket
+    for copy_ in (a, b, c):
+        copy_.settle()
+    del a, b, copy_
     gc.collect()
-    wide = tier.store(torch.UntypedStorage(8000))  # where the first two were
+    joined = tier.store(torch.UntypedStorage(8000))  # where the first two were
 
-    assert (wide._offset, tier.space._end) == (0, 3 * 4096)
+    assert (joined.fetch().numel(), tier.space.end_bytes) == (8000, 3 * 4096)
     with pytest.raises(TierError) as caught:
         tier.store(torch.UntypedStorage(3 * 4096))
     assert str(caught.value) == (

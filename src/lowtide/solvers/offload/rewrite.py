@@ -1,118 +1,114 @@
-"""A step in which some storages are elsewhere between forward and backward, as a step graph that knows no tiers.
+"""A step with offloaded storages, rewritten as a step graph without tiers, so that any solver can plan the rest.
 
-Everything that plans a step can then plan the rest of it. A moved storage is nothing that autograd stores any more:
-Python holds it until its copy has settled, and what comes back is made in backward by an op that takes no time. Ops
-that read it read what costs nothing, since a replay may fetch it. As long as nothing is replayed, memory is to the byte
-what the judge says of the moves (``tests/test_search.py``); a replay that wants a moved storage before autograd does
-makes it come back earlier, which only the judge sees.
+- An offloaded storage is no longer a saved tensor. Python holds it until its copy has settled, and a backward op that
+  takes no time makes what comes back.
+- Ops that read an offloaded storage no longer read it: a replay can fetch it.
+
+Without replays the rewritten step has exactly the memory that the simulator gives the original one
+(tests/solvers/offload/test_search.py). Known weakness: a replay may fetch an offloaded storage before autograd needs
+it; only the simulator sees that.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Op, StepGraph, Storage
 from lowtide.plan import TIER_OF, Moves
+from lowtide.simulation.transfer_queue import TransferQueue
 
-FETCHED = "lowtide.fetch"
+FETCH_OP = "lowtide.fetch"
 
 
-def without_offloaded(
+def rewrite_without_tiers(
     graph: StepGraph, costs: Costs, actions: Mapping[int, str], moves: Moves
 ) -> tuple[StepGraph, Costs]:
-    """``graph`` and ``costs`` without what ``actions`` move; storages and ops keep their numbers, new ones follow."""
-    return _Rewrite(graph, sorted(s for s, a in actions.items() if a in TIER_OF), moves).done(costs)
+    """``graph`` and ``costs`` with what ``actions`` offload taken out.
+
+    Storages and ops keep their numbers; what is fetched, and the ops that fetch it, get the numbers that follow.
+    """
+    offloaded = sorted(s for s, a in actions.items() if a in TIER_OF)
+    fetched = {s: len(graph.storages) + i for i, s in enumerate(offloaded)}
+    fetch_op = {s: len(graph.ops) + i for i, s in enumerate(offloaded)}
+    storages = [Storage(fetched[s], graph.storages[s].bytes, "backward", fetch_op[s]) for s in offloaded]
+    fetches = [Op(fetch_op[s], FETCH_OP, 0, True, (), (fetched[s],)) for s in offloaded]
+    ops = [
+        op
+        if op.backward or fetched.keys().isdisjoint(op.reads)
+        else replace(op, reads=tuple(s for s in op.reads if s not in fetched))
+        for op in graph.ops
+    ]
+    rewritten = replace(
+        graph,
+        storages=(*graph.storages, *storages),
+        ops=(*ops, *fetches),
+        saved=tuple(fetched.get(s, s) for s in graph.saved),
+        events=tuple(_Events(graph, fetched, fetch_op, moves).rewritten()),
+    )
+    return rewritten, replace(costs, op_ms=(*costs.op_ms, *(0.0,) * len(fetches)))
 
 
-class _Rewrite:
-    def __init__(self, graph: StepGraph, moved: list[int], moves: Moves) -> None:
-        self.graph, self.moves = graph, moves
-        storages, ops = list(graph.storages), list[Op]()
-        self.back: dict[int, int] = {}  # moved storage -> what comes back
-        self.fetch_of: dict[int, int] = {}
-        fetches: list[Op] = []
-        for s in moved:
-            op = len(graph.ops) + len(fetches)
-            self.back[s], self.fetch_of[s] = len(storages), op
-            storages.append(Storage(len(storages), graph.storages[s].bytes, "backward", op))
-            fetches.append(Op(op, FETCHED, 0, True, (), (self.back[s],)))
-        for op_ in graph.ops:
-            if not op_.backward and not self.back.keys().isdisjoint(op_.reads):
-                op_ = replace(op_, reads=tuple(s for s in op_.reads if s not in self.back))
-            ops.append(op_)
-        self.saved = tuple(self.back.get(s, s) for s in graph.saved)
+class _Events:
+    """The events of the rewritten step."""
+
+    def __init__(self, graph: StepGraph, fetched: Mapping[int, int], fetch_op: Mapping[int, int], moves: Moves) -> None:
+        self.graph, self.fetched, self.fetch_op = graph, fetched, fetch_op
         self.events: list[tuple[int, int]] = []
+        self.inflight: set[int] = set()
+        self.freed_inflight: set[int] = set()  # Python let go of them before their copy settled
+        self.handles = dict.fromkeys(fetched, 0)
+        self.present: set[int] = set()  # fetched and not freed yet
+        fetch_at = {s: at for s, at in moves.fetch_at.items() if s in fetched}
+        self.queue = TransferQueue(moves.max_inflight_bytes, fetch_at)
+
+    def rewritten(self) -> list[tuple[int, int]]:
+        graph = self.graph
         completed_by = step_facts(graph).completed_by
-        self.sends_after: dict[int, list[int]] = {}
-        for s in moved:
+        complete_after: dict[int, list[int]] = {}
+        for s in self.fetched:
             maker = graph.storages[s].op
             assert maker is not None
-            self.sends_after.setdefault(completed_by.get(maker, maker), []).append(s)
-        self.storages, self.ops = tuple(storages), (*ops, *fetches)
-        self.outgoing: deque[int] = deque()
-        self.freed: set[int] = set()
-        self.refs = dict.fromkeys(moved, 0)
-        self.there: set[int] = set()
-        self.due = deque(sorted((at, -s) for s, at in moves.fetch_at.items() if s in self.back))
-        self.unpacks = 0
-
-    def done(self, costs: Costs) -> tuple[StepGraph, Costs]:
-        graph = self.graph
+            complete_after.setdefault(completed_by.get(maker, maker), []).append(s)
         for kind, number in graph.events:
             if kind == RUN:
                 self.events.append((kind, number))
-                for s in self.sends_after.get(number, ()):
-                    self._send(s)
+                for s in complete_after.get(number, ()):
+                    self._settle(self.queue.send(s, graph.storages[s].bytes))
+                    self.inflight.add(s)
                 continue
             storage = number if kind == FREE else graph.saved[number]
             if kind == UNPACK:
-                self._asked()
-            if storage not in self.back:
-                self.events.append((kind, number))
-            elif kind == FREE and storage in self.outgoing:
-                self.freed.add(storage)
-            elif kind == FREE:
-                self.events.append((kind, number))
+                due = self.queue.on_unpack()
+                self._settle(due.settle)
+                for s in due.fetch:
+                    if self.handles[s] > 0:
+                        self._fetch(s)
+            if storage in self.fetched and kind != FREE:
+                self._count_handle(kind, storage)
+            elif storage in self.inflight:
+                self.freed_inflight.add(storage)
             else:
-                self._refer(kind, storage)
-        rewritten = replace(graph, storages=self.storages, ops=self.ops, saved=self.saved, events=tuple(self.events))
-        return rewritten, replace(costs, op_ms=(*costs.op_ms, *(0.0,) * len(self.back)))
+                self.events.append((kind, number))
+        return self.events
 
-    def _send(self, storage: int) -> None:
-        size = self.storages[storage].bytes
-        while (
-            self.outgoing and sum(self.storages[s].bytes for s in self.outgoing) + size > self.moves.max_inflight_bytes
-        ):
-            self._settle()
-        self.outgoing.append(storage)
-
-    def _settle(self) -> None:
-        storage = self.outgoing.popleft()
-        if storage in self.freed:
-            self.events.append((FREE, storage))
-
-    def _asked(self) -> None:
-        while self.outgoing:
-            self._settle()
-        while self.due and self.due[0][0] <= self.unpacks:
-            storage = -self.due.popleft()[1]
-            if self.refs[storage] > 0:
-                self._fetch(storage)
-        self.unpacks += 1
+    def _settle(self, storages: Sequence[int]) -> None:
+        for storage in storages:
+            self.inflight.remove(storage)
+            if storage in self.freed_inflight:
+                self.events.append((FREE, storage))
 
     def _fetch(self, storage: int) -> None:
-        if storage not in self.there:
-            self.there.add(storage)
-            self.events.append((RUN, self.fetch_of[storage]))
+        if storage not in self.present:
+            self.present.add(storage)
+            self.events.append((RUN, self.fetch_op[storage]))
 
-    def _refer(self, kind: int, storage: int) -> None:
+    def _count_handle(self, kind: int, storage: int) -> None:
         if kind == UNPACK:
             self._fetch(storage)
-        self.refs[storage] += 1 if kind in (PACK, UNPACK) else -1
-        if kind in (DROP, RELEASE) and self.refs[storage] == 0 and storage in self.there:
-            self.there.discard(storage)
-            self.events.append((FREE, self.back[storage]))
+        self.handles[storage] += 1 if kind in (PACK, UNPACK) else -1
+        if kind in (DROP, RELEASE) and self.handles[storage] == 0 and storage in self.present:
+            self.present.remove(storage)
+            self.events.append((FREE, self.fetched[storage]))

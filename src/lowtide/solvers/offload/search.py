@@ -1,13 +1,12 @@
-"""Save, recompute or move: the exact method, with tiers to move storages to.
+"""Joint plans: save, recompute or offload each storage, on top of the exact method.
 
-What moves is chosen by what the links can carry beside the computation, what is recomputed of the rest is solved
-exactly (``rewrite.py`` makes it a step without tiers), and the judge compares: several loads of the links, and no
-load at all. A storage is worth moving where memory is worth most, and those are the ones that the plan without moves
-keeps: what is cheap to make again is dropped there already. In program order each of them moves if the link would have
-carried it off before the next, and back before it is needed.
+Offload candidates are what the recompute-only plan saves: memory is worth most there. In program order each of them is
+offloaded if the link can carry it out before the next one, and back before it is needed. The exact method then plans
+the rest (``rewrite.py``), and the simulator compares several loads of the links with the recompute-only plan.
 
-Known weaknesses: two steps instead of one model; a storage is moved whole; which of several that the link could carry
-is moved goes by program order alone. How much that loses ``bound.py`` says, which shares nothing with it.
+Known weaknesses: two stages instead of one model; a storage is offloaded whole; among storages that the link could
+carry only program order decides. The lower bound (``lower_bound/offload_columns.py``) shares nothing with this search
+and says how much that can lose.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import movable
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.lower_bound.bound import bound_peak
-from lowtide.solvers.offload.local_search import trade_offloads
-from lowtide.solvers.offload.rewrite import without_offloaded
+from lowtide.solvers.offload.local_search import improve_by_local_search
+from lowtide.solvers.offload.rewrite import rewrite_without_tiers
 from lowtide.solvers.offload.transfer_schedule import Scheduled, event_times, schedule_transfers
 from lowtide.solvers.search_context import Limits
 
@@ -38,13 +37,13 @@ _ACTION = {tier: action for action, tier in TIER_OF.items()}
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Evaluated:
     candidate: Candidate
     timeline: Timeline
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Faster is better, and of about equally fast ones what moves less."""
+        """Lower is better: faster plans, and of about equally fast ones those with fewer transfers."""
         busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
         return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
 
@@ -56,19 +55,19 @@ def search_with_offload(
     limits: Limits,
     capacities: Mapping[str, int | None],
 ) -> Candidate:
-    """The fastest of the plans that are looked at within ``budget_bytes``.
+    """The fastest plan found within ``budget_bytes``.
 
     Args:
-        capacities: Most bytes to move, by tier; None: any number.
+        capacities: Most bytes to offload, by tier; None: any number.
 
     Raises:
-        BudgetInfeasibleError: none was found that needs so little.
+        BudgetInfeasibleError: no plan was found within the budget.
     """
     return OffloadSearch(graph, costs, limits, capacities).within(budget_bytes)
 
 
-def _by_count(limits: Limits) -> Limits:
-    """Limits that count: under the clock that is only a net, what is found would depend on who else computes."""
+def _counted_limits(limits: Limits) -> Limits:
+    """``limits`` by number of nodes. A default time limit goes, so that the plan does not depend on the machine."""
     time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
     return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT))
 
@@ -78,13 +77,13 @@ class OffloadSearch:
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, capacities: Mapping[str, int | None]) -> None:
         self.graph, self.costs = graph, costs
-        self.limits = _by_count(limits)
+        self.limits = _counted_limits(limits)
         # The faster link is loaded first.
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
         self.search = ExactSearch(graph, costs, self.limits)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
-        self.large = sorted(
+        self.worth_moving = sorted(
             s for s in movable(graph) if graph.storages[s].bytes >= tuning.MIN_OFFLOAD_SHARE * stored_bytes
         )
 
@@ -95,142 +94,133 @@ class OffloadSearch:
     def _within(self, budget_bytes: int) -> Candidate:
         if self.search.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
-        tried: list[_Judged] = []
+        evaluated: list[_Evaluated] = []
+        tried: set[frozenset[tuple[int, str]]] = {frozenset()}
+
+        def attempt(storages: list[int], base: _Evaluated, load: float) -> None:
+            """Offload what of ``storages`` the links carry at ``load``, beside the replays of ``base``."""
+            unlimited = math.isinf(load)
+            offloaded = self._assign_tiers(storages) if unlimited else self._carried(storages, load, base.timeline)
+            if frozenset(offloaded.items()) not in tried:
+                tried.add(frozenset(offloaded.items()))
+                evaluated.extend(self._plan_with(offloaded, base, budget_bytes))
+
         loads = tuning.LINK_LOADS
         try:
-            like = self._judge(self.search.within(budget_bytes, allow_fallback=False))
-            tried.append(like)
+            base = self._evaluate(self.search.within(budget_bytes, allow_fallback=False))
+            evaluated.append(base)
         except BudgetInfeasibleError:
-            if self._least.timeline.peak_bytes > budget_bytes:  # with all that may be moved away, and the rest leanest
-                return self._at_the_least(budget_bytes)
-            leanest = min((self.search.plain, *self.search.published), key=lambda j: j.peak_bytes)
-            like, loads = self._judge(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
-        seen: set[frozenset[tuple[int, str]]] = {frozenset()}
+            if self._least_peak.timeline.peak_bytes > budget_bytes:
+                return self._leanest(budget_bytes)
+            leanest = min((self.search.plain, *self.search.published), key=lambda e: e.peak_bytes)
+            base, loads = self._evaluate(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
         for load in loads:
-            self._try(self._kept(like), like, load, budget_bytes, seen, tried)
+            attempt(self._saved_by(base), base, load)
         for load in loads[1:]:
-            self._try(self.large, like, load, budget_bytes, seen, tried)
-        if loads is tuning.HEAVY_LINK_LOADS and (not tried or self._waits(tried)):
-            # Dearer to find, and it keeps little: what there is to move.
-            like = self._recomputed_least
+            attempt(self.worth_moving, base, load)
+        if loads is tuning.HEAVY_LINK_LOADS and (not evaluated or _stalls_long(evaluated)):
+            # Slower to find, but this plan saves little, so there is little to offload.
+            base = self._least_by_recompute
             for load in loads:
-                self._try(self._kept(like), like, load, budget_bytes, seen, tried)
-        if tried:  # what the best of these keeps may be worth moving too
-            best = min(tried, key=lambda j: j.rank)
-            self._try(self._kept(best), best, 1.0, budget_bytes, seen, tried)
-            return self._traded(min(tried, key=lambda j: j.rank), budget_bytes).candidate
-        return self._at_the_least(budget_bytes)
+                attempt(self._saved_by(base), base, load)
+        if not evaluated:
+            return self._leanest(budget_bytes)
+        best = min(evaluated, key=lambda e: e.rank)
+        attempt(self._saved_by(best), best, 1.0)
+        return self._improved(min(evaluated, key=lambda e: e.rank), budget_bytes).candidate
 
-    def _at_the_least(self, budget_bytes: int) -> Candidate:
-        """The leanest plan there is, whatever it takes.
+    def _leanest(self, budget_bytes: int) -> Candidate:
+        """The plan with the least peak, at any cost in time.
 
         Raises:
-            BudgetInfeasibleError: it needs more.
+            BudgetInfeasibleError: that peak is above the budget.
         """
-        if self._least.timeline.peak_bytes <= budget_bytes:
-            return self._least.candidate
-        found = [self._least]
-        # Recomputing alone is worth its search only where nothing says that it ends higher.
-        if bound_peak(self.graph) < self._least.timeline.peak_bytes:
+        if self._least_peak.timeline.peak_bytes <= budget_bytes:
+            return self._least_peak.candidate
+        found = [self._least_peak]
+        # Recomputing alone is searched only if its lower bound allows a lower peak.
+        if bound_peak(self.graph) < self._least_peak.timeline.peak_bytes:
             try:
                 return self.search.within(budget_bytes)
             except BudgetInfeasibleError:
-                found.append(self._recomputed_least)
-        least = min(found, key=lambda j: j.timeline.peak_bytes).candidate
+                found.append(self._least_by_recompute)
+        least = min(found, key=lambda e: e.timeline.peak_bytes).candidate
         raise infeasible_error(self.graph, self.costs, budget_bytes, least, method="exact", offload=True)
 
-    def _try(
-        self,
-        storages: list[int],
-        like: _Judged,
-        load: float,
-        budget_bytes: int,
-        seen: set[frozenset[tuple[int, str]]],
-        tried: list[_Judged],
-    ) -> None:
-        """Move what of ``storages`` the links carry at ``load``, beside the replays of ``like``."""
-        moved = self._assign(storages) if math.isinf(load) else self._carried(storages, load, like.timeline)
-        if frozenset(moved.items()) in seen:
-            return
-        seen.add(frozenset(moved.items()))
-        found = self._around(moved, like, budget_bytes)
-        if found is not None:
-            tried.append(found)
-
-    def _traded(self, best: _Judged, budget_bytes: int) -> _Judged:
+    def _improved(self, best: _Evaluated, budget_bytes: int) -> _Evaluated:
+        """``best`` after local search."""
         sizes = {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
 
         def fits(actions: Mapping[int, str]) -> bool:
-            moved = dict.fromkeys(sizes, 0)
+            offloaded = dict.fromkeys(sizes, 0)
             for s, action in actions.items():
                 if action in TIER_OF:
-                    moved[TIER_OF[action]] += self.graph.storages[s].bytes
-            return all(moved[tier] <= most for tier, most in sizes.items())
+                    offloaded[TIER_OF[action]] += self.graph.storages[s].bytes
+            return all(offloaded[tier] <= most for tier, most in sizes.items())
 
         def rank(found: Scheduled) -> tuple[float, int]:
-            return _Judged(best.candidate, found.timeline).rank
+            return _Evaluated(best.candidate, found.timeline).rank
 
-        moves = self._assign(self.large)
-        other = self._judge(trade_offloads(self.graph, self.costs, best.candidate, budget_bytes, moves, fits, rank))
+        moves = self._assign_tiers(self.worth_moving)
+        other = self._evaluate(
+            improve_by_local_search(self.graph, self.costs, best.candidate, budget_bytes, moves, fits, rank)
+        )
         return other if other.timeline.peak_bytes <= budget_bytes and other.rank < best.rank else best
 
-    def _kept(self, like: _Judged) -> list[int]:
-        return [s for s in self.large if like.candidate.actions.get(s, SAVE) != RECOMPUTE]
-
-    def _waits(self, tried: list[_Judged]) -> bool:
-        """The best of what was tried stands still for a good part of its time."""
-        best = min(tried, key=lambda j: j.rank).timeline
-        return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms
+    def _saved_by(self, base: _Evaluated) -> list[int]:
+        """Storages worth moving that ``base`` does not recompute."""
+        return [s for s in self.worth_moving if base.candidate.actions.get(s, SAVE) != RECOMPUTE]
 
     @cached_property
-    def _recomputed_least(self) -> _Judged:
+    def _least_by_recompute(self) -> _Evaluated:
         least = self.search.min_peak
-        return self._judge(Candidate(least.actions, replays=least.replays))
+        return self._evaluate(Candidate(least.actions, replays=least.replays))
 
     @cached_property
-    def _least(self) -> _Judged:
-        """The least peak that is found; the same whatever the budget was, so that asking for it succeeds."""
-        moved = self._assign(self.large)
-        actions = {**dict.fromkeys(self.graph.stored, SAVE), **moved}
-        moves = Moves(0)  # one at a time, and back when needed
-        search = ExactSearch(*without_offloaded(self.graph, self.costs, actions, moves), self.limits)
+    def _least_peak(self) -> _Evaluated:
+        """The plan with the least peak found: all that is worth moving is offloaded. It does not depend on a budget."""
+        offloaded = self._assign_tiers(self.worth_moving)
+        actions = {**dict.fromkeys(self.graph.stored, SAVE), **offloaded}
+        moves = Moves(0)  # one at a time, and fetched when needed
+        search = ExactSearch(*rewrite_without_tiers(self.graph, self.costs, actions, moves), self.limits)
         candidates = [
-            Candidate({**self._own(search.min_peak.actions), **moved}, "feasible", moves=moves),
+            Candidate({**self._of_graph(search.min_peak.actions), **offloaded}, "feasible", moves=moves),
             Candidate(actions, moves=moves),
         ]
-        return min(map(self._judge, candidates), key=lambda j: (j.timeline.peak_bytes, j.timeline.step_ms))
+        return min(map(self._evaluate, candidates), key=lambda e: (e.timeline.peak_bytes, e.timeline.step_ms))
 
-    def _judge(self, candidate: Candidate) -> _Judged:
+    def _evaluate(self, candidate: Candidate) -> _Evaluated:
         line = simulate_actions(self.graph, self.costs, candidate.actions, candidate.replays, candidate.moves)
-        return _Judged(candidate, line)
+        return _Evaluated(candidate, line)
 
-    def _own(self, actions: Mapping[int, str]) -> dict[int, str]:
+    def _of_graph(self, actions: Mapping[int, str]) -> dict[int, str]:
+        """``actions`` without those for storages that only the rewritten graph has."""
         return {s: action for s, action in actions.items() if s < len(self.graph.storages)}
 
-    def _around(self, moved: dict[int, str], like: _Judged, budget_bytes: int) -> _Judged | None:
-        """The fastest plan found that moves ``moved``; None where there is none within the budget."""
+    def _plan_with(self, offloaded: dict[int, str], base: _Evaluated, budget_bytes: int) -> list[_Evaluated]:
+        """The fastest plan found that offloads ``offloaded``; empty if none is within the budget."""
         graph, costs = self.graph, self.costs
-        # Fetches are first planned beside the replays of the plan that this one is made from.
+        # Fetches are scheduled beside the replays of the plan that this one starts from.
         before = schedule_transfers(
-            graph, costs, {**like.candidate.actions, **moved}, like.candidate.replays, budget_bytes
+            graph, costs, {**base.candidate.actions, **offloaded}, base.candidate.replays, budget_bytes
         )
-        asked_bytes = budget_bytes
+        rest_budget_bytes = budget_bytes
         for _ in range(tuning.OFFLOAD_ROUNDS):
             try:
-                search = ExactSearch(*without_offloaded(graph, costs, moved, before.moves), self.limits)
-                rest = search.within(asked_bytes, allow_fallback=False)
+                search = ExactSearch(*rewrite_without_tiers(graph, costs, offloaded, before.moves), self.limits)
+                rest = search.within(rest_budget_bytes, allow_fallback=False)
             except BudgetInfeasibleError:
-                return None
-            actions = {**self._own(rest.actions), **moved}
+                return []
+            actions = {**self._of_graph(rest.actions), **offloaded}
             found: Scheduled = schedule_transfers(graph, costs, actions, rest.replays, budget_bytes)
             if found.peak_bytes <= budget_bytes:
                 candidate = Candidate(actions, "feasible", None, rest.provenance, rest.replays, found.moves)
-                return _Judged(candidate, found.timeline)
-            asked_bytes -= found.peak_bytes - budget_bytes
-        return None
+                return [_Evaluated(candidate, found.timeline)]
+            rest_budget_bytes -= found.peak_bytes - budget_bytes
+        return []
 
-    def _assign(self, storages: Iterable[int]) -> dict[int, str]:
-        """As many of ``storages`` as there is room for, on the fastest tier that has it."""
+    def _assign_tiers(self, storages: Iterable[int]) -> dict[int, str]:
+        """Actions that offload ``storages`` in this order, each to the fastest tier with room left."""
         left = {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
         found = {}
         for s in storages:
@@ -242,7 +232,7 @@ class OffloadSearch:
         return found
 
     def _carried(self, storages: list[int], load: float, timeline: Timeline) -> dict[int, str]:
-        """Those of ``storages`` that links of ``load`` times the speed carry off in time, and back in time."""
+        """Actions for those ``storages`` that links of ``load`` times the speed carry out and back in time."""
         graph, links = self.graph, self.costs.links
         at_ms = event_times(graph, self.costs, timeline)
         facts = step_facts(graph)
@@ -250,11 +240,11 @@ class OffloadSearch:
         largest = max((graph.storages[s].bytes for s in storages), default=0)
         carried: dict[int, str] = {}
         free_ms = dict.fromkeys(self.capacities, 0.0)
-        for s, action in self._assign(sorted(storages, key=lambda s: made[s])).items():
+        for s, action in self._assign_tiers(sorted(storages, key=lambda s: made[s])).items():
             tier, size = TIER_OF[action], graph.storages[s].bytes
             begin_ms = at_ms[made[s]] + self.costs.op_ms[graph.storages[s].op or 0]
             end_ms = max(begin_ms, free_ms[tier]) + links[tier].store_ms(size) / load
-            # Two of the largest may be on their way, so one more may wait for one.
+            # Two of the largest may be in flight, so one more may wait for one of them.
             if end_ms - begin_ms <= 2 * links[tier].store_ms(largest) / load:
                 carried[s], free_ms[tier] = action, end_ms
         free_ms = dict.fromkeys(self.capacities, at_ms[min(facts.backward_start, len(at_ms) - 1)])
@@ -266,3 +256,9 @@ class OffloadSearch:
             else:
                 free_ms[tier] = end_ms
         return carried
+
+
+def _stalls_long(evaluated: list[_Evaluated]) -> bool:
+    """The best plan so far spends a good part of its time waiting for links."""
+    best = min(evaluated, key=lambda e: e.rank).timeline
+    return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms

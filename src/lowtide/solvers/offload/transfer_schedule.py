@@ -1,9 +1,8 @@
-"""When moved storages come back: as late as the link allows without a wait, and never where the peak forbids it.
+"""When offloaded storages are fetched: as late as the link allows without a wait, and never above the budget.
 
-Fetches are planned backwards from the moments at which they are needed, one after the other on their link, each with
-some time to spare; then those that are on their way while memory is above the budget are put off, the last needed
-first. Latest starts first is what keeps the bytes on their way few; that a link is late costs time, which the judge
-counts.
+Fetches are planned backwards from the moments at which they are needed, one after the other on their link, with some
+slack. While memory is above the budget, fetches in flight at that moment are delayed, those needed last first. Late
+starts keep little memory in flight. A link that is then too late costs time, which the simulator counts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lowtide.solvers import tuning
 
 @dataclass(frozen=True)
 class Scheduled:
-    """When moved storages travel, and what the judge says of it."""
+    """When offloaded storages travel, and the simulated step."""
 
     moves: Moves
     timeline: Timeline
@@ -36,25 +35,25 @@ class Scheduled:
 def schedule_transfers(
     graph: StepGraph, costs: Costs, actions: Mapping[int, str], replays: Mapping[int, int], budget_bytes: int
 ) -> Scheduled:
-    """When the moved storages among ``actions`` travel, with as little waiting as ``budget_bytes`` allows.
+    """When the storages that ``actions`` offload travel, with as little waiting as ``budget_bytes`` allows.
 
     Returns:
-        The fastest within the budget; where nothing is, what needs least.
+        The fastest schedule within the budget; without one, that with the least peak.
     """
-    moved = [s for s, a in actions.items() if a in TIER_OF]
-    if not moved:
+    offloaded = [s for s, a in actions.items() if a in TIER_OF]
+    if not offloaded:
         return Scheduled(Moves(), simulate_actions(graph, costs, actions, replays, Moves()))
-    largest = max(graph.storages[s].bytes for s in moved)
-    tried: list[Scheduled] = []
+    largest = max(graph.storages[s].bytes for s in offloaded)
+    schedules: list[Scheduled] = []
     for copies in tuning.STORES_IN_FLIGHT:
-        tried += _with_window(graph, costs, actions, replays, budget_bytes, copies * largest)
-        within = [s for s in tried if s.peak_bytes <= budget_bytes]
+        schedules += _within_limit(graph, costs, actions, replays, budget_bytes, copies * largest)
+        within = [s for s in schedules if s.peak_bytes <= budget_bytes]
         if within:
             return min(within, key=lambda s: (s.timeline.step_ms, s.peak_bytes))
-    return min(tried, key=lambda s: (s.peak_bytes, s.timeline.step_ms))
+    return min(schedules, key=lambda s: (s.peak_bytes, s.timeline.step_ms))
 
 
-def _with_window(
+def _within_limit(
     graph: StepGraph,
     costs: Costs,
     actions: Mapping[int, str],
@@ -62,31 +61,31 @@ def _with_window(
     budget_bytes: int,
     max_inflight_bytes: int,
 ) -> list[Scheduled]:
-    """What is tried with so many bytes on their way out: on demand, and fetched early as far as the budget allows."""
+    """Schedules with this limit: fetched on demand, and fetched early as far as the budget allows."""
 
-    def judged(moves: Moves) -> Scheduled:
+    def scheduled(moves: Moves) -> Scheduled:
         return Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves))
 
-    tried = [judged(Moves(max_inflight_bytes))]
-    unpacks = step_facts(graph).unpack_events
-    needed = {t.storage: t.event for t in tried[0].timeline.transfers if t.direction == FETCH}
-    fetch_at = _latest_starts(graph, costs, actions, tried[0].timeline, needed)
+    schedules = [scheduled(Moves(max_inflight_bytes))]
+    unpack_events = step_facts(graph).unpack_events
+    needed = {t.storage: t.event for t in schedules[0].timeline.transfers if t.direction == FETCH}
+    fetch_at = _latest_starts(graph, costs, actions, schedules[0].timeline, needed)
     for _ in range(tuning.FETCH_DELAY_ROUNDS):
-        tried.append(judged(Moves(max_inflight_bytes, dict(fetch_at))))
-        if tried[-1].peak_bytes <= budget_bytes:
+        schedules.append(scheduled(Moves(max_inflight_bytes, dict(fetch_at))))
+        if schedules[-1].peak_bytes <= budget_bytes:
             break
-        if not _put_off(graph, tried[-1].timeline, needed, unpacks, fetch_at, budget_bytes):
+        if not _delay_fetches(graph, schedules[-1].timeline, needed, unpack_events, fetch_at, budget_bytes):
             break
-    return tried
+    return schedules
 
 
 def _latest_starts(
     graph: StepGraph, costs: Costs, actions: Mapping[int, str], timeline: Timeline, needed: Mapping[int, int]
 ) -> dict[int, int]:
     """By storage: the number of the last unpack at which its fetch may start and still be in time."""
-    unpacks, at_ms = step_facts(graph).unpack_events, event_times(graph, costs, timeline)
-    times = [at_ms[event] for event in unpacks]
-    busy_from: dict[str, float] = {}  # by tier: when the link is wanted for what is needed later
+    unpack_events, at_ms = step_facts(graph).unpack_events, event_times(graph, costs, timeline)
+    times = [at_ms[event] for event in unpack_events]
+    busy_from: dict[str, float] = {}  # by tier: when the link starts with what is needed later
     found = {}
     for storage, event in sorted(needed.items(), key=lambda item: -item[1]):
         tier = TIER_OF[actions[storage]]
@@ -95,32 +94,38 @@ def _latest_starts(
         start_ms = end_ms - link.fetch_ms(graph.storages[storage].bytes) * (1 + tuning.FETCH_SPARE_SHARE)
         busy_from[tier] = start_ms
         latest = bisect_right(times, start_ms) - 1
-        found[storage] = max(0, min(latest, bisect_right(unpacks, event) - 1))
+        found[storage] = max(0, min(latest, bisect_right(unpack_events, event) - 1))
     return found
 
 
-def _put_off(
+def _delay_fetches(
     graph: StepGraph,
     timeline: Timeline,
     needed: Mapping[int, int],
-    unpacks: list[int],
+    unpack_events: list[int],
     fetch_at: dict[int, int],
     budget_bytes: int,
 ) -> bool:
-    """Start fetches later that are on their way where memory is above the budget; return whether any was."""
+    """Start fetches later that are in flight while memory is above the budget. Returns whether any could."""
     changed = False
-    relief: dict[int, int] = {}  # storage -> up to which event it is away by now
+    delayed_until: dict[int, int] = {}  # storage -> event
     for event, peak in enumerate(timeline.event_peak_bytes):
-        excess = peak - budget_bytes - sum(graph.storages[s].bytes for s, until in relief.items() if event < until)
+        excess = (
+            peak - budget_bytes - sum(graph.storages[s].bytes for s, until in delayed_until.items() if event < until)
+        )
         if excess <= 0:
             continue
-        waiting = [s for s, at in fetch_at.items() if unpacks[at] <= event < needed[s] and relief.get(s, 0) <= event]
-        for storage in sorted(waiting, key=lambda s: -needed[s]):
-            later = bisect_right(unpacks, event)
-            if later >= len(unpacks) or unpacks[later] > needed[storage]:
+        early = [
+            s
+            for s, at in fetch_at.items()
+            if unpack_events[at] <= event < needed[s] and delayed_until.get(s, 0) <= event
+        ]
+        for storage in sorted(early, key=lambda s: -needed[s]):
+            later = bisect_right(unpack_events, event)
+            if later >= len(unpack_events) or unpack_events[later] > needed[storage]:
                 continue
             fetch_at[storage] = later
-            relief[storage] = unpacks[later]
+            delayed_until[storage] = unpack_events[later]
             changed = True
             excess -= graph.storages[storage].bytes
             if excess <= 0:
@@ -129,7 +134,7 @@ def _put_off(
 
 
 def event_times(graph: StepGraph, costs: Costs, timeline: Timeline | None = None) -> list[float]:
-    """Milliseconds from the start of the step to each event, replays included, waits not."""
+    """Milliseconds from the start of the step to each event, replays included, waits excluded."""
     extra = [0.0] * (len(graph.events) + 1)
     for replay in timeline.replays if timeline is not None else ():
         extra[replay.event + 1] += costs.op_ms[replay.op] + costs.replay_us / 1e3

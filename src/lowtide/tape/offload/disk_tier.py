@@ -1,7 +1,7 @@
-"""The disk tier: storages of a model on CPU in one scratch file, written and read directly.
+"""The disk tier: storages of a model on CPU, in one scratch file.
 
-Never mapped: a mapping counts against an address-space limit. Two threads, one each way, so that a copy in one
-direction never waits for one in the other. The file has no name, so nothing is left of it whatever ends the process.
+The file is written and read, never mapped, because a mapping counts against an address-space limit. Each direction has
+a thread of its own, so a store never waits for a fetch. The file has no name, so it disappears with the process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 from lowtide.errors import TierError
 from lowtide.scratch_file import bytes_at, open_scratch, read_all, write_all
-from lowtide.tape.offload.tiers import unseen
+from lowtide.tape.offload.tiers import hidden_from_modes
 from lowtide.units import format_bytes
 
-_BLOCK = 4096  # places in the file begin at multiples of this
+_BLOCK = 4096  # every storage starts at a multiple of this
 
 
 class DiskTier:
-    """A scratch file and what moves storages in and out of it.
+    """A scratch file, and two threads that write and read it.
 
     Args:
         directory: Of the scratch file; None: the system's for temporary files.
-        budget_bytes: Most bytes in the file at once; None: as many as there is room for.
-        need_bytes: Refuse a directory with less room than this.
-        checksums: Compare a checksum of what comes back with one of what was written.
+        budget_bytes: Most bytes in the file at once; None: no limit but the disk.
+        need_bytes: Refuse a directory with less free space.
+        checksums: Compare the checksums of what was written and what is read.
 
     Raises:
         TierError: the directory cannot be used.
@@ -53,24 +53,24 @@ class DiskTier:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
         weakref.finalize(self, _close, self.fd, self.writer, self.reader)
 
-    def store(self, storage: torch.UntypedStorage) -> DiskTicket:
+    def store(self, storage: torch.UntypedStorage) -> DiskCopy:
         """Start to write ``storage``. Raises: TierError: the budget is used up."""
-        return DiskTicket(self, storage)
+        return DiskCopy(self, storage)
 
 
-class DiskTicket:
-    """One storage in the file. See ``Ticket``."""
+class DiskCopy:
+    """One storage in the file. See ``StoredCopy``."""
 
     def __init__(self, tier: DiskTier, storage: torch.UntypedStorage) -> None:
         self._tier, self._size = tier, storage.nbytes()
-        self._offset = tier.space.take(self._size)
+        self._offset = tier.space.allocate(self._size)
         self._original: torch.UntypedStorage | None = storage
         self._buffer: torch.Tensor | None = None
         self._reading: Future[None] | None = None
         self._sum: int | None = None
         self._writing = tier.writer.submit(_write, tier.fd, self._offset, storage, tier.checksums)
-        # After the write: until then nobody else may have the place.
-        weakref.finalize(self, _give_back, tier.space, self._offset, self._size, self._writing)
+        # The space is free only after the write.
+        weakref.finalize(self, _free, tier.space, self._offset, self._size, self._writing)
 
     def settle(self) -> None:
         if self._original is not None:
@@ -80,15 +80,15 @@ class DiskTicket:
                 raise _failed("written", self._size, error) from error
             self._original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if self._reading is None:
             self.settle()
-            with unseen():
+            with hidden_from_modes():
                 self._buffer = torch.empty(self._size, dtype=torch.uint8)
             self._reading = self._tier.reader.submit(_read, self._tier.fd, self._offset, self._buffer, self._sum)
 
     def fetch(self) -> torch.Tensor:
-        self.start()
+        self.start_fetch()
         assert self._reading is not None and self._buffer is not None
         try:
             self._reading.result()
@@ -99,37 +99,42 @@ class DiskTicket:
 
 
 class _Space:
-    """Places in the file: first fit, neighbours joined when they come back."""
+    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged.
+
+    Attributes:
+        end_bytes: Where the last allocated range ends.
+    """
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
-        self._lock = threading.Lock()  # places come back in whatever thread lets the last reference go
-        self._end = 0
+        self._lock = threading.Lock()  # any thread may free
+        self.end_bytes = 0
         self._free: list[tuple[int, int]] = []  # offset, size; by offset
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         size = disk_bytes(size)
         with self._lock:
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                     return offset
-            if self.budget_bytes is not None and self._end + size > self.budget_bytes:
+            if self.budget_bytes is not None and self.end_bytes + size > self.budget_bytes:
                 raise TierError(
                     f"the disk tier is full: disk_budget={format_bytes(self.budget_bytes)}, of which "
-                    f"{format_bytes(self._end)} are in use or in pieces, and {format_bytes(size)} more are wanted.\n"
+                    f"{format_bytes(self.end_bytes)} are in use or in pieces, and "
+                    f"{format_bytes(size)} more are wanted.\n"
                     "Raise disk_budget=, or run backward before the next forward pass."
                 )
-            offset, self._end = self._end, self._end + size
+            offset, self.end_bytes = self.end_bytes, self.end_bytes + size
             return offset
 
-    def allow(self, count: int) -> None:
-        """Let the file hold ``count`` bytes, if it may not yet."""
+    def raise_budget_to(self, count: int) -> None:
+        """Allow at least ``count`` bytes."""
         with self._lock:
             if self.budget_bytes is not None:
                 self.budget_bytes = max(self.budget_bytes, count)
 
-    def give_back(self, offset: int, size: int) -> None:
+    def free(self, offset: int, size: int) -> None:
         size = disk_bytes(size)
         with self._lock:
             insort(self._free, (offset, size))
@@ -138,21 +143,21 @@ class _Space:
                 if joined and sum(joined[-1]) == begin:
                     begin, room = joined[-1][0], joined.pop()[1] + room
                 joined.append((begin, room))
-            if joined and sum(joined[-1]) == self._end:
-                self._end = joined.pop()[0]
+            if joined and sum(joined[-1]) == self.end_bytes:
+                self.end_bytes = joined.pop()[0]
             self._free = joined
 
 
 def disk_bytes(size: int) -> int:
-    """What ``size`` bytes take in the file."""
+    """Bytes in the file for a storage of ``size`` bytes."""
     return -(-max(size, 1) // _BLOCK) * _BLOCK
 
 
-def _give_back(space: _Space, offset: int, size: int, writing: Future[int | None]) -> None:
-    writing.add_done_callback(lambda _: space.give_back(offset, size))
+def _free(space: _Space, offset: int, size: int, writing: Future[int | None]) -> None:
+    writing.add_done_callback(lambda _: space.free(offset, size))
 
 
-# What the threads run holds no tier: the last to let go of one waits for its threads.
+# What the threads run must not refer to the tier: its finalizer waits for the threads.
 
 
 def _write(fd: int, offset: int, storage: torch.UntypedStorage, checksum: bool) -> int | None:

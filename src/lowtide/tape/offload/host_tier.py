@@ -1,19 +1,18 @@
 """The host tier: storages of a model on CUDA in pinned host memory, copied on streams of their own.
 
-Not run on a GPU by this project's tests; they check the order of events against a stand-in for ``torch.cuda``.
+Never run on a GPU. The tests check the order of events against a stand-in for ``torch.cuda``.
 
-- Copies out and copies back each have a stream. Nothing synchronises: an event is recorded behind each copy, and
-  whichever stream needs the copy done waits for that event.
-- The caching allocator gives freed memory to the next allocation on the stream that it came from. A moved storage is
-  let go only after the compute stream has been told to wait for its copy, and memory to fetch into is allocated on the
-  compute stream, which the other streams wait for first; so no ``record_stream`` is needed, and when memory is free
-  does not depend on how fast copies are.
-- Pinned memory comes from a pool by size, rounded up to 64 KiB, and is registered by us: the allocator's own rounds up
-  to powers of two. Blocks lie on pages of their own, since a page is registered once. The pool grows up to the budget
-  and is kept until the tier goes; what a plan moves is pinned when the tier is opened, so that what cannot be is known
-  before the first step.
-- A registration that fails leaves an error behind that the next kernel, whosever it is, would be blamed for: it is
-  taken away.
+- Stores and fetches have a stream each. Nothing synchronises: an event is recorded after each copy, and the stream that
+  needs the copy waits for that event.
+- The caching allocator gives freed memory to the next allocation on the same stream. So an offloaded storage is
+  released only after the compute stream waits for its copy. Memory to fetch into is allocated on the compute stream,
+  and the fetch stream waits for that stream first. No ``record_stream`` is needed, and the moment at which memory is
+  free does not depend on the speed of copies.
+- Pinned memory comes from a pool by size, rounded up to 64 KiB. The pool registers it itself, because PyTorch's pinned
+  allocator rounds up to powers of two. Each block has pages of its own, since a page can be registered once only. The
+  pool grows up to the budget and is kept until the tier is closed. What a plan offloads is pinned when the tier is
+  opened, so a failure shows before the first step.
+- A failed registration leaves a CUDA error behind that the next kernel would report, so it is cleared.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ import torch
 from torch import cuda
 
 from lowtide.errors import TierError
-from lowtide.tape.offload.tiers import bytes_of, unseen
+from lowtide.tape.offload.tiers import bytes_of, hidden_from_modes
 from lowtide.units import format_bytes
 
-_CLASS, _PAGE = 1 << 16, 1 << 12
+_ROUNDING, _PAGE = 1 << 16, 1 << 12
 
 
 class HostTier:
     """Pinned memory and, for each device, the streams to and from it.
 
     Args:
-        budget_bytes: Most bytes to pin; None: as many as the system gives.
+        budget_bytes: Most bytes to pin; None: no limit but the system's.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
@@ -46,81 +45,81 @@ class HostTier:
         weakref.finalize(self, self.pool.close)
 
     def streams(self, device: torch.device) -> tuple[cuda.Stream, cuda.Stream]:
-        """Out and back; ``device`` as a storage names it, which need not be the current one."""
+        """The streams of stores and of fetches on ``device``, which need not be the current one."""
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device), cuda.Stream(device)
         return self._streams[device]
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Pin memory for storages of ``sizes`` at once. Raises: TierError: see ``store``."""
-        blocks = [self.pool.take(size) for size in sizes]
+        """Pin memory for storages of ``sizes``, all together. Raises: TierError: see ``store``."""
+        blocks = [self.pool.allocate(size) for size in sizes]
         for block in blocks:
-            self.pool.give_back(block)
+            self.pool.free(block)
 
-    def store(self, storage: torch.UntypedStorage) -> HostTicket:
+    def store(self, storage: torch.UntypedStorage) -> HostCopy:
         """Start to copy ``storage``. Raises: TierError: the budget is used up, or memory cannot be pinned."""
-        return HostTicket(self, storage)
+        return HostCopy(self, storage)
 
 
-class HostTicket:
-    """One storage in pinned memory. See ``Ticket``."""
+class HostCopy:
+    """One storage in pinned memory. See ``StoredCopy``."""
 
     def __init__(self, tier: HostTier, storage: torch.UntypedStorage) -> None:
         self._device, self._size = storage.device, storage.nbytes()
-        self._tier = tier  # the streams and the pool live as long as what they carry
-        self._block = tier.pool.take(self._size)
-        weakref.finalize(self, tier.pool.give_back, self._block)
+        self._tier = tier  # keeps the streams and the pool alive
+        self._block = tier.pool.allocate(self._size)
+        weakref.finalize(self, tier.pool.free, self._block)
         self._original: torch.Tensor | None = bytes_of(storage)
         self._buffer: torch.Tensor | None = None
         out, _ = tier.streams(self._device)
-        with _named():
+        with _as_tier_error():
             out.wait_stream(cuda.current_stream(self._device))  # for the op that makes it
-            if self._block.read is not None:
-                out.wait_event(self._block.read)  # what was there before is still being fetched
-            with unseen(), cuda.stream(out):
+            if self._block.last_read is not None:
+                out.wait_event(self._block.last_read)  # an earlier storage in this block may still be read
+            with hidden_from_modes(), cuda.stream(out):
                 _copy(self._block.memory[: self._size], self._original)
                 written = cuda.Event()
                 written.record(out)
-        # Also where it is never settled: its memory goes to the next on the compute stream.
-        self._leaves = weakref.finalize(self, _wait, self._device, written)
-        self._leaves.atexit = False
+        # Also if it is never settled: the compute stream reuses its memory.
+        self._wait_for_store = weakref.finalize(self, _wait, self._device, written)
+        self._wait_for_store.atexit = False
 
     def settle(self) -> None:
         if self._original is not None:
-            self._leaves()
+            self._wait_for_store()
             self._original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if self._buffer is not None:
             return
         self.settle()
         _, back = self._tier.streams(self._device)
-        with unseen():
+        with hidden_from_modes():
             self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        with _named():
-            # For whoever had this memory before, and for the copy out.
+        with _as_tier_error():
+            # For earlier users of this memory, and for the store.
             back.wait_stream(cuda.current_stream(self._device))
-            with unseen(), cuda.stream(back):
+            with hidden_from_modes(), cuda.stream(back):
                 _copy(self._buffer, self._block.memory[: self._size])
                 read = cuda.Event()
                 read.record(back)
-        self._block.read = read
-        # Nobody may want it in the end: then its memory goes to the next on the compute stream.
-        self._unused = weakref.finalize(self, _wait, self._device, read)
-        self._unused.atexit = False
+        self._block.last_read = read
+        # Also if it is never fetched: the compute stream reuses its memory.
+        self._wait_for_fetch = weakref.finalize(self, _wait, self._device, read)
+        self._wait_for_fetch.atexit = False
 
     def fetch(self) -> torch.Tensor:
-        self.start()
+        self.start_fetch()
         assert self._buffer is not None
-        self._unused()
+        self._wait_for_fetch()
         buffer, self._buffer = self._buffer, None
         return buffer
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """What CUDA refuses inside is an error of this tier, so that a plan without it can be made; memory that runs out on
-    the device is not."""
+def _as_tier_error() -> Iterator[None]:
+    """Turn CUDA errors into TierError, so that ``fit`` can plan without this tier; except when the device has no memory
+    left."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -132,7 +131,7 @@ def _named() -> Iterator[None]:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """On the stream that is current."""
+    """On the current stream."""
     target.copy_(source, non_blocking=True)
 
 
@@ -141,16 +140,18 @@ def _wait(device: torch.device, event: cuda.Event) -> None:
 
 
 class _Block:
-    """Pinned memory; ``read``: recorded behind the last copy out of it."""
+    """Pinned memory. ``last_read`` is recorded after the last fetch from it."""
 
-    __slots__ = ("memory", "read")
+    __slots__ = ("last_read", "memory")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.read: cuda.Event | None = None
+        self.last_read: cuda.Event | None = None
 
 
 class _Pool:
+    """Pinned blocks by size."""
+
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self.pinned_bytes = 0
@@ -158,7 +159,7 @@ class _Pool:
         self._free: dict[int, list[_Block]] = {}
         self._registered: list[torch.Tensor] = []
 
-    def take(self, size: int) -> _Block:
+    def allocate(self, size: int) -> _Block:
         rounded = host_bytes(size)
         with self._lock:
             free = self._free.get(rounded)
@@ -174,24 +175,24 @@ class _Pool:
             self.pinned_bytes += rounded
             return block
 
-    def allow(self, count: int) -> None:
-        """Let the pool hold ``count`` bytes, if it may not yet."""
+    def raise_budget_to(self, count: int) -> None:
+        """Allow at least ``count`` bytes."""
         with self._lock:
             if self.budget_bytes is not None:
                 self.budget_bytes = max(self.budget_bytes, count)
 
-    def give_back(self, block: _Block) -> None:
+    def free(self, block: _Block) -> None:
         with self._lock:
             self._free.setdefault(block.memory.numel(), []).append(block)
 
     def _pin(self, size: int) -> torch.Tensor:
-        with unseen():
+        with hidden_from_modes():
             memory = torch.empty(size + _PAGE, dtype=torch.uint8)
             begin = -memory.data_ptr() % _PAGE
             memory = memory[begin : begin + size]
         code = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 1))  # 1: portable
         if code:
-            _forget_error()
+            _clear_cuda_error()
             raise TierError(
                 f"{format_bytes(size)} of host memory could not be pinned (CUDA error {code}), "
                 f"{format_bytes(self.pinned_bytes)} are.\n"
@@ -201,7 +202,7 @@ class _Pool:
         return memory
 
     def close(self) -> None:
-        """Give all of it back to the system; copies that still run are waited for."""
+        """Unpin all memory, after copies that still run."""
         with self._lock:
             if self._registered:
                 cuda.synchronize()
@@ -211,19 +212,19 @@ class _Pool:
             self._free.clear()
 
 
-def _forget_error() -> None:
-    """Take away the error that a failed call has left behind."""
-    clear = getattr(cuda.cudart(), "cudaGetLastError", None)  # not in every torch that this runs with
+def _clear_cuda_error() -> None:
+    """Clear the error that a failed call has left behind."""
+    clear = getattr(cuda.cudart(), "cudaGetLastError", None)  # missing in some versions of torch
     if clear is not None:
         clear()
         return
     try:
-        with unseen():
-            torch.ones(1, device="cuda")  # the launch is blamed, and the error is gone
-    except (RuntimeError, AssertionError):  # the second: this torch knows no CUDA
+        with hidden_from_modes():
+            torch.ones(1, device="cuda")  # reports the error, and so clears it
+    except (RuntimeError, AssertionError):  # AssertionError: torch without CUDA
         pass
 
 
 def host_bytes(size: int) -> int:
-    """What ``size`` bytes take in the pool."""
-    return -(-max(size, 1) // _CLASS) * _CLASS
+    """Bytes of the pool for a storage of ``size`` bytes."""
+    return -(-max(size, 1) // _ROUNDING) * _ROUNDING

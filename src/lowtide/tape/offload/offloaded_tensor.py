@@ -1,80 +1,80 @@
-"""Moved storages: when copies set out, settle and come back in one forward pass and its backward.
+"""Offloaded tensors of one forward pass and its backward.
 
-    Copy        stands where a dropped tensor has its recipe: it reads nothing, and running it fetches.
-    Transfers   of one forward pass: which copies are on their way out, and which fetches are due.
+    OffloadedTensor   takes the place of a dropped tensor's recipe: it reads nothing, and running it fetches.
+    Transfers         of one forward pass: does what a ``TransferQueue`` says.
 
-The rules are those of ``lowtide.simulation.transfers``, which the simulator follows too. They go by bytes and by what
-backward unpacks, never by how fast a tier is: a slow one makes the step wait, and memory stays within the prediction.
+The simulator uses the same queue. It counts bytes and unpacks, never time: with a slow tier the step waits, and memory
+stays within the prediction.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import torch
 
 from lowtide.errors import TierError
+from lowtide.simulation.transfer_queue import TransferQueue
 from lowtide.tape.execution_state import ExecutionState
-from lowtide.tape.offload.tiers import Ticket, Tiers
+from lowtide.tape.offload.tiers import StoredCopy, Tiers
 from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
 from lowtide.tape.values import Shape, Value, sharing_version
 from lowtide.tracing.restore import same_bits
 
-_NONE = -2  # no backward yet; outside of any its number is -1
+_NO_BACKWARD = -2  # before the first one; outside of a backward the id of the graph task is -1
 
 
 class OffloadedTensor(Recipe):
-    """A storage elsewhere, in the place of the recipe of an op.
+    """A storage on another tier, in the place of the recipe of an op.
 
     Attributes:
         number: Position in the forward pass, among the recipes.
-        ticket: What the tier gave for it; None until it sets out.
-        had_in: The backward that fetched it last.
-        original: The tensor itself, kept beside to be compared with what comes back; None but in rehearsals.
+        stored: The copy on the tier; None until it is sent.
+        fetched_in: Graph task id of the backward that fetched it last.
+        original: The tensor itself, kept to be compared with what comes back; None except in rehearsals.
     """
 
-    __slots__ = ("_like", "_value", "_version", "_witness", "had_in", "move", "original", "ticket")
+    __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "original", "stored")
 
     def __init__(self, number: int, move: Move, run: ExecutionState) -> None:
         self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.tensor = None  # its Value has it
-        self.passing_runs = 0  # it is fetched for good
-        self.ticket: Ticket | None = None
-        self.had_in = _NONE
+        self.passing_runs = 0  # every fetch is final
+        self.stored: StoredCopy | None = None
+        self.fetched_in = _NO_BACKWARD
         self.original: torch.Tensor | None = None
 
     def stand_for(self, value: Value, tensor: torch.Tensor, version: int) -> None:
-        """``value`` is what comes back, as ``tensor`` looks at its storage; written after ``version`` it may not be."""
+        """Fetch into ``value``, with the shape of ``tensor``. Writes after ``version`` of it are an error."""
         self._value = weakref.ref(value)
         self.outputs = (self._value,)
         self._like = Shape(tensor)
-        # Counts writes together with the tensor, and holds nothing of it.
+        # Shares the version counter of the tensor, but none of its memory.
         self._witness = sharing_version(tensor)
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._version = version
 
     def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None:
-        """Fetch, and hand the tensor to the Value if it still lives.
+        """Fetch, and hand the tensor to the Value if it is still alive.
 
         Args:
-            keep, wanted: As for a recipe; with either the copy stays where it is.
+            keep, wanted: As for a recipe; with either the copy stays on the tier.
 
         Raises:
             RuntimeError: plain autograd's own, the original was changed in place since.
-            TierError: the tier lost it, or gives back something else.
+            TierError: the tier lost the copy, or gave back other bits.
         """
         if self._witness._version != self._version:
             raise _modified_in_place(self._like, self._witness, self._version)
         value = self._value()
-        if value is None or self.ticket is None:
+        if value is None or self.stored is None:
             return
-        value.tensor = self._like.of(self.ticket.fetch())
-        self.had_in = torch._C._current_graph_task_id()
+        value.tensor = self._like.of(self.stored.fetch())
+        self.fetched_in = torch._C._current_graph_task_id()
         original, self.original = self.original, None
         if original is not None and not same_bits(value.tensor, original):
             raise TierError(
@@ -88,64 +88,60 @@ class OffloadedTensor(Recipe):
 
 
 class Transfers:
-    """What moves in one forward pass and its backward."""
+    """What travels in one forward pass and its backward."""
 
     def __init__(self, tiers: Tiers, max_inflight_bytes: int) -> None:
-        self._tiers, self._window_bytes = tiers, max_inflight_bytes
+        self._tiers = tiers
         self._lock = threading.RLock()  # backward may unpack from several threads
-        self._outgoing: deque[OffloadedTensor] = deque()
-        self._outgoing_bytes = 0
-        self._sent: list[tuple[int, int, weakref.ref[OffloadedTensor]]] = []  # what is fetched before it is needed
-        self._due: deque[tuple[int, int, weakref.ref[OffloadedTensor]]] = deque()
-        self._unpacks = 0
-        self._backward = _NONE
+        self._queue = TransferQueue(max_inflight_bytes, {})
+        self._inflight: dict[int, OffloadedTensor] = {}  # by storage id of the traced graph
+        self._planned: dict[int, weakref.ref[OffloadedTensor]] = {}  # those that are fetched before they are needed
+        self._fetch_at: dict[int, int] = {}
+        self._backward = _NO_BACKWARD
 
     def send(self, copy: OffloadedTensor, storage: torch.UntypedStorage) -> None:
-        """A copy of ``storage`` sets out, after as many before it have settled as the window wants.
+        """Store ``storage``, after as many older copies have settled as the plan's limit asks for.
 
         Raises:
             TierError: the tier has no room, or an earlier copy failed.
         """
         with self._lock:
-            size = copy.move.bytes
-            while self._outgoing and self._outgoing_bytes + size > self._window_bytes:
-                self._settle()
-            copy.ticket = self._tiers[copy.move.tier].store(storage)
-            self._outgoing.append(copy)
-            self._outgoing_bytes += size
-            if copy.move.fetch_at is not None:  # of several at once the last made first: backward goes back
-                self._sent.append((copy.move.fetch_at, -copy.move.storage, weakref.ref(copy)))
+            move = copy.move
+            self._settle(self._queue.send(move.storage, move.bytes))
+            copy.stored = self._tiers[move.tier].store(storage)
+            self._inflight[move.storage] = copy
+            if move.fetch_at is not None:
+                self._planned[move.storage] = weakref.ref(copy)
+                self._fetch_at[move.storage] = move.fetch_at
 
-    def settle(self) -> None:
-        """Wait for all copies on their way out. Raises: TierError: one failed."""
+    def settle_all(self) -> None:
+        """Wait for all copies in flight. Raises: TierError: one failed."""
         with self._lock:
-            while self._outgoing:
-                self._settle()
+            self._settle(self._queue.settle_all())
 
-    def _settle(self) -> None:
-        copy = self._outgoing.popleft()
-        self._outgoing_bytes -= copy.move.bytes
-        if copy.ticket is not None:
-            copy.ticket.settle()
-
-    def asked(self) -> None:
-        """Backward unpacks something, of this pass or another: start what is due.
+    def on_unpack(self) -> None:
+        """Backward unpacks a tensor, of this pass or another: start the fetches that are due.
 
         Raises:
             TierError: a copy failed.
         """
         with self._lock:
             task = torch._C._current_graph_task_id()
-            if task > self._backward:  # a backward of its own; one inside another has come back where it is less
-                self.settle()
-                self._backward, self._unpacks = task, 0
-                self._due = deque(sorted(self._sent, key=lambda entry: entry[:2]))
-            while self._due and self._due[0][0] <= self._unpacks:
-                copy = self._due.popleft()[2]()
-                # A dead one nobody wants any more.
-                if copy is not None and copy.ticket is not None and copy.had_in != self._backward:
-                    copy.ticket.start()
-            self._unpacks += 1
+            if task > self._backward:  # a new backward; a smaller id is an outer one that goes on
+                self._backward = task
+                self._queue.begin_backward(self._fetch_at)
+            due = self._queue.on_unpack()
+            self._settle(due.settle)
+            for storage in due.fetch:
+                copy = self._planned[storage]()  # None: nobody needs it any more
+                if copy is not None and copy.stored is not None and copy.fetched_in != self._backward:
+                    copy.stored.start_fetch()
+
+    def _settle(self, storages: Sequence[int]) -> None:
+        for storage in storages:
+            copy = self._inflight.pop(storage, None)  # None: the tier refused it
+            if copy is not None and copy.stored is not None:
+                copy.stored.settle()
 
 
 def _modified_in_place(like: Shape, witness: torch.Tensor, version: int) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""Which tiers a plan may use here, how much of each, and where."""
+"""Which tiers a plan may use on this machine, where, and how many bytes of each."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ from lowtide.tape.offload.host_tier import HostTier, host_bytes
 from lowtide.tape.offload.tiers import Tier, Tiers
 from lowtide.units import parse_budget
 
-_FREE_SHARE = 0.9  # of a disk, taken where no budget is given
-_HOST_SHARE = 0.5  # of available host memory: pinned memory is lost to everybody else
+_FREE_SHARE = 0.9  # of the disk's free space, without a disk_budget
+_HOST_SHARE = 0.5  # of available host memory: no other process can use pinned memory
 
 
 @dataclass(frozen=True)
 class TierSettings:
-    """Settings of the tiers.
+    """Where the tiers of plans are, and their budgets.
 
     Attributes:
-        scratch_dir: Where the disk tier's file is; None: the system's directory for temporary files.
-        disk_budget_bytes: Most bytes in it; None: what there is room for.
+        scratch_dir: Directory of the disk tier's file; None: the system's directory for temporary files.
+        disk_budget_bytes: Most bytes in that file; None: no limit but the disk.
         host_budget_bytes: Most bytes of pinned host memory.
-        checksums: Compare what comes back from disk with what was written.
-        opened: Tiers to use instead of opening any.
+        checksums: Compare checksums of what is written to disk and what is read.
+        open_tiers: Tiers to use instead of opening any.
     """
 
     scratch_dir: str | Path | None = None
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
-    opened: Tiers | None = None
+    open_tiers: Tiers | None = None
 
-    def held(self, plan: Plan) -> TierSettings:
-        """With the tiers of ``plan`` open: for many steps, each of which would open them. Raises: see ``open``."""
-        return replace(self, opened=self.open(plan))
+    def kept_open(self, plan: Plan) -> TierSettings:
+        """Settings with the tiers of ``plan`` open, so that many steps open them once. Raises: see ``open``."""
+        return replace(self, open_tiers=self.open(plan))
 
-    def open(self, plan: Plan, have: Tiers | None = None) -> Tiers:
-        """The tiers that ``plan`` moves storages to.
+    def open(self, plan: Plan, reuse: Tiers | None = None) -> Tiers:
+        """The tiers that ``plan`` offloads to, by name.
 
         Args:
-            have: Tiers that are open already, of other plans: used again, so that a budget holds for all of them.
+            reuse: Open tiers of other plans. They are used again, so that a budget holds for all plans together.
 
         Raises:
             TierError: one of them is not on this machine, or cannot be used.
         """
-        if self.opened is not None:
-            return self.opened
+        if self.open_tiers is not None:
+            return self.open_tiers
         sizes: dict[str, list[int]] = {}
         for d in plan.decisions:
             if d.action in TIER_OF:
                 sizes.setdefault(TIER_OF[d.action], []).append(d.bytes)
         opened: dict[str, Tier] = {}
-        for tier, moved in sizes.items():
+        for tier, offloaded in sizes.items():
             check_tier(tier, plan.device)
-            there = (have or {}).get(tier)
-            opened[tier] = self._disk(moved, there) if tier == DISK else self._host(moved, there)
+            found = (reuse or {}).get(tier)
+            opened[tier] = self._disk(offloaded, found) if tier == DISK else self._host(offloaded, found)
         return opened
 
-    # Plans count the bytes of storages; that each is rounded up must not make a plan within its budget fail.
+    # Plans do not round up the bytes of storages, as tiers do. A plan within its budget must still fit.
 
-    def _disk(self, sizes: list[int], there: Tier | None) -> Tier:
+    def _disk(self, sizes: list[int], found: Tier | None) -> Tier:
         need_bytes = sum(map(disk_bytes, sizes))
-        if not isinstance(there, DiskTier):
-            there = DiskTier(self.scratch_dir, self.disk_budget_bytes, need_bytes=need_bytes, checksums=self.checksums)
-        there.space.allow(need_bytes)
-        return there
+        if not isinstance(found, DiskTier):
+            found = DiskTier(self.scratch_dir, self.disk_budget_bytes, need_bytes=need_bytes, checksums=self.checksums)
+        found.space.raise_budget_to(need_bytes)
+        return found
 
-    def _host(self, sizes: list[int], there: Tier | None) -> Tier:
-        tier = there if isinstance(there, HostTier) else HostTier(self.host_budget_bytes)
-        tier.pool.allow(sum(map(host_bytes, sizes)))
+    def _host(self, sizes: list[int], found: Tier | None) -> Tier:
+        tier = found if isinstance(found, HostTier) else HostTier(self.host_budget_bytes)
+        tier.pool.raise_budget_to(sum(map(host_bytes, sizes)))
         tier.reserve(sizes)
         return tier
 
@@ -89,30 +89,30 @@ def usable(
     checksums: bool,
     host_budget: int | str | None,
 ) -> tuple[TierSettings, dict[str, int]]:
-    """The tiers that a user's settings allow on ``device``, and the most bytes of each that a plan may count on.
+    """The tiers that a user's settings allow on ``device``, and the most bytes that a plan may offload to each.
 
     Raises:
-        TierError: a tier is asked for that is not on this device, or its directory cannot be used.
-        ValueError, TypeError: a budget is no amount of memory.
+        TierError: a tier does not exist for this device, or its directory cannot be used.
+        ValueError, TypeError: a budget is not an amount of memory.
     """
-    places = TierSettings(scratch_dir, checksums=checksums)
-    offload: dict[str, int] = {}
+    settings = TierSettings(scratch_dir, checksums=checksums)
+    capacities: dict[str, int] = {}
     if scratch_dir is not None or disk_budget is not None:
         check_tier(DISK, device)
         os.close(open_scratch(scratch_dir))
         free = free_bytes(tempfile.gettempdir() if scratch_dir is None else scratch_dir)
-        offload[DISK] = int(_FREE_SHARE * free) if disk_budget is None else _amount("disk_budget", disk_budget)
-        places = replace(places, disk_budget_bytes=offload[DISK])
+        capacities[DISK] = int(_FREE_SHARE * free) if disk_budget is None else _amount("disk_budget", disk_budget)
+        settings = replace(settings, disk_budget_bytes=capacities[DISK])
     if host_budget is not None and (host_budget != "auto" or device == "cuda"):
         check_tier(HOST, device)
         automatic = host_budget == "auto"
-        offload[HOST] = automatic_host_bytes() if automatic else _amount("host_budget", host_budget)
-        places = replace(places, host_budget_bytes=offload[HOST])
-    return places, offload
+        capacities[HOST] = automatic_host_bytes() if automatic else _amount("host_budget", host_budget)
+        settings = replace(settings, host_budget_bytes=capacities[HOST])
+    return settings, capacities
 
 
 def automatic_host_bytes() -> int:
-    """Half of what is available to this machine's ranks together: each gets as much."""
+    """This rank's share of half of the available host memory."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(_HOST_SHARE * available_bytes("cpu")) // max(1, int(ranks) if ranks.isdigit() else 1)
 

@@ -1,0 +1,140 @@
+"""Replay bursts of one simulated step: what runs again when backward unpacks a value that is not materialised.
+
+- A *burst* replays every pending recipe that the value needs, in program order, and fetches the offloaded storages they
+  read.
+- A plan gives each recipe a number of replays: the largest of its recomputed outputs'. The *final* replay materialises
+  all values still referred to, and drops the recipe at once.
+- Earlier replays are *transient*. They materialise only what the burst asks for. Such a value is freed when the last
+  recipe of the burst that reads it has run. The value that backward unpacked is a *transient result*: it is freed when
+  backward drops it, and until then whoever needs it gets the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lowtide.errors import PlanMismatchError
+from lowtide.plan import SAVE
+from lowtide.simulation.references import References
+from lowtide.simulation.transfers import OffloadedStorages, Probe
+
+
+class Replay(NamedTuple):
+    """One op run again in backward.
+
+    Attributes:
+        event: Index of the unpack event whose burst it belongs to.
+        op: Id of the forward op.
+        peak_bytes: Live bytes while it runs, its own outputs and workspace included.
+    """
+
+    event: int
+    op: int
+    peak_bytes: int
+
+
+class ReplayBursts:
+    """The replays of one step.
+
+    Attributes:
+        replays: What has run again so far.
+        transient_results: By storage: how many unpacked handles backward has still to drop.
+    """
+
+    def __init__(
+        self, references: References, offload: OffloadedStorages, replays_of: Mapping[int, int], probe: Probe | None
+    ) -> None:
+        self.references, self.offload, self.probe = references, offload, probe
+        self.replays: list[Replay] = []
+        self.transient_results: dict[int, int] = {}
+        self.transient_left: dict[int, int] = {}  # op -> transient replays still to come before the final one
+        for storage, count in replays_of.items():
+            if count < 1:
+                raise PlanMismatchError(
+                    f"storage {storage}: replays={count}. A recomputed storage is made again at least once; "
+                    f"give 1 or more, or {SAVE!r} it."
+                )
+            if storage in references.with_value and storage not in references.offloaded and count > 1:
+                op = references.index.maker[storage]
+                self.transient_left[op] = max(self.transient_left.get(op, 0), count - 1)
+
+    def drop_result(self, storage: int) -> None:
+        """Backward drops one unpacked handle of a transient result."""
+        self.transient_results[storage] -= 1
+        if self.transient_results[storage] == 0:
+            del self.transient_results[storage]
+            self.references.dematerialise(storage)
+
+    def run(self, storage: int, event: int) -> None:
+        """Materialise ``storage``, and what the replays need on the way.
+
+        Raises:
+            PlanMismatchError: a recipe is needed after its final replay.
+        """
+        references, offload, transient_left = self.references, self.offload, self.transient_left
+        index, pending, materialised = references.index, references.pending, references.materialised
+        needed: set[int] = set()
+        reads_left: dict[int, int] = {}  # transient value -> recipes of this burst that have still to read it
+        fetches: set[int] = set()
+        wanted = [storage]
+        while wanted:
+            want = wanted.pop()
+            if want in references.offloaded:
+                fetches.add(want)
+                continue
+            op = index.maker[want]
+            if op in needed:
+                continue
+            if op not in pending:
+                raise PlanMismatchError(
+                    f"op {op} would have to be replayed after its last replay (unpack event {event}). "
+                    "Save one of its outputs."
+                )
+            needed.add(op)
+            for read in index.reads[op]:
+                if read in references.with_value and (read not in materialised or read in offload.fetching):
+                    wanted.append(read)
+                    if transient_left and transient_left.get(index.maker[read]) and read not in references.offloaded:
+                        reads_left[read] = reads_left.get(read, 0) + 1
+        fetch_order = sorted(fetches, key=lambda s: (index.completed_by[index.maker[s]], s), reverse=True)
+        transient = False
+        for op in sorted(needed):
+            while fetch_order and index.completed_by[index.maker[fetch_order[-1]]] < op:
+                offload.wait_for(fetch_order.pop(), event)
+            references.live_bytes += index.made_bytes[op]
+            # The generator's present state is saved while the recorded one is in use.
+            peak_bytes = references.live_bytes + index.workspace_bytes[op] + index.rng_bytes[op]
+            self.replays.append(Replay(event, op, peak_bytes))
+            if self.probe is not None:
+                self.probe(references, peak_bytes, op)
+            if references.offloaded:
+                offload.log_replay(op, event)
+            transient = bool(transient_left.get(op))
+            for made in index.makes[op]:
+                if transient:
+                    stays = made in reads_left or made == storage
+                else:
+                    stays = references.value_counts.get(made, 0) > 0
+                # An offloaded output is fetched instead. A transient result is materialised already.
+                if stays and made not in references.offloaded and made not in materialised:
+                    materialised.add(made)
+                else:
+                    references.live_bytes -= index.bytes[made]
+                if not transient:
+                    self.transient_results.pop(made, None)
+            if transient:
+                transient_left[op] -= 1
+            else:
+                for value in references.drop_recipe(op):
+                    references.release_value(value)
+            for read in index.reads[op] if reads_left else ():
+                if read in reads_left:
+                    reads_left[read] -= 1
+                    if reads_left[read] == 0:
+                        del reads_left[read]
+                        references.dematerialise(read)
+        while fetch_order:
+            offload.wait_for(fetch_order.pop(), event)
+        if transient:  # the op that makes ``storage`` is the last of its burst
+            self.transient_results[storage] = 0
