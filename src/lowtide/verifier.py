@@ -15,6 +15,7 @@ from lowtide.measurement.allocator import available_bytes, compare_times, peak_b
 from lowtide.plan import Plan
 from lowtide.tape import attach
 from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.program import program_of
 from lowtide.tape.tape import Counts
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
@@ -120,7 +121,7 @@ def verify_in(
                     device=device,
                 )
             overhead = times["plan"].median_ms / times["plain"].median_ms - 1
-    dropped = [s for s in attach.program_of(plan).slots if s.drops]
+    dropped = [s for s in program_of(plan).ops if s.drops]
     return Verification(
         loss_bitwise_equal=not any(n == "loss" for n in differing),
         gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),

@@ -77,7 +77,7 @@ def no_looks(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_strides(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(values.Shape, "of", lambda self, base: base.flatten()[: self.size.numel()].view(self.size))
+    patch.setattr(values.ViewSpec, "view_of", lambda self, base: base.flatten()[: self.size.numel()].view(self.size))
 
 
 @pytest.mark.parametrize("remove", [no_finish, no_random_state, no_looks, no_strides])

@@ -217,8 +217,8 @@ def test_an_exception_leaves_nothing_behind(how, at, kind):
     plan = harshest(model, x)
     fit = lowtide.fit(model, x, budget="100%") if how != "apply" else None
     if fit is not None:  # the solver may keep all of so small a step
-        fit._planned[0].tape.program.slots[:] = (program := tape_program(plan)).slots
-        fit._planned[0].tape.program.nodes[:] = program.nodes
+        fit._planned[0].tape.program.ops[:] = (program := tape_program(plan)).ops
+        fit._planned[0].tape.program.calls[:] = program.calls
         enter = fit.step_region if how == "step_region" else contextlib.nullcontext
     else:
         enter = lambda: lowtide.apply(model, plan)  # noqa: E731
@@ -244,7 +244,7 @@ def test_an_exception_leaves_nothing_behind(how, at, kind):
 
 
 def tape_program(plan: lowtide.Plan) -> Any:
-    from lowtide.tape.attach import program_of
+    from lowtide.tape.program import program_of
 
     return program_of(plan)
 
