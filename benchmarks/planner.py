@@ -16,22 +16,21 @@ Exits with 1 where gradients differ, something failed, or a target is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import planner_times
 from cases import CASES, SEED, Case, build
+from planner_lines import failed, solves, write
 from provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "planner_cpu.jsonl"
-FRACTIONS = ("50%", "36%", "25%")
 MEDIAN_ERROR, WORST_ERROR = 0.001, 0.01  # of the measured peak
 
 
@@ -42,8 +41,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="toys of the same kinds")
     parser.add_argument("--time", type=int, metavar="ROUNDS", help="time plans beside the plain step, nothing else")
     args = parser.parse_args()
-
-    import planner_times  # which imports from here
 
     results = RESULTS if args.time is None else planner_times.RESULTS
     out = args.out or (Path(tempfile.mkdtemp()) / results.name if args.quick else results)
@@ -61,16 +58,6 @@ def main() -> int:
         write(out, lines)  # after each case, so that a run cut short leaves what it found
     print(f"wrote {out}", file=sys.stderr)
     return summary(lines)
-
-
-def write(out: Path, lines: list[dict]) -> None:
-    """Put ``lines`` in place of those that ``out`` has for the same cases; cases in the order of ``cases.py``."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = {line["case"] for line in lines}
-    old = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    both = [line for line in old if line["case"] not in fresh and line["case"] in CASES] + lines
-    both.sort(key=lambda line: list(CASES).index(line["case"]))
-    out.write_text("".join(json.dumps(line) + "\n" for line in both))
 
 
 def case_lines(name: str, *, quick: bool) -> Iterator[dict]:
@@ -122,36 +109,6 @@ def case_lines(name: str, *, quick: bool) -> Iterator[dict]:
             )
         except Exception as error:
             yield shared | line | failed(error)
-
-
-def solves(graph: Any, costs: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Budget by name, and the call that plans for it."""
-    import lowtide
-
-    def exact(budget: int | str) -> Callable[[], Any]:
-        return lambda: lowtide.solve(graph, costs, budget)
-
-    yield "none", lambda: lowtide.solve(graph, costs, method="none")
-    for fraction in FRACTIONS:
-        yield fraction, exact(fraction)
-    try:
-        full = lowtide.solve(graph, costs, method="full")
-    except ValueError:  # no layer repeats
-        full = None
-    if full is not None:
-        yield "full checkpointing", lambda: full
-        yield "at full's peak", exact(full.predicted_peak_bytes)
-    yield "least", lambda: exact(least_bytes(graph, costs))()
-
-
-def least_bytes(graph: Any, costs: Any) -> int:
-    """What the planner says is the least, asked for the impossible."""
-    import lowtide
-
-    try:
-        return lowtide.solve(graph, costs, graph.resident_bytes).predicted_peak_bytes
-    except lowtide.BudgetInfeasibleError as error:
-        return error.least_bytes
 
 
 class Outcome:
@@ -216,12 +173,6 @@ def planned(case: Case, plain: Outcome, plan: Any) -> dict:
     if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
         line["status"] = "over budget"
     return line
-
-
-def failed(error: Exception) -> dict:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    first = (str(error).splitlines() or [""])[0]
-    return {"status": "failed", "error": f"{type(error).__name__}: {first}", "at": f"{where.name}:{where.lineno}"}
 
 
 def said(line: dict) -> str:

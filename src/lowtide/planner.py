@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.allocator import available_bytes
+from lowtide.measurement.available_memory import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.plan import Plan
 from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.measurement.allocator import available_bytes, compare_times, peak_bytes
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.timing import compare_times
 from lowtide.plan import Plan
 from lowtide.tape import attach
 from lowtide.tape.offload.tier_settings import TierSettings

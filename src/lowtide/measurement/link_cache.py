@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lowtide.graph.costs import DISK, Link
-from lowtide.measurement.allocator import device_name
+from lowtide.measurement.device_name import device_name
 
 VERSION = 1
 GOOD_FOR_S = 7 * 24 * 3600

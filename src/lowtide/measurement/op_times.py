@@ -30,7 +30,8 @@ from lowtide.errors import LowtideError
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
-from lowtide.measurement import allocator
+from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.device_name import device_name
 from lowtide.measurement.links import measured_link
 from lowtide.measurement.op_inputs import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
 
@@ -132,7 +133,7 @@ def measure(
         record_us=RECORD_US * colder,
         replay_us=REPLAY_US * colder,
         source="measured",
-        device_name=allocator.device_name(graph.device),
+        device_name=device_name(graph.device),
         links=links,
     )
 
@@ -144,7 +145,7 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     if "ms" in signature:  # compiled code: timed where it ran
         return float(signature["ms"])
     needed = tensor_bytes(signature)
-    if needed > _GUARDED_BYTES and 2 * needed > allocator.available_bytes(graph.device):
+    if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
     try:
         return _run_ms(signature, graph.device, clock, repeats, positive=False)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo_configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
+
+from zoo.configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
 
 TOKENS, ROWS = 16, 2
 Batch = dict[str, Any]

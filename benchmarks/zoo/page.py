@@ -1,4 +1,4 @@
-"""The generated half of docs/supported.md, from the results of ``zoo.py``."""
+"""The generated half of docs/supported.md, from the zoo's results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import zoo_models
+from zoo import architectures
 
-PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
-MARK = "<!-- From here on: made by benchmarks/zoo.py from its results. -->"
+PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
+MARK = "<!-- From here on: made by `make zoo` from its results. -->"
 
 SHOWN = {  # plans, on the page
     "all replayed": "all replayed",
@@ -44,7 +44,7 @@ def page(lines: list[dict]) -> list[str]:
     tried = [line for found in built.values() for line in found.values() if line["status"] != "not built"]
     equal = [line for line in tried if line["status"] == "equal"]
     types = {kind for _, kind in built}
-    left = sum(specimen not in variants for specimen in zoo_models.specimens())
+    left = sum(name not in variants for name in architectures.names())
     waiting = f"; {left} classes have not been run yet" if left else ""
     last = max(lines, key=lambda line: line["date"])
     text = [
