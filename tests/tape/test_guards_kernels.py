@@ -326,11 +326,11 @@ def no_versions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(values.Kept, "__init__", _unversioned)
 
 
-def no_finish(patch: pytest.MonkeyPatch) -> None:
+def no_inplace_ops_in_recipes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recipes.Recipe, "extend", lambda self, *args: None)
 
 
-@pytest.mark.parametrize(("chain", "remove"), [("modules", no_finish), ("out=", no_versions)])
+@pytest.mark.parametrize(("chain", "remove"), [("modules", no_inplace_ops_in_recipes), ("out=", no_versions)])
 def test_in_place_chains_are_wrong_without_the_guard(chain, remove, monkeypatch):
     remove(monkeypatch)
 
