@@ -73,7 +73,7 @@ def _run_in_mode(mode: str, lines) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to run the step: ``on`` sets the model up, ``off`` takes it back; a plan if it is ours."""
+    """A way to run the step: ``on`` sets the model up, ``off`` undoes that; ``plan`` if it is one of lowtide's."""
 
     name: str
     on: Callable[[], None]
@@ -91,7 +91,7 @@ def run_cases(args: argparse.Namespace) -> None:
 
 
 class Bench:
-    """One case: the model, its methods, their measurements."""
+    """One case: a model and the measurements of its methods."""
 
     def __init__(self, vocabulary: int, args: argparse.Namespace) -> None:
         import torch
@@ -147,7 +147,7 @@ class Bench:
         ]
 
     def _prepare(self):
-        """Trace and cost the step; how long that took."""
+        """Trace the step and measure its costs, with the seconds that both took."""
         import time
 
         import lowtide

@@ -41,7 +41,7 @@ TOY = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way to run the step: ``around`` is entered for each step; ``plan`` if it is ours."""
+    """A way to run the step: ``around`` is entered for each step; ``plan`` if it is one of lowtide's."""
 
     name: str
     around: Callable[[], AbstractContextManager[Any]]
@@ -280,7 +280,7 @@ class Case:
 
 
 def _bits(tensor: Any) -> int:
-    """A number that differs when bits do, most probably; the gradients themselves would not fit twice."""
+    """A hash of the tensor's bits, since the gradients would not fit twice."""
     import torch
 
     whole = tensor.detach().reshape(-1).view(torch.int16)

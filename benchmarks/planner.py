@@ -1,10 +1,10 @@
-"""The planner judged on many architectures: does a plan need what it predicts, how near is it to its bound, how fast
-was it found? One JSON line per case and budget.
+"""The planner on many architectures: error of the predicted peak, gap to the bound, solve time. JSON lines by case and
+budget.
 
-    python benchmarks/planner.py                      all cases of cases.py; a quarter of an hour
+    python benchmarks/planner.py                      all cases of cases.py; 15 minutes
     python benchmarks/planner.py --cases t5 unet      these; lines of other cases in the results stay
-    python benchmarks/planner.py --quick              toys of the same kinds, to see that it runs
-    python benchmarks/planner.py --time 7             instead: do plans take the time they predict? (planner_times.py)
+    python benchmarks/planner.py --quick              toys of the same kinds, a test that it runs
+    python benchmarks/planner.py --time 7             step times instead (planner_times.py)
 
 Budgets are fractions of the plain step's activation memory, the peak of full checkpointing where layers repeat, and
 the least that the planner says it can do. Each plan is carried out beside the plain step from the same state: loss,
@@ -112,7 +112,7 @@ def case_lines(name: str, *, quick: bool) -> Iterator[dict]:
 
 
 class Outcome:
-    """One step of ``case``, planned or plain: its peak, and by name what it left. Everything is put back afterwards."""
+    """One step of ``case``, planned or plain: its peak and its results by name. All state is restored afterwards."""
 
     def __init__(self, case: Case, resident_bytes: int, plan: Any = None) -> None:
         import torch
@@ -210,7 +210,7 @@ def summary(lines: list[dict]) -> int:
         f"  findings                                {len(findings)}",
         file=sys.stderr,
     )
-    for line in findings:  # a plan below "the least" is no fault of the plan, but of what was called the least
+    for line in findings:  # with a plan below "the least" the least is wrong, not the plan
         print(f"    {said(line)}", file=sys.stderr)
     met = bool(ran) and median <= MEDIAN_ERROR and max(line["peak_error"] for line in ran) <= WORST_ERROR
     return 0 if met and not findings else 1

@@ -34,7 +34,7 @@ def solves(graph: Any, costs: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def least_bytes(graph: Any, costs: Any) -> int:
-    """What the planner says is the least, asked for the impossible."""
+    """The least budget that the planner names when it is asked for an impossible one."""
     import lowtide
 
     try:

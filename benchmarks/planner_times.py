@@ -1,12 +1,12 @@
-"""Does a plan take the time that it predicts? Plans and the plain step side by side; one JSON line per case and budget.
+"""Measured and predicted step times of plans, beside the plain step; one JSON line per case and budget.
 
-    python benchmarks/planner.py --time 7                all cases; an hour or more, and a quiet machine, please
+    python benchmarks/planner.py --time 7                all cases; more than an hour, on an idle machine
     python benchmarks/planner.py --time 7 --cases vit    these; lines of other cases in the results stay
 
-Each case has a process of its own, whose memory stays with it (``decoder.py``'s ``fixed``: what a process pays for page
-faults depends on the peak, and no op's time knows of it). In it ops are measured, plans made and steps run, interleaved
-on the same weights, one thread. A plan's time is process CPU time as a ratio to the plain step just before and just
-after. ``none`` is the plain step under another name: how far two equal things are apart here.
+Each case has a process of its own, which keeps the memory that it frees (``decoder.py``'s ``fixed``): else the cost of
+page faults would depend on the peak, which no op's time includes. In it ops are measured, plans made and steps run in
+turns on the same weights, one thread. A plan's time is process CPU time as a ratio to the plain step just before and
+just after. ``none`` is a plan that changes nothing: its ratio shows the noise.
 
 Exits with 1 where a plan is more than 3 points from what it predicts (toys aside), or something failed.
 """
@@ -32,11 +32,11 @@ from provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "planner_time_cpu.jsonl"
 MOST_POINTS_OFF = 3.0
-LEFT_OUT = "least"  # schedules of many replays, minutes of search
+LEFT_OUT = "least"  # takes minutes of search
 
 
 def time_cases(cases: list[str], out: Path, *, rounds: int, quick: bool) -> int:
-    """Time each case in a process of its own, put its lines into ``out``, and say how far off the worst plan is."""
+    """Time each case in a process of its own and write its lines to ``out``; 1 if a plan is too far off."""
     lines: list[dict] = []
     for name in cases:
         child = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where a result comes from: what each JSON line says beside its numbers."""
+"""Where a result comes from: commit, versions and device, added to each JSON line."""
 
 from __future__ import annotations
 

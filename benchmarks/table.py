@@ -32,7 +32,7 @@ class Page:
     table: Callable[[list[dict]], str]
 
     def written(self) -> str:
-        """The page as its results would have it."""
+        """The page with its table made of the present results."""
         return replaced(self.path.read_text(), self.mark, self.table(read(self.results)))
 
 
@@ -67,7 +67,7 @@ def read(path: Path) -> list[dict]:
 
 
 def replaced(page: str, mark: str, table: str) -> str:
-    """``page`` with what lies between the markers replaced."""
+    """``page`` with the text between the markers replaced."""
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
     head, found_begin, rest = page.partition(begin)
     _, found_end, tail = rest.partition(end)
@@ -163,7 +163,7 @@ def footnote(lines: list[dict]) -> str:
 
 
 def points_off(lines: list[dict]) -> str:
-    """How far measured overhead is from predicted, malloc fixed, over all plans that recompute."""
+    """Distance of measured from predicted overhead over all plans that recompute, malloc fixed."""
     off = sorted(
         100 * abs(line["time_ratio"] - 1 - line["predicted_overhead"])
         for line in lines
@@ -278,7 +278,7 @@ def planner_cells(case: str, lines: list[dict]) -> list[str]:
 
 
 def times_table(lines: list[dict]) -> str:
-    """One row per case: overhead as predicted / as measured by budget, and how sure that is."""
+    """One row per case: predicted / measured overhead by budget, with the spread."""
     budgets = ("50%", "36%", "25%", FULLS_PEAK, "full checkpointing")
     columns = ("case", "plain", *(b.replace("%", " %") for b in budgets), "spread", "control")
     rows = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
@@ -307,7 +307,7 @@ def times_cell(line: dict) -> str:
 
 
 def half_range(quartiles: list[float]) -> float:
-    """Half of what lies between the quartiles, in points."""
+    """Half the distance between the quartiles, in points."""
     return 100 * (quartiles[1] - quartiles[0]) / 2
 
 
