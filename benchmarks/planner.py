@@ -7,7 +7,7 @@ budget.
     python benchmarks/planner.py --time 7             step times instead (planner_times.py)
 
 Budgets are fractions of the plain step's activation memory, the peak of full checkpointing where layers repeat, and
-the least that the planner says it can do. Each plan is carried out beside the plain step from the same state: loss,
+the least that the planner says it can do. Each plan is carried out, and the plain step from the same state: loss,
 gradients and buffers must be equal to the last bit, and the allocator's peak is compared with the simulated one.
 
 Exits with 1 where gradients differ, something failed, or a target is missed.

@@ -131,15 +131,15 @@ def cells(line: dict, fixed: dict | None) -> list[str]:
         return ["infeasible", *[""] * 8]
     ours = line.get("predicted_overhead") is not None
     predicted = f"{(line['predicted_peak_bytes'] - line['resident_bytes']) / MIB:.1f}" if ours else ""
-    # Predictions of time belong to a process: those beside the fixed column were made in it.
-    beside = fixed if fixed is not None and fixed["status"] != "infeasible" else None
+    # Times were predicted in each process: these are of the one with malloc fixed.
+    timed = fixed if fixed is not None and fixed["status"] != "infeasible" else None
     return [
         f"{line['activation_bytes'] / MIB:.1f} MiB",
         f"{line['fraction']:.3f}",
         f"{predicted} MiB" if ours else "",
         overhead(line["time_ratio"] - 1, line["time_ratio_quartiles"]),
-        overhead(beside["time_ratio"] - 1, beside["time_ratio_quartiles"]) if beside else "",
-        f"{100 * beside['predicted_overhead']:+.1f} %" if ours and beside else "",
+        overhead(timed["time_ratio"] - 1, timed["time_ratio_quartiles"]) if timed else "",
+        f"{100 * timed['predicted_overhead']:+.1f} %" if ours and timed else "",
         f"{line['gap']:.2%}".replace("%", " %") if ours and line["gap"] is not None else "",
         f"{line['solve_s']:.1f} s" if ours else "",
         "equal" if line["bitwise_equal"] else "**differ**",

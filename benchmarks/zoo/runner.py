@@ -83,10 +83,10 @@ def keep(partial: Path) -> None:
     """Merge ``partial`` into ``RESULTS``, in place of older lines for the same architectures."""
     found = {}
     for path in (RESULTS, partial):
-        told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        again = {(line["task"], line["type"]) for line in told}
-        found = {key: line for key, line in found.items() if key[:2] not in again}
-        found |= {(line["task"], line["type"], VARIANTS.index(line["variant"])): line for line in told}
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        replaced = {(line["task"], line["type"]) for line in lines}
+        found = {key: line for key, line in found.items() if key[:2] not in replaced}
+        found |= {(line["task"], line["type"], VARIANTS.index(line["variant"])): line for line in lines}
     RESULTS.write_text("".join(json.dumps(found[key]) + "\n" for key in sorted(found)))
 
 

@@ -44,7 +44,7 @@ def test_a_link_is_measured_once_a_machine_and_not_once_a_process(measured, tmp_
     assert measured_link("disk", "cpu", beside) == first and len(measured) == 1  # the same file system
 
 
-def test_anew_measures_again_and_that_is_what_is_kept(measured, tmp_path):
+def test_refresh_measures_again_and_stores_the_result(measured, tmp_path):
     measured_link("disk", "cpu", tmp_path)
 
     again = measured_link("disk", "cpu", tmp_path, refresh=True)

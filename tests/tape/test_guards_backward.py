@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from support.guards import Liar, wrong
+from support.guards import FalseSchema, wrong
 from support.training_steps import (
     Net,
     differing,
@@ -85,7 +85,7 @@ def test_fit_makes_a_new_plan_when_the_ops_drift(monkeypatch):
     assert len(set(map(id, [first, *fit.plans.values()]))) == 2
 
 
-class CountsOnDemand(Liar):
+class CountsOnDemand(FalseSchema):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x).sin()
         other = h.detach().cos() if x.sum() > 0 else torch.ops.lowtide_tests.counted(h.detach(), self.calls)

@@ -245,7 +245,7 @@ def attention(self: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(forward: Callable[..., Any]) -> tuple[list[str], bool]:
-    """(what differs, the generator was left elsewhere than by the plain step)."""
+    """(what differs, whether the generator's state differs from the plain step's)."""
     model, x = Net(forward), torch.randn(4, 8)
     plan = harshest(model, x)
     expected = plain(model, x)
@@ -260,7 +260,7 @@ def test_random_ops_draw_the_same_again_and_leave_the_generator_where_plain_does
 
 
 @pytest.mark.parametrize("forward", [dropout, dropout_twice, noise, attention], ids=lambda f: f.__name__)
-def test_random_ops_draw_anew_without_the_recorded_state(forward, monkeypatch):
+def test_random_ops_draw_other_numbers_without_the_recorded_state(forward, monkeypatch):
     monkeypatch.setattr(GeneratorState, "restored", contextlib.nullcontext)
 
     differs, moved = drawn(forward)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from support.guards import IN_PLACE, Liar, wrong
+from support.guards import IN_PLACE, FalseSchema, wrong
 from support.training_steps import (
     Net,
     differing,
@@ -104,13 +104,13 @@ def test_statistics_read_before_they_move_are_not_read_again(guarded, monkeypatc
 
 
 def test_an_op_that_lies_about_writing_its_input_is_found_at_first_sight():
-    assert wrong(Liar(), torch.randn(4, 8)) == []
+    assert wrong(FalseSchema(), torch.randn(4, 8)) == []
 
 
 def test_an_op_that_lies_writes_twice_without_first_sight(monkeypatch):
     no_first_sight(monkeypatch)
 
-    assert wrong(Liar(), torch.randn(4, 8)) == ["buffer calls"]
+    assert wrong(FalseSchema(), torch.randn(4, 8)) == ["buffer calls"]
 
 
 _library = registry.Library("lowtide_tests", "FRAGMENT")
@@ -124,13 +124,13 @@ def _noisy(x: torch.Tensor) -> torch.Tensor:
     return x.sin() + next(_noise)
 
 
-def _count_elsewhere(x: torch.Tensor) -> torch.Tensor:
+def _count_hidden(x: torch.Tensor) -> torch.Tensor:
     _tally.numpy()[0] += 1
     return x.sin()
 
 
 _library.impl("noisy", _noisy, "CPU")
-_library.impl("tally", _count_elsewhere, "CPU")
+_library.impl("tally", _count_hidden, "CPU")
 
 
 # -- in-place writes and versions -----------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_what_replays_differently_is_wrong_without_the_audit(name, monkeypatch):
 
 
 class Tallies(nn.Module):
-    """Its operator counts calls in a buffer that it is never handed."""
+    """Its operator counts calls in a buffer that is not among its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def test_the_tape_replays_what_the_simulator_says_in_its_bytes_and_bit_for_bit(c
 def test_more_replays_make_a_lower_peak_than_any_plan_that_replays_once():
     model, x = tanhs(depth=9)
     graph = lowtide.trace(model, x)
-    # Of every three tanh outputs one is kept; the others are made anew for each backward that needs them.
+    # Of every three tanh outputs one is kept; the others are replayed for each backward that needs them.
     tanh = [s for s in sorted(graph.stored) if graph.ops[graph.storages[s].op].name == "aten.tanh.default"]
     actions = complete_actions(graph, [s for i, s in enumerate(tanh) if i % 3 != 2])
     once, often = counted(graph, actions, {}), counted(graph, actions, dict.fromkeys(actions, 9))
@@ -107,7 +107,7 @@ def test_more_replays_make_a_lower_peak_than_any_plan_that_replays_once():
 
 
 def used_late_and_early() -> tuple[nn.Module, torch.Tensor]:
-    """Backward asks for h, then goes through a wide layer, where the peak is, then asks for h again."""
+    """Backward unpacks h, then runs a wide layer, where the peak is, then unpacks h again."""
 
     def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
         h = self.layers[0](x)
@@ -242,7 +242,7 @@ def test_a_look_from_outside_backward_counts_nothing_and_leaves_nothing():
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_a_backward_in_another_order_than_traced_finds_what_it_needs(order, retain):
-    """Branches over one trunk, differentiated one by one: the trunk's counts are used up before the last asks."""
+    """Branches over one trunk, differentiated one by one: the trunk's counts are used up before the last unpacks."""
     model, x = mlp(), torch.randn(4, 16)
 
     def branches(model: nn.Module) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ _SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: 
 _CACHED_BYTES = 1 << 18  # calls on less than this cost what the dispatcher costs, wherever their data is
 _MODE_CALLS = 400
 _COLD_SAMPLES = 41
-_GUARDED_BYTES = 1 << 26  # from here on ask first whether the memory is there
+_GUARDED_BYTES = 1 << 26  # inputs this large are made only if the memory is available
 
 _log = logging.getLogger(__name__)
 

@@ -386,7 +386,7 @@ class Tape(TorchDispatchMode):
             self._transfers.asked()
         kind = type(packed)
         if kind is Recipe:
-            # Mostly an earlier burst has made it for good.
+            # Mostly an earlier burst has run its final replay.
             return packed.tensor if packed.args is None and packed.tensor is not None else unpacked(packed)
         if kind is View or kind is Value:
             return unpacked(packed)
