@@ -22,6 +22,7 @@ from support.guards import wrong
 from support.training_steps import (
     Net,
     differing,
+    drop_everything,
     harshest,
     is_clean,
     live_tensors,
@@ -32,9 +33,9 @@ from support.training_steps import (
 from torch import nn
 
 import lowtide
-from lowtide import StepError, UnsupportedModelError
+from lowtide import StepError, UnsupportedModelError, planner
 from lowtide.plan import RECOMPUTE
-from lowtide.tape import recipes, values
+from lowtide.tape import values
 from lowtide.tape.program import program_of
 from lowtide.tracing import operators, recorder
 
@@ -221,16 +222,15 @@ class Trouble(nn.Module):
     ("how", "kind"),
     [("apply", RuntimeError), ("apply", KeyboardInterrupt), ("fit", KeyboardInterrupt), ("step_region", SystemExit)],
 )
-def test_an_exception_leaves_nothing_behind(how, at, kind):
+def test_an_exception_leaves_nothing_behind(how, at, kind, monkeypatch):
     model = nn.Sequential(*mlp(2), trouble := Trouble(), *mlp(2))
     x = torch.randn(4, 16)
     expected = plain(model, x)
     plan = harshest(model, x)
+    # The solver may keep everything of so small a step.
+    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     fit = lowtide.fit(model, x, budget="100%") if how != "apply" else None
-    if fit is not None:  # the solver may keep all of so small a step
-        program = program_of(plan)
-        fit._planned[0].tape.program.ops[:] = program.ops
-        fit._planned[0].tape.program.calls[:] = program.calls
+    if fit is not None:
         enter = fit.step_region if how == "step_region" else contextlib.nullcontext
     else:
         enter = lambda: lowtide.apply(model, plan)  # noqa: E731
@@ -274,6 +274,11 @@ def test_an_exception_while_planning_leaves_nothing_behind(at):
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+def live_values() -> int:
+    """Values, recipes among them, that nobody has freed; errors of earlier tests may hold some."""
+    return sum(isinstance(o, values.Value) for o in gc.get_objects())
+
+
 def test_activations_die_with_backward_and_without_the_collector():
     model, x = mlp(), torch.randn(4, 16)
     watched: list[weakref.ref] = []
@@ -281,6 +286,7 @@ def test_activations_die_with_backward_and_without_the_collector():
         module.register_forward_hook(lambda m, args, out: watched.append(weakref.ref(out)))
     plan = harshest(model, x)
     watched.clear()
+    before = live_values()
     gc.disable()
     try:
         with lowtide.apply(model, plan):
@@ -288,7 +294,7 @@ def test_activations_die_with_backward_and_without_the_collector():
         assert sum(w() is not None for w in watched) == 0
         loss.backward()
         del loss
-        held = sum(isinstance(o, (recipes.Recipe, values.Value)) for o in gc.get_objects())
+        held = live_values() - before
     finally:
         gc.enable()
 
@@ -298,12 +304,13 @@ def test_activations_die_with_backward_and_without_the_collector():
 def test_a_forward_that_never_runs_backward_frees_its_recipes_without_the_collector():
     model, x = mlp(), torch.randn(4, 16)
     plan = harshest(model, x)
+    before = live_values()
     gc.disable()
     try:
         with lowtide.apply(model, plan):
             loss = model(x).square().mean()
         del loss
-        held = sum(isinstance(o, (recipes.Recipe, values.Value)) for o in gc.get_objects())
+        held = live_values() - before
     finally:
         gc.enable()
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from lowtide.errors import PlanMismatchError
 from lowtide.plan import Plan
+from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import PlannedCall, program_of
 from lowtide.tape.region import TapedRegion
-from lowtide.tape.tape import Counts, Tape
+from lowtide.tape.tape import Tape
 from lowtide.tracing import fsdp_recording, module_calls
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.tracer import check_supported

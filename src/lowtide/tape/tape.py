@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.tape.audit import Audit
+from lowtide.tape.counts import Counts
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
@@ -30,6 +30,7 @@ from lowtide.tape.replay import unpacked
 from lowtide.tape.values import (
     MARK,
     Kept,
+    PackedByOuterHooks,
     Value,
     View,
     detached,
@@ -37,34 +38,16 @@ from lowtide.tape.values import (
     modified_in_place,
     placeholder_for,
     sharing_version,
+    unmark_written,
     value_of,
 )
 from lowtide.tracing import module_calls
 from lowtide.tracing.fsdp import PauseDuringFsdp
-from lowtide.tracing.operators import allocated_bytes, draws, storage_of, wraps, written_arguments, written_tensors
+from lowtide.tracing.operators import allocated_bytes, draws, storage_of, wraps
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
 _UNSHARED_REFERENCES = 2
-
-
-@dataclass
-class Counts:
-    """What the tape did, over all steps.
-
-    Attributes:
-        steps: Forward passes taped.
-        dropped: Tensors replaced by recipes.
-        moved: Tensors moved to another tier.
-        mismatched: Planned ops that did not run, ran in another form, or could not be dropped: saved instead.
-        unplanned: Ops that are not in the plan (of a loss outside the model, for example): saved.
-    """
-
-    steps: int = 0
-    dropped: int = 0
-    moved: int = 0
-    mismatched: int = 0
-    unplanned: int = 0
 
 
 class _OpenCall:
@@ -247,7 +230,7 @@ class Tape(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             self._close(call)  # other ops than planned: the rest of this module call is saved
         self.counts.unplanned += 1
-        _unmark_written(func, args, kwargs or {})
+        unmark_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _record(self, op: PlannedOp, args: tuple, kwargs: dict) -> Any:
@@ -365,7 +348,7 @@ class Tape(TorchDispatchMode):
         if placeholder is not None:
             return placeholder
         if self._outer_hooks is not None:
-            return _PackedByOuterHooks(self._outer_hooks[1], self._outer_hooks[0](tensor))
+            return PackedByOuterHooks(self._outer_hooks[1], self._outer_hooks[0](tensor))
         if type(tensor) is torch.nn.Parameter or is_view_of_leaf(tensor):
             return Kept(tensor)
         # An op's own output gets its history only after this, and still looks like a leaf.
@@ -396,28 +379,7 @@ class Tape(TorchDispatchMode):
             return packed.tensor
         if isinstance(packed, Packed):
             return packed.unpack(self.unpack)
-        return packed.unpack() if isinstance(packed, _PackedByOuterHooks) else packed
-
-
-class _PackedByOuterHooks:
-    """A kept tensor that an outer pair of hooks (``save_on_cpu``, for example) has packed."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
-        self._unpack, self._packed = unpack, packed
-
-    def unpack(self) -> torch.Tensor:
-        return self._unpack(self._packed)
-
-
-def _unmark_written(func: Any, args: tuple, kwargs: dict) -> None:
-    """After an unplanned write a recipe no longer gives its tensor; a write through ``.data`` counts no version."""
-    if written_arguments(func):
-        for tensor in written_tensors(func, args, kwargs):
-            storage = storage_of(tensor)
-            if storage is not None:
-                storage.__dict__.pop(MARK, None)
+        return packed.unpack() if isinstance(packed, PackedByOuterHooks) else packed
 
 
 def _is_memory_of_argument(storage: torch.UntypedStorage, args: tuple) -> bool:

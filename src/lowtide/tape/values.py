@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
 
 from lowtide.tape.execution_state import ExecutionState
+from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 MARK = "_lowtide_value"  # attribute of the storage's Python object that holds the Value
@@ -196,6 +197,18 @@ class Kept:
         return self.version >= 0 and self.tensor._version != self.version
 
 
+class PackedByOuterHooks:
+    """A kept tensor that an outer pair of hooks (``save_on_cpu``, for example) has packed."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
 def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
     """What stands for a tensor dropped in this run and unchanged since; None if the tensor itself must be held."""
     try:
@@ -221,6 +234,15 @@ def value_of(tensor: Tensor, run: ExecutionState) -> Value | None:
         return None
     placeholder.value.users -= 1
     return placeholder.value
+
+
+def unmark_written(func: Any, args: tuple, kwargs: dict) -> None:
+    """After an unplanned write a recipe no longer gives its tensor; a write through ``.data`` counts no version."""
+    if written_arguments(func):
+        for tensor in written_tensors(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is not None:
+                storage.__dict__.pop(MARK, None)
 
 
 def is_view_of_leaf(tensor: Tensor) -> bool:
