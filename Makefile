@@ -33,7 +33,7 @@ overhead: .venv/.ready  ## what the tape costs an op
 	$(BIN)/python benchmarks/overhead.py
 
 zoo: .venv/.ready  ## every architecture of transformers that shrinks; two hours
-	$(BIN)/python benchmarks/zoo.py --published
+	cd benchmarks && ../$(BIN)/python -m zoo --published
 
 clean:  ## remove caches and the environment
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

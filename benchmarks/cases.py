@@ -1,4 +1,4 @@
-"""Training steps to judge a planner by: many architectures, random weights, a second or so on one CPU thread.
+"""Training steps to test a planner on: many architectures, random weights, about a second on one CPU thread.
 
     python benchmarks/cases.py                           what there is
     python benchmarks/cases.py --dump tests/graphs       trace and time them, and write what solvers work from
@@ -47,7 +47,7 @@ def build(name: str, *, quick: bool = False) -> Case:
 
 
 def own_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """The loss alone comes back: a caller that held the output would keep the logits through backward."""
+    """The loss alone: a caller that held the whole output would keep the logits through backward."""
     return model(**batch).loss
 
 
@@ -105,7 +105,7 @@ def moe(quick: bool) -> Case:
 
 
 def t5(quick: bool) -> Case:
-    """Two stacks: every decoder layer reads what the encoder made last. Dropout everywhere, a tied loss head."""
+    """Two stacks: every decoder layer reads the encoder's output. Dropout everywhere, a tied loss head."""
     import transformers
 
     layers = 2 if quick else 6
@@ -142,7 +142,7 @@ def resnet(quick: bool) -> Case:
 
 
 def unet(quick: bool) -> Case:
-    """Skips across the whole model: what the first stage made is read again by the last."""
+    """Skip connections across the whole model: the last stage reads the first stage's output."""
     size = 32 if quick else 128
     model = UNet(width=16, depth=2 if quick else 4)
     batch = (torch.randn(6, 3, size, size), torch.randn(6, 3, size, size))
@@ -185,7 +185,7 @@ def _conv_block(inner: int, outer: int) -> nn.Sequential:
 
 
 def autocast(quick: bool) -> Case:
-    """A Llama under bf16 autocast: a cast of each weight and activation, bf16 kernels with workspace of their own."""
+    """A Llama under bf16 autocast: each weight and activation is cast, and bf16 kernels have other workspace."""
     case = llama(2 if quick else 6, 256, 704, 8, 4, 512, 4, 256)
     return replace(case, step=_autocast_loss, facts=f"{case.facts}, bf16 autocast")
 
@@ -218,7 +218,7 @@ def minilm(quick: bool) -> Case:
 
 
 def _contrast(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """SimCSE: dropout alone makes the two embeddings of a sentence differ; each must find its twin."""
+    """SimCSE: a contrastive loss on two embeddings of each sentence that differ by dropout only."""
     real = batch["attention_mask"].unsqueeze(-1).float()
 
     def embed() -> torch.Tensor:
@@ -267,7 +267,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def chain48(quick: bool) -> Case:
-    """The textbook's chain: all layers equal, nothing branches."""
+    """The chain of the textbooks: equal layers, no branches."""
     layers = 6 if quick else 48
     model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(256, 256), nn.Tanh())))
     return Case(model, torch.randn(2048, 256), _total, f"{layers} x (Linear, Tanh)")

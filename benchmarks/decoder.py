@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from paired_times import paired_times
 from provenance import provenance
 
 HERE = Path(__file__).parent
@@ -72,7 +73,7 @@ def _run_in_mode(mode: str, lines) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to run the step: ``on`` sets the model up, ``off`` takes it back; a plan if it is ours."""
+    """A way to run the step: ``on`` sets the model up, ``off`` undoes that; ``plan`` if it is one of lowtide's."""
 
     name: str
     on: Callable[[], None]
@@ -90,7 +91,7 @@ def run_cases(args: argparse.Namespace) -> None:
 
 
 class Bench:
-    """One case: the model, its methods, their measurements."""
+    """One case: a model and the measurements of its methods."""
 
     def __init__(self, vocabulary: int, args: argparse.Namespace) -> None:
         import torch
@@ -113,7 +114,7 @@ class Bench:
 
     def lines(self) -> list[dict]:
         """Plan, measure, and return one line per method."""
-        from lowtide.measurement import allocator
+        from lowtide.measurement.timing import Times, time_ms
 
         self._say("plan")
         graph, op_costs, seconds = self._prepare()
@@ -128,16 +129,16 @@ class Bench:
         ours = self._planned(graph, op_costs, graph.resident_bytes + full_bytes)
         outcomes |= {method.name: self._outcome(method) for method in ours if method.plan is not None}
         runnable = [method for method in [*baselines, *ours] if method.name in outcomes]
-        others = {m.name: partial(self._run, m) for m in runnable if m.name != "none"}
-        plain, times, ratios = allocator.compare_with(
-            partial(self._run, baselines[0]),
+        others = {m.name: partial(time_ms, partial(self._run, m)) for m in runnable if m.name != "none"}
+        plain, times, ratios = paired_times(
+            partial(time_ms, partial(self._run, baselines[0])),
             others,
             rounds=1 if self.args.quick else self.args.rounds,
             on_round=lambda done, total: self._say(f"round {done} of {total}"),
             seed=SEED,
         )
         times["none"] = plain
-        one = allocator.Times.of([ms / plain.median_ms for ms in plain.samples_ms])
+        one = Times.of([ms / plain.median_ms for ms in plain.samples_ms])
         ratios["none"] = one
         shared = self._shared() | seconds
         return [
@@ -146,7 +147,7 @@ class Bench:
         ]
 
     def _prepare(self):
-        """Trace and cost the step; how long that took."""
+        """Trace the step and measure its costs, with the seconds that both took."""
         import time
 
         import lowtide

@@ -41,7 +41,7 @@ TOY = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way to run the step: ``around`` is entered for each step; ``plan`` if it is ours."""
+    """A way to run the step: ``around`` is entered for each step; ``plan`` if it is one of lowtide's."""
 
     name: str
     around: Callable[[], AbstractContextManager[Any]]
@@ -121,7 +121,7 @@ class Case:
 
     def lines(self) -> Iterator[dict]:
         """One line per method, in order of measurement."""
-        from lowtide.measurement import allocator
+        from lowtide.measurement.timing import compare_times
 
         graph, op_costs = self._prepare()
         self.resident_bytes = graph.resident_bytes
@@ -150,11 +150,7 @@ class Case:
                 measured[line["method"]] = line
                 methods += [method] if method is not None else []
         runnable = {m.name: partial(self._step, m) for m in methods if measured[m.name]["status"] == "ok"}
-        times = (
-            allocator.compare_times(runnable, rounds=self.args.rounds, device=self.device, seed=SEED)
-            if runnable
-            else {}
-        )
+        times = compare_times(runnable, rounds=self.args.rounds, device=self.device, seed=SEED) if runnable else {}
         plain_ms = times["plain"].median_ms if "plain" in times else None
         for name, line in measured.items():
             if name in times:
@@ -267,7 +263,7 @@ class Case:
             yield
 
     def _shared(self) -> dict:
-        from lowtide.measurement import allocator
+        from lowtide.measurement.device_name import device_name
 
         return {
             "benchmark": "gpu",
@@ -279,12 +275,12 @@ class Case:
             "seed": SEED,
             "rounds": self.args.rounds,
             **provenance(),
-            "device": allocator.device_name(self.device),
+            "device": device_name(self.device),
         }
 
 
 def _bits(tensor: Any) -> int:
-    """A number that differs when bits do, most probably; the gradients themselves would not fit twice."""
+    """A hash of the tensor's bits, since the gradients would not fit twice."""
     import torch
 
     whole = tensor.detach().reshape(-1).view(torch.int16)

@@ -1,4 +1,4 @@
-"""Elapsed time of a decoder's step with tensors on disk beside recomputing alone: JSON lines.
+"""Elapsed time of a decoder's step with tensors on disk, and with recomputing only: JSON lines.
 
     python benchmarks/offload.py              4 layers, hidden 256, batch 4 x 256; a few minutes
     python benchmarks/offload.py --quick      a toy, to see that it runs

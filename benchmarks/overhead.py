@@ -1,19 +1,19 @@
-"""What the tape costs an op, beside PyTorch's own means: microseconds of thread CPU time, one JSON line per method.
+"""Overhead per op of the tape and of PyTorch's own checkpointing: microseconds of thread CPU time, JSON lines.
 
-    python benchmarks/overhead.py            a minute or two
-    python benchmarks/overhead.py --quick    to see that it runs
+    python benchmarks/overhead.py            one or two minutes
+    python benchmarks/overhead.py --quick    a test that it runs
 
-A step of many tiny kernels is timed under each method, interleaved; forward and backward apart, each as the difference
-to the plain step just before and just after:
+A step of many tiny kernels is timed under each method in turns. Forward and backward are timed separately, each as the
+difference to the plain step just before and just after:
 
 - ``forward_us``: added per forward op.
-- ``backward_us``: added per replayed op, beyond what those very ops take: the tape's replays are run once more by
-  themselves, bare, between two steps; checkpointing runs the forward pass again, so for it that is the plain forward.
+- ``backward_us``: added per replayed op, without the time of the replayed ops themselves. For the tape that time is
+  measured by running the same ops alone between two steps; for checkpointing it is the plain forward pass.
 
 Methods: an empty dispatch mode; the tape with nothing to recompute; the tape with everything replayed; non-reentrant
 ``torch.utils.checkpoint`` around the whole model; the same with a selective policy that saves matmuls.
 
-Two models: ``chain`` (sin and mul in turns, one tensor each) and ``decoder`` (a tiny Llama: views, casts, attention).
+Two models: ``chain`` (sin and mul alternate, one tensor each) and ``decoder`` (a tiny Llama: views, casts, attention).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -51,11 +51,11 @@ CHAINS = (1_000, 10_000, 100_000)
 
 
 class Empty(TorchDispatchMode):
-    """What every dispatch mode costs, at the least."""
+    """A dispatch mode that does nothing: the least that any mode costs."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as the tape has it: else PyTorch's wrapper costs microseconds more
+        return False  # as in the tape: PyTorch's wrapper would cost microseconds more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -89,13 +89,20 @@ class Chain(nn.Module):
 
 @dataclass(frozen=True)
 class Method:
-    """``around`` is what forward runs in; ``call`` wraps the model's call; ``replays`` ops run again in backward."""
+    """One way to run the step.
+
+    Attributes:
+        around: What forward runs in.
+        call: Wraps the model's call.
+        replays: How many ops run again in backward.
+        own: Runs just those ops.
+    """
 
     name: str
     around: Callable[[], AbstractContextManager]
     call: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda forward: forward()
     replays: int = 0
-    own: Callable[[], object] | None = None  # runs just the ops that backward runs again
+    own: Callable[[], object] | None = None
 
 
 def main() -> int:
@@ -108,7 +115,7 @@ def main() -> int:
     lines = []
     for name, model, inputs in cases(args.quick):
         print(name, file=sys.stderr, flush=True)
-        lines += [line(name, *row) for row in compare(model, inputs, 2 if args.quick else args.rounds)]
+        lines += [line(name, samples) for samples in compare(model, inputs, 2 if args.quick else args.rounds)]
     lines += [long_chain(length) for length in CHAINS[: 1 if args.quick else None]]
     text = "".join(json.dumps(found | provenance()) + "\n" for found in lines)
     print(text, end="")
@@ -131,48 +138,63 @@ def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]
     yield "decoder", transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def compare(model: nn.Module, inputs: dict, rounds: int) -> list[tuple]:
-    """Per method: name, forward ops, replayed ops, and samples of plain and its own forward and backward, and of what
-    runs again."""
+@dataclass(frozen=True)
+class Samples:
+    """Microseconds of one method and of the plain steps around it, one entry per round.
+
+    Attributes:
+        ops: Forward ops. ``replayed``: ops that backward runs again.
+        own_us: What the replayed ops take by themselves.
+    """
+
+    method: str
+    ops: int
+    replayed: int
+    plain_forward_us: tuple[float, ...]
+    plain_backward_us: tuple[float, ...]
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    own_us: tuple[float, ...]
+
+
+def compare(model: nn.Module, inputs: dict, rounds: int) -> list[Samples]:
+    """Time every method but the plain step, which runs just before and just after each."""
     forward = partial(loss_of, model, inputs)
     with Count() as count:
         forward()
-    ways = list(methods(model, inputs, count.ops))
-    samples: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in ways}
-    plain: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+    plain, *others = methods(model, inputs, count.ops)
+    rows: dict[str, list[tuple[float, ...]]] = {method.name: [] for method in others}
     for done in range(rounds + 1):
-        for way in ways:
-            before = timed(ways[0], forward)
-            spent = timed(way, forward)
-            after = timed(ways[0], forward)
+        for method in others:
+            before = timed(plain, forward)
+            spent = timed(method, forward)
+            after = timed(plain, forward)
             forward_us, backward_us = (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
             if done:
-                own_us = forward_us if way.own is None else thread_us(way.own)
-                samples[way.name].append((*spent, own_us))
-                plain[way.name].append((forward_us, backward_us))
-    return [
-        (way.name, count.ops, way.replays,
-         *zip(*plain[way.name], strict=True), *zip(*samples[way.name], strict=True))
-        for way in ways[1:]
-    ]  # fmt: skip
+                own_us = forward_us if method.own is None else thread_us(method.own)
+                rows[method.name].append((forward_us, backward_us, *spent, own_us))
+    return [Samples(method.name, count.ops, method.replays, *zip(*rows[method.name], strict=True)) for method in others]
 
 
-def line(
-    case: str, name: str, ops: int, replays: int, plain_f: Any, plain_b: Any, mine_f: Any, mine_b: Any, own: Any
-) -> dict:
-    """Medians of the differences."""
-    forward = statistics.median(b - a for a, b in zip(plain_f, mine_f, strict=True)) / ops
+def line(case: str, samples: Samples) -> dict:
+    """Medians of the differences to the plain step."""
+    forward = difference_us(samples.plain_forward_us, samples.forward_us) / samples.ops
     found = {
-        "benchmark": "overhead_cpu", "case": case, "method": name, "ops": ops, "replayed": replays,
-        "plain_us": statistics.median(plain_f) / ops, "forward_us": forward,
+        "benchmark": "overhead_cpu", "case": case, "method": samples.method, "ops": samples.ops,
+        "replayed": samples.replayed, "plain_us": statistics.median(samples.plain_forward_us) / samples.ops,
+        "forward_us": forward,
     }  # fmt: skip
-    again = [b - a for a, b in zip(plain_b, mine_b, strict=True)]
-    if replays:
-        found["own_us"] = statistics.median(own) / replays
-        found["backward_us"] = statistics.median(x - y for x, y in zip(again, own, strict=True)) / replays
+    if samples.replayed:
+        expected = [x + y for x, y in zip(samples.plain_backward_us, samples.own_us, strict=True)]
+        found["own_us"] = statistics.median(samples.own_us) / samples.replayed
+        found["backward_us"] = difference_us(expected, samples.backward_us) / samples.replayed
     else:
-        found["backward_us_per_op"] = statistics.median(again) / ops
+        found["backward_us_per_op"] = difference_us(samples.plain_backward_us, samples.backward_us) / samples.ops
     return found
+
+
+def difference_us(expected: Sequence[float], measured: Sequence[float]) -> float:
+    return statistics.median(b - a for a, b in zip(expected, measured, strict=True))
 
 
 def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
@@ -207,12 +229,12 @@ def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
 
 
 def replayed(model: nn.Module, inputs: dict, plan: lowtide.Plan) -> list[tuple[Any, tuple, dict]]:
-    """What backward runs again under ``plan``, in order: operator and arguments."""
+    """The ops that backward runs again under ``plan``, in order: operator and arguments."""
     found = []
 
     class Collect(Empty):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            if func in collecting:  # and not a view that the tape makes for it
+            if func in collecting:  # not a view that the tape makes of an argument
                 found.append((func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
@@ -257,7 +279,7 @@ def as_loss(output: Any) -> torch.Tensor:
 
 
 def timed(method: Method, forward: Callable[[], torch.Tensor]) -> tuple[float, float]:
-    """Microseconds of forward and of backward, of this thread: on a CPU backward runs in the thread that calls it."""
+    """Microseconds of forward and of backward in this thread, in which a CPU's backward runs too."""
     with gc_disabled():
         with method.around():
             start = time.thread_time()
@@ -270,7 +292,7 @@ def timed(method: Method, forward: Callable[[], torch.Tensor]) -> tuple[float, f
 
 
 def long_chain(length: int) -> dict:
-    """The tape on a chain that long: time per op must not grow, nor memory per recipe."""
+    """The tape on a chain of ``length`` ops: neither time per op nor memory per recipe should grow with it."""
     model, x = Chain(length), torch.randn(8)
     graph = lowtide.trace(model, {"x": x}, step=lambda m, batch: m(**batch))
     costs = lowtide.Costs((1.0,) * len(graph.ops))
@@ -291,7 +313,7 @@ def long_chain(length: int) -> dict:
 
 
 def python_bytes(model: nn.Module, x: torch.Tensor, plan: lowtide.Plan) -> int:
-    """What Python objects hold between forward and backward."""
+    """Bytes of Python objects that the tape holds between forward and backward."""
     with lowtide.apply(model, plan):
         tracemalloc.start()
         loss = model(x=x)

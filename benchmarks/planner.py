@@ -1,13 +1,13 @@
-"""The planner judged on many architectures: does a plan need what it predicts, how near is it to its bound, how fast
-was it found? One JSON line per case and budget.
+"""The planner on many architectures: error of the predicted peak, gap to the bound, solve time. JSON lines by case and
+budget.
 
-    python benchmarks/planner.py                      all cases of cases.py; a quarter of an hour
+    python benchmarks/planner.py                      all cases of cases.py; 15 minutes
     python benchmarks/planner.py --cases t5 unet      these; lines of other cases in the results stay
-    python benchmarks/planner.py --quick              toys of the same kinds, to see that it runs
-    python benchmarks/planner.py --time 7             instead: do plans take the time they predict? (planner_times.py)
+    python benchmarks/planner.py --quick              toys of the same kinds, a test that it runs
+    python benchmarks/planner.py --time 7             step times instead (planner_times.py)
 
 Budgets are fractions of the plain step's activation memory, the peak of full checkpointing where layers repeat, and
-the least that the planner says it can do. Each plan is carried out beside the plain step from the same state: loss,
+the least that the planner says it can do. Each plan is carried out, and the plain step from the same state: loss,
 gradients and buffers must be equal to the last bit, and the allocator's peak is compared with the simulated one.
 
 Exits with 1 where gradients differ, something failed, or a target is missed.
@@ -16,22 +16,21 @@ Exits with 1 where gradients differ, something failed, or a target is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import planner_times
 from cases import CASES, SEED, Case, build
+from planner_lines import failed, solves, write
 from provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "planner_cpu.jsonl"
-FRACTIONS = ("50%", "36%", "25%")
 MEDIAN_ERROR, WORST_ERROR = 0.001, 0.01  # of the measured peak
 
 
@@ -42,8 +41,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="toys of the same kinds")
     parser.add_argument("--time", type=int, metavar="ROUNDS", help="time plans beside the plain step, nothing else")
     args = parser.parse_args()
-
-    import planner_times  # which imports from here
 
     results = RESULTS if args.time is None else planner_times.RESULTS
     out = args.out or (Path(tempfile.mkdtemp()) / results.name if args.quick else results)
@@ -61,16 +58,6 @@ def main() -> int:
         write(out, lines)  # after each case, so that a run cut short leaves what it found
     print(f"wrote {out}", file=sys.stderr)
     return summary(lines)
-
-
-def write(out: Path, lines: list[dict]) -> None:
-    """Put ``lines`` in place of those that ``out`` has for the same cases; cases in the order of ``cases.py``."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = {line["case"] for line in lines}
-    old = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    both = [line for line in old if line["case"] not in fresh and line["case"] in CASES] + lines
-    both.sort(key=lambda line: list(CASES).index(line["case"]))
-    out.write_text("".join(json.dumps(line) + "\n" for line in both))
 
 
 def case_lines(name: str, *, quick: bool) -> Iterator[dict]:
@@ -124,38 +111,8 @@ def case_lines(name: str, *, quick: bool) -> Iterator[dict]:
             yield shared | line | failed(error)
 
 
-def solves(graph: Any, costs: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Budget by name, and the call that plans for it."""
-    import lowtide
-
-    def exact(budget: int | str) -> Callable[[], Any]:
-        return lambda: lowtide.solve(graph, costs, budget)
-
-    yield "none", lambda: lowtide.solve(graph, costs, method="none")
-    for fraction in FRACTIONS:
-        yield fraction, exact(fraction)
-    try:
-        full = lowtide.solve(graph, costs, method="full")
-    except ValueError:  # no layer repeats
-        full = None
-    if full is not None:
-        yield "full checkpointing", lambda: full
-        yield "at full's peak", exact(full.predicted_peak_bytes)
-    yield "least", lambda: exact(least_bytes(graph, costs))()
-
-
-def least_bytes(graph: Any, costs: Any) -> int:
-    """What the planner says is the least, asked for the impossible."""
-    import lowtide
-
-    try:
-        return lowtide.solve(graph, costs, graph.resident_bytes).predicted_peak_bytes
-    except lowtide.BudgetInfeasibleError as error:
-        return error.least_bytes
-
-
 class Outcome:
-    """One step of ``case``, planned or plain: its peak, and by name what it left. Everything is put back afterwards."""
+    """One step of ``case``, planned or plain: its peak and its results by name. All state is restored afterwards."""
 
     def __init__(self, case: Case, resident_bytes: int, plan: Any = None) -> None:
         import torch
@@ -218,12 +175,6 @@ def planned(case: Case, plain: Outcome, plan: Any) -> dict:
     return line
 
 
-def failed(error: Exception) -> dict:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    first = (str(error).splitlines() or [""])[0]
-    return {"status": "failed", "error": f"{type(error).__name__}: {first}", "at": f"{where.name}:{where.lineno}"}
-
-
 def said(line: dict) -> str:
     start = f"{line['case']:<14} {line['budget']:<18} {line['status']:<10}"
     if "peak_error" not in line:
@@ -259,7 +210,7 @@ def summary(lines: list[dict]) -> int:
         f"  findings                                {len(findings)}",
         file=sys.stderr,
     )
-    for line in findings:  # a plan below "the least" is no fault of the plan, but of what was called the least
+    for line in findings:  # with a plan below "the least" the least is wrong, not the plan
         print(f"    {said(line)}", file=sys.stderr)
     met = bool(ran) and median <= MEDIAN_ERROR and max(line["peak_error"] for line in ran) <= WORST_ERROR
     return 0 if met and not findings else 1

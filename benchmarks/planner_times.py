@@ -1,12 +1,12 @@
-"""Does a plan take the time that it predicts? Plans and the plain step side by side; one JSON line per case and budget.
+"""Measured and predicted step times of plans, beside the plain step; one JSON line per case and budget.
 
-    python benchmarks/planner.py --time 7                all cases; an hour or more, and a quiet machine, please
+    python benchmarks/planner.py --time 7                all cases; more than an hour, on an idle machine
     python benchmarks/planner.py --time 7 --cases vit    these; lines of other cases in the results stay
 
-Each case has a process of its own, whose memory stays with it (``decoder.py``'s ``fixed``: what a process pays for page
-faults depends on the peak, and no op's time knows of it). In it ops are measured, plans made and steps run, interleaved
-on the same weights, one thread. A plan's time is process CPU time as a ratio to the plain step just before and just
-after. ``none`` is the plain step under another name: how far two equal things are apart here.
+Each case has a process of its own, which keeps the memory that it frees (``decoder.py``'s ``fixed``): else the cost of
+page faults would depend on the peak, which no op's time includes. In it ops are measured, plans made and steps run in
+turns on the same weights, one thread. A plan's time is process CPU time as a ratio to the plain step just before and
+just after. ``none`` is a plan that changes nothing: its ratio shows the noise.
 
 Exits with 1 where a plan is more than 3 points from what it predicts (toys aside), or something failed.
 """
@@ -16,26 +16,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cases import CASES, SEED, Case, build
 from decoder import MALLOC
-from planner import failed, solves, write
+from paired_times import PairedTimes, paired_times
+from planner_lines import failed, solves, write
 from provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "planner_time_cpu.jsonl"
 MOST_POINTS_OFF = 3.0
-LEFT_OUT = "least"  # schedules of many replays, minutes of search
+LEFT_OUT = "least"  # takes minutes of search
 
 
 def time_cases(cases: list[str], out: Path, *, rounds: int, quick: bool) -> int:
-    """Time each case in a process of its own, put its lines into ``out``, and say how far off the worst plan is."""
+    """Time each case in a process of its own and write its lines to ``out``; 1 if a plan is too far off."""
     lines: list[dict] = []
     for name in cases:
         child = subprocess.run(
@@ -94,7 +95,7 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
         except Exception as error:
             yield shared | {"budget": budget} | failed(error)
     with rehearsal(case.model, case.batch):
-        plain, ratios = compared(case, plans, rounds)
+        plain, _, ratios = compared(case, plans, rounds)
     for budget, plan in plans.items():
         ratio = ratios[budget]
         yield shared | {
@@ -111,29 +112,16 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
         }
 
 
-def compared(case: Case, plans: dict[str, Any], rounds: int) -> tuple[Any, dict[str, Any]]:
-    """Milliseconds of the plain step, and by budget the ratio to the plain steps just before and just after."""
-    from lowtide.measurement.allocator import Times
-
-    order = random.Random(SEED)
-    plain: list[float] = []
-    ratios: dict[str, list[float]] = {budget: [] for budget in plans}
-    for done in range(rounds + 1):
-        before = step_ms(case)
-        for budget in order.sample(sorted(plans), len(plans)):
-            ms = step_ms(case, plans[budget])
-            after = step_ms(case)
-            if done:  # the first round warms up
-                plain.append(after)
-                ratios[budget].append(2 * ms / (before + after))
-            before = after
-    return Times.of(plain), {budget: Times.of(found) for budget, found in ratios.items()}
+def compared(case: Case, plans: dict[str, Any], rounds: int) -> PairedTimes:
+    """The plain step, and by budget the step under its plan with a plain step just before and just after."""
+    planned = {budget: partial(step_ms, case, plan) for budget, plan in plans.items()}
+    return paired_times(partial(step_ms, case), planned, rounds=rounds, seed=SEED, methods_per_baseline=1)
 
 
 def step_ms(case: Case, plan: Any = None) -> float:
     """One step as in a training loop: under its plan before it begins, backward outside."""
     import lowtide
-    from lowtide.measurement.allocator import time_ms
+    from lowtide.measurement.timing import time_ms
 
     with ExitStack() as stack:
         if plan is not None:

@@ -1,4 +1,4 @@
-"""Where a result comes from: what each JSON line says beside its numbers."""
+"""Where a result comes from: commit, versions and device, added to each JSON line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def provenance() -> dict:
     import torch
     import transformers
 
-    from lowtide.measurement.allocator import device_name
+    from lowtide.measurement.device_name import device_name
 
     return {
         "threads": torch.get_num_threads(),

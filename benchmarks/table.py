@@ -32,7 +32,7 @@ class Page:
     table: Callable[[list[dict]], str]
 
     def written(self) -> str:
-        """The page as its results would have it."""
+        """The page with its table made of the present results."""
         return replaced(self.path.read_text(), self.mark, self.table(read(self.results)))
 
 
@@ -68,7 +68,7 @@ def read(path: Path) -> list[dict]:
 
 
 def replaced(page: str, mark: str, table: str) -> str:
-    """``page`` with what lies between the markers replaced."""
+    """``page`` with the text between the markers replaced."""
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
     head, found_begin, rest = page.partition(begin)
     _, found_end, tail = rest.partition(end)
@@ -165,15 +165,15 @@ def cells(line: dict, fixed: dict | None) -> list[str]:
         return ["infeasible", *[""] * 8]
     ours = line.get("predicted_overhead") is not None
     predicted = f"{(line['predicted_peak_bytes'] - line['resident_bytes']) / MIB:.1f}" if ours else ""
-    # Predictions of time belong to a process: those beside the fixed column were made in it.
-    beside = fixed if fixed is not None and fixed["status"] != "infeasible" else None
+    # Times were predicted in each process: these are of the one with malloc fixed.
+    timed = fixed if fixed is not None and fixed["status"] != "infeasible" else None
     return [
         f"{line['activation_bytes'] / MIB:.1f} MiB",
         f"{line['fraction']:.3f}",
         f"{predicted} MiB" if ours else "",
         overhead(line["time_ratio"] - 1, line["time_ratio_quartiles"]),
-        overhead(beside["time_ratio"] - 1, beside["time_ratio_quartiles"]) if beside else "",
-        f"{100 * beside['predicted_overhead']:+.1f} %" if ours and beside else "",
+        overhead(timed["time_ratio"] - 1, timed["time_ratio_quartiles"]) if timed else "",
+        f"{100 * timed['predicted_overhead']:+.1f} %" if ours and timed else "",
         f"{line['gap']:.2%}".replace("%", " %") if ours and line["gap"] is not None else "",
         f"{line['solve_s']:.1f} s" if ours else "",
         "equal" if line["bitwise_equal"] else "**differ**",
@@ -197,7 +197,7 @@ def footnote(lines: list[dict]) -> str:
 
 
 def points_off(lines: list[dict]) -> str:
-    """How far measured overhead is from predicted, malloc fixed, over all plans that recompute."""
+    """Distance of measured from predicted overhead over all plans that recompute, malloc fixed."""
     off = sorted(
         100 * abs(line["time_ratio"] - 1 - line["predicted_overhead"])
         for line in lines
@@ -312,7 +312,7 @@ def planner_cells(case: str, lines: list[dict]) -> list[str]:
 
 
 def times_table(lines: list[dict]) -> str:
-    """One row per case: overhead as predicted / as measured by budget, and how sure that is."""
+    """One row per case: predicted / measured overhead by budget, with the spread."""
     budgets = ("50%", "36%", "25%", FULLS_PEAK, "full checkpointing")
     columns = ("case", "plain", *(b.replace("%", " %") for b in budgets), "spread", "control")
     rows = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
@@ -341,7 +341,7 @@ def times_cell(line: dict) -> str:
 
 
 def half_range(quartiles: list[float]) -> float:
-    """Half of what lies between the quartiles, in points."""
+    """Half the distance between the quartiles, in points."""
     return 100 * (quartiles[1] - quartiles[0]) / 2
 
 

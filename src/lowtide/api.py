@@ -20,9 +20,11 @@ from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import Measured
 from lowtide.reports.terminal import fit_report
 from lowtide.tape import attach
+from lowtide.tape.audit import Audit
 from lowtide.tape.offload.tier_settings import usable
-from lowtide.tape.program import Node
-from lowtide.tape.tape import Audit, Tape
+from lowtide.tape.program import PlannedCall
+from lowtide.tape.region import TapedRegion
+from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.data_parallel import unwrapped
@@ -123,8 +125,8 @@ class Fit:
             steps=sum(c.steps for c in met),
             mismatched_ops=sum(c.mismatched for c in met),
             unplanned_ops=sum(c.unplanned for c in met),
-            audited_ops=sum(bool(s.drops) and s.audited for s in planned.program.slots),
-            dropped_ops=sum(bool(s.drops) for s in planned.program.slots),
+            audited_ops=sum(bool(s.drops) and s.audited for s in planned.program.ops),
+            dropped_ops=sum(bool(s.drops) for s in planned.program.ops),
             shapes=len(self._by_call),
             trace_s=planned.trace_s,
             measure_s=planned.measure_s,
@@ -141,14 +143,14 @@ class Fit:
         region = self._region = _Open()
         planned = self._planned[0]
         if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would open it later
-            region.open(planned.tape.region(planned.program.root, whole_step=True))
+            region.open(TapedRegion(planned.tape, planned.program.root, whole_step=True))
         try:
             yield
         finally:
             self._region = None
             region.close()
 
-    def _choose(self, args: tuple, kwargs: dict) -> tuple[Tape, Node] | None:
+    def _choose(self, args: tuple, kwargs: dict) -> tuple[Tape, PlannedCall] | None:
         """The tape for a call of the model, planning first if its input is of a new shape."""
         model = self.model
         signature = module_calls.call_signature(model, args, kwargs)
@@ -177,7 +179,7 @@ class Fit:
             slack = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
             tape.audit = Audit(planned.program, slack, self._planner.differed)
         if self._region is not None:
-            self._region.open(tape.region(planned.program.root, whole_step=True))
+            self._region.open(TapedRegion(tape, planned.program.root, whole_step=True))
             return None  # the region is taped already; GuardedCall then calls inside it
         calls = planned.program.root.children.get("", [])
         if not calls:
@@ -190,7 +192,7 @@ class Fit:
         met = planned.tape.counts
         new = met.mismatched - planned.seen_mismatches
         planned.seen_mismatches = met.mismatched
-        many = new > 0.02 * max(1, sum(bool(s.drops) for s in planned.program.slots))
+        many = new > 0.02 * max(1, sum(bool(s.drops) for s in planned.program.ops))
         # What a sharded model ran elsewhere is not known here, and planning anew needs all ranks.
         return many and planned.replans < _REPLANS and not shards_in(self.model)
 

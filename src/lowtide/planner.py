@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.allocator import available_bytes
+from lowtide.measurement.available_memory import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.plan import Plan
 from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
@@ -26,10 +26,12 @@ from lowtide.reports.progress import Stages
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
+from lowtide.tape.audit import Audit
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.offload.tiers import Tier
-from lowtide.tape.program import Program, Slot
-from lowtide.tape.tape import Audit, Tape
+from lowtide.tape.program import PlannedOp, PlanProgram, program_of
+from lowtide.tape.region import TapedRegion
+from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
@@ -59,7 +61,7 @@ class Planned:
     group: dist.ProcessGroup | None = None  # ranks that were planned for together
 
     @property
-    def program(self) -> Program:
+    def program(self) -> PlanProgram:
         return self.tape.program
 
 
@@ -104,7 +106,7 @@ class Planner:
             self.warnings.append(text)
             logger.warning("lowtide: %s", text)
 
-    def differed(self, slot: Slot) -> None:
+    def differed(self, slot: PlannedOp) -> None:
         """A replay gave other bits."""
         self.warn(f"{slot.name} in {slot.where or 'the model'} gives other bits when it runs again: saved from now on")
 
@@ -140,7 +142,7 @@ class Planner:
             for _ in range(3):  # a replay that differs is saved, and the rest planned anew
                 try:
                     tiers = run_on_all_ranks(group, "opening tiers", partial(settings.places.open, plan, self._tiers))
-                    tape = Tape(attach.program_of(plan), model, tiers)
+                    tape = Tape(program_of(plan), model, tiers)
                     planned = Planned(graph, costs, plan, tape, traced - start, measured - traced, group=group)
                     differed = union_over_ranks(group, self._rehearse(planned, batch, step))
                 except TierError as error:
@@ -208,10 +210,10 @@ class Planner:
             TierError: what was moved came back with other bits, or not at all.
         """
         program = planned.program
-        differed: list[Slot] = []
+        differed: list[PlannedOp] = []
         model = self.model
-        ids = {id(slot): n for n, slot in enumerate(program.slots)}
-        drops = {id(s): s.drops for s in program.slots}
+        ids = {id(slot): n for n, slot in enumerate(program.ops)}
+        drops = {id(s): s.drops for s in program.ops}
         stuck = False
         unproven = bool(planned.plan.tiers)
         for _ in range(_REHEARSALS):
@@ -224,16 +226,16 @@ class Planner:
             # Memory comes in pieces: what is kept beside never takes all that is free.
             share_bytes = max(allowance, 0) // (3 if unproven else 2)
             tape.audit = Audit(program, share_bytes, differed.append)
-            tape.beside_bytes = share_bytes if unproven else 0
+            tape.comparison_bytes = share_bytes if unproven else 0
             with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
-                with torch.enable_grad(), tape.region(program.root, whole_step=True):
+                with torch.enable_grad(), TapedRegion(tape, program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]
                 loss.backward()
                 moved = before != [fingerprint(b) for b in model.buffers()]
                 del loss, output
             if moved:  # an op of somebody's own writes a buffer that it is not even handed
-                foreign = [s for s in program.slots if s.drops and s.func and s.func.namespace not in _KNOWN]
+                foreign = [s for s in program.ops if s.drops and s.func and s.func.namespace not in _KNOWN]
                 for slot in foreign:
                     slot.drops = ()
                 differed += foreign

@@ -1,4 +1,4 @@
-"""The scratch file of the disk tier: unlinked while open, so that it is gone when the process is, however that ends."""
+"""The scratch file of the disk tier: unlinked while open, so it disappears with the process, however that ends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 class ScratchInMemoryWarning(UserWarning):
-    """The scratch directory is itself memory: what is moved there frees none."""
+    """The scratch directory is on a file system in memory: moving tensors there frees none."""
 
 
 def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
-    """Return a file descriptor of a new file without a name in ``directory`` (None: the system's for temporary files).
+    """Return a file descriptor of a new file without a name.
+
+    Args:
+        directory: None: the system's directory for temporary files.
+        need_bytes: Least bytes that must be free there.
 
     Raises:
         TierError: the directory is missing, is no directory, cannot be written, or has less than ``need_bytes`` free.
 
     Warns:
-        ScratchInMemoryWarning: it lies on a file system that is held in memory.
+        ScratchInMemoryWarning: it is on a file system that is held in memory.
     """
     path = Path(tempfile.gettempdir() if directory is None else directory)
     try:
@@ -55,13 +59,13 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
 
 
 def free_bytes(path: str | Path) -> int:
-    """What an ordinary user may still write there."""
+    """Bytes that an ordinary user may still write to the file system of ``path``."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Name of the file system that ``path`` is on; "" where the system does not tell."""
+    """Type of the file system that ``path`` is on; "" if it is not known."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -69,7 +73,7 @@ def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> s
     real, best, found = Path(path).resolve(), -1, ""
     for line in lines:
         _, where, kind, *_ = line.split(" ")
-        mount = Path(where.encode().decode("unicode_escape"))  # a blank in a path is written \040
+        mount = Path(where.encode().decode("unicode_escape"))  # a blank in a path is escaped as \040
         if (real == mount or mount in real.parents) and len(mount.parts) >= best:
             best, found = len(mount.parts), kind
     return found
@@ -103,5 +107,5 @@ def read_all(fd: int, address: int, size: int, offset: int) -> None:
 
 
 def bytes_at(address: int, size: int) -> memoryview:
-    """Memory as a buffer. Whoever holds it has to keep the memory alive."""
+    """Memory as a buffer; its owner must keep the memory alive as long as the buffer."""
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")

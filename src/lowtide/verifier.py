@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.measurement.allocator import available_bytes, compare_times, peak_bytes
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.timing import compare_times
 from lowtide.plan import Plan
 from lowtide.tape import attach
+from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
-from lowtide.tape.tape import Counts
+from lowtide.tape.program import program_of
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
@@ -120,7 +123,7 @@ def verify_in(
                     device=device,
                 )
             overhead = times["plan"].median_ms / times["plain"].median_ms - 1
-    dropped = [s for s in attach.program_of(plan).slots if s.drops]
+    dropped = [s for s in program_of(plan).ops if s.drops]
     return Verification(
         loss_bitwise_equal=not any(n == "loss" for n in differing),
         gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.graph.costs import Link
 from lowtide.measurement import link_cache, links
-from lowtide.measurement.link_cache import GOOD_FOR_S, key_of, path, recall, remember
+from lowtide.measurement.link_cache import VALID_S, key_of, path, recall, remember
 from lowtide.measurement.links import measured_link
 
 SLOW = Link(1e8, 2e8, 0.25)
@@ -44,7 +44,7 @@ def test_a_link_is_measured_once_a_machine_and_not_once_a_process(measured, tmp_
     assert measured_link("disk", "cpu", beside) == first and len(measured) == 1  # the same file system
 
 
-def test_anew_measures_again_and_that_is_what_is_kept(measured, tmp_path):
+def test_refresh_measures_again_and_stores_the_result(measured, tmp_path):
     measured_link("disk", "cpu", tmp_path)
 
     again = measured_link("disk", "cpu", tmp_path, refresh=True)
@@ -57,7 +57,7 @@ def test_what_was_measured_long_ago_or_in_the_future_is_measured_again(measured,
     measured_link("disk", "cpu", tmp_path)
     now = time.time()
 
-    for then in (now + GOOD_FOR_S + 60, now - 60):
+    for then in (now + VALID_S + 60, now - 60):
         as_in_a_new_process()
         monkeypatch.setattr(link_cache.time, "time", lambda then=then: then)
         measured_link("disk", "cpu", tmp_path)

@@ -1,15 +1,18 @@
-"""Measured times: larger is longer, equal is equal, what cannot run is estimated and said so."""
+"""Times of ops: measured on a clock that the test sets, estimated with a warning where an op cannot run."""
 
+import time
 import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import LowtideError
 from lowtide.graph.step_graph import RUN, Frame, Op, StepGraph, Storage
-from lowtide.measurement import allocator
+from lowtide.measurement import op_times
+from lowtide.measurement.device_name import device_name
 from lowtide.measurement.op_inputs import describe
-from lowtide.measurement.op_times import EstimateWarning, measure
+from lowtide.measurement.op_times import RECORD_US, REPLAY_US, WATCH_US, EstimateWarning, measure
 
 aten = torch.ops.aten
 
@@ -44,31 +47,47 @@ def graph_of(*signatures: dict, device: str = "cpu", storage_bytes: int = 4096) 
 OPAQUE = {"op": "aten.relu.default", "args": [{"opaque": "torch.ScriptObject"}], "kwargs": {}}
 
 
-def test_the_larger_matmul_takes_longer_and_equal_signatures_equal_time():
-    costs = measure(graph_of(mm(32), mm(256), mm(32)))
+class Clock(TorchDispatchMode):
+    """Processor time spent by ops and modes only: a matmul by its size, a mode 4 us, and 20 us in cold caches."""
 
-    small, large, small_again = costs.op_ms
-    assert large > 5 * small > 0
-    assert small == small_again
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now, self.cold = 0.0, False
+        for name in ("process_time", "perf_counter"):
+            patch.setattr(time, name, lambda: self.now)
+        clock = self
+
+        class SlowMode(op_times._EmptyMode):
+            def __torch_dispatch__(self, *call):
+                clock.now += 20e-6 if clock.cold else 4e-6
+                return super().__torch_dispatch__(*call)
+
+        patch.setattr(op_times, "_EmptyMode", SlowMode)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.now += 1e-9 * args[0].numel() * args[1].shape[1] if func is aten.mm.default else 1e-6
+        self.cold = func is aten.add_.Tensor and args[0].numel() > 2**20  # the sweep
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_matmul_takes_its_time_and_equal_signatures_equal_time(monkeypatch):
+    with Clock(monkeypatch):
+        costs = measure(graph_of(mm(32), mm(256), mm(32)))
+
+    small, large = 1e-6 * 32**3, 1e-6 * 256**3
+    assert costs.op_ms == pytest.approx((small, large, small))
     assert costs.source == "measured"
-    assert costs.device_name == allocator.device_name("cpu")
+    assert costs.device_name == device_name("cpu")
 
 
-def test_the_overhead_of_a_dispatch_mode_is_measured_in_microseconds():
-    costs = measure(graph_of(mm(8)))
+def test_the_tapes_own_work_costs_more_where_ops_leave_caches_full_of_their_data(monkeypatch):
+    with Clock(monkeypatch):
+        small = measure(graph_of(mm(8)))
+        large = measure(graph_of(mm(8), storage_bytes=2**24))
 
-    assert 0 < costs.dispatch_us < 500
-    assert costs.record_us > 0 and costs.replay_us > 0
-
-
-def test_the_tapes_own_work_costs_more_where_ops_leave_caches_full_of_their_data():
-    def like(storage_bytes):
-        return measure(graph_of(mm(8), storage_bytes=storage_bytes))
-
-    small, large = like(4096), like(2**24)
-
-    assert large.dispatch_us > small.dispatch_us
-    assert large.record_us > small.record_us and large.replay_us > small.replay_us
+    assert (small.dispatch_us, large.dispatch_us) == pytest.approx((WATCH_US + 4, WATCH_US + 20))
+    assert (small.record_us, large.record_us) == pytest.approx((RECORD_US, 5 * RECORD_US))
+    assert (small.replay_us, large.replay_us) == pytest.approx((REPLAY_US, 5 * REPLAY_US))
 
 
 def test_what_can_be_measured_warns_of_nothing():

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from support.training_steps import differing, drop_everything, outcome
 from torch import nn
 from torch.nn.utils import parametrizations, rnn
-from zoo import plausible_costs
+from zoo.examine import plausible_costs
 
 import lowtide
 from lowtide.plan import RECOMPUTE, Plan

@@ -1,9 +1,8 @@
 """A slice of the zoo (``make zoo`` runs all of it): architectures that differ in kind, every variant, every plan."""
 
 import pytest
-import zoo
-import zoo_models
-import zoo_page
+from zoo import architectures, page
+from zoo.examine import VARIANTS, examine, plans_searched, plausible_costs, prepare
 
 import lowtide
 
@@ -21,9 +20,9 @@ SLICE = [
 
 @pytest.mark.parametrize(("task", "kind"), SLICE, ids=[kind for _, kind in SLICE])
 def test_an_architecture_trains_bitwise_as_plainly(task, kind):
-    told = {line["variant"]: line for line in zoo.examine(task, kind, searched=False, published=True)}
+    told = {line["variant"]: line for line in examine(task, kind, searched=False, published=True)}
 
-    assert list(told) == list(zoo.VARIANTS)
+    assert list(told) == list(VARIANTS)
     assert {line["status"] for line in told.values()} == {"equal"}, told
     assert told["float32"]["dropped_ops"] > 0
 
@@ -32,7 +31,7 @@ def test_an_architecture_trains_bitwise_as_plainly(task, kind):
     ("task", "kind"), [("causal language", "llama"), ("image classification", "vit")], ids=["llama", "vit"]
 )
 def test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half(task, kind):
-    (line,) = zoo.examine(task, kind, variants=["dropout"])
+    (line,) = examine(task, kind, variants=["dropout"])
 
     assert line["status"] == "equal" and not line["mismatched_ops"], line
     assert line["plans"]["least"] < line["plans"]["half"] <= 0.5
@@ -40,12 +39,12 @@ def test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half(task,
 
 
 def test_the_tightest_budget_of_the_zoo_is_near_the_least_that_solve_names():
-    specimen = zoo_models.build("causal language", "llama")
-    model, step = zoo.prepare(specimen, "bfloat16 autocast")
-    graph = lowtide.trace(model, specimen.batch, step=step)
-    costs = zoo.plausible_costs(graph)
+    architecture = architectures.build("causal language", "llama")
+    model, step = prepare(architecture, "bfloat16 autocast")
+    graph = lowtide.trace(model, architecture.batch, step=step)
+    costs = plausible_costs(graph)
 
-    plans, told = zoo.plans_searched(graph, costs)
+    plans, told = plans_searched(graph, costs)
 
     with pytest.raises(lowtide.BudgetInfeasibleError) as error:
         lowtide.solve(graph, costs, 1, node_limit=5, gap=0.1)
@@ -59,7 +58,7 @@ def test_the_tightest_budget_of_the_zoo_is_near_the_least_that_solve_names():
 
 
 def test_the_zoo_says_what_stands_in_the_way_of_half():
-    (line,) = zoo.examine("causal language", "musicgen", variants=["float32"])
+    (line,) = examine("causal language", "musicgen", variants=["float32"])
 
     assert line["status"] == "equal" and "half" not in line["plans"], line
     assert 0 < line["floor"] <= line["plans"]["least"] and line["plans"]["least"] > 0.5
@@ -67,10 +66,10 @@ def test_the_zoo_says_what_stands_in_the_way_of_half():
 
 
 def test_every_architecture_is_tried_once():
-    found = list(zoo_models.specimens())
+    found = list(architectures.names())
 
     assert len(found) == len(set(found)) > 250
-    assert {task for task, _ in found} == set(zoo_models.TASKS)
+    assert {task for task, _ in found} == set(architectures.TASKS)
 
 
 def test_a_difference_and_a_failure_are_told_on_the_page():
@@ -111,7 +110,7 @@ def test_a_difference_and_a_failure_are_told_on_the_page():
         {**shared, "type": "far", "variant": "float32", "status": "not built", "reason": "ImportError: timm"},
     ]
 
-    text = "\n".join(zoo_page.page(lines))
+    text = "\n".join(page.page(lines))
 
     assert "5 model types in 5 classes, 8 variants tried, **6 bitwise equal under every plan**;" in text
     assert "Plans carried out: all replayed 1, exact at 50 % 1, exact at the least 3." in text

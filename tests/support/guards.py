@@ -1,4 +1,4 @@
-"""What the tests of several guards share."""
+"""Shared by the tests of guards: the comparison with a plain step, an operator with a false schema."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _counted(x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
 _library.impl("counted", _counted, "CPU")
 
 
-class Liar(nn.Module):
+class FalseSchema(nn.Module):
     """Counts its calls in a buffer that the operator's schema says is only read."""
 
     def __init__(self) -> None:

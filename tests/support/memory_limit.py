@@ -27,5 +27,5 @@ except (RuntimeError, MemoryError) as error:
 
 
 def limited(spare_mib: int, *options: str) -> str:
-    """What a step says that may take so much; fitted with ``options`` (``name=value``) where there are any."""
+    """Output of a step that may allocate ``spare_mib`` more, fitted with ``options`` (``name=value``) if any."""
     return run(_SCRIPT, str(spare_mib), *options)

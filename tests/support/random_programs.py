@@ -59,7 +59,7 @@ class InPlace(Function):
 
 
 class OverwritesWhatItSaved(Function):
-    """In the manner of kernels that reuse the memory of what they are handed in backward."""
+    """Backward overwrites its saved input, as some kernels do."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class OverwritesWhatItSaved(Function):
 
 
 class RawPointer(Function):
-    """Writes its result where no operator is seen to write."""
+    """Writes its result past the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ INVISIBLE: dict[str, tuple[int, Instruction]] = {
 
 
 class Machine(nn.Module):
-    """Runs ``program``: pairs of an instruction's name and the places of its operands in the pool."""
+    """Runs ``program``: pairs of an instruction's name and the positions of its operands in the pool."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

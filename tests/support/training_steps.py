@@ -1,4 +1,4 @@
-"""Small training steps, plans that drop or replay as told, and outcomes compared bit by bit."""
+"""Small training steps, plans with given drops and replays, and outcomes compared bit by bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lowtide.tracing.restore import same_bits
 from lowtide.tracing.tracer import run_step
 
 gc.collect()
-gc.freeze()  # what the imports made is no garbage: each full collection, of which planning makes several, is then quick
+gc.freeze()  # what imports created is then skipped by the full collections of planning
 
 
 def drop_everything(graph: StepGraph) -> Plan:
@@ -48,7 +48,7 @@ def drop_everything(graph: StepGraph) -> Plan:
 
 
 def harshest(model: nn.Module, batch: Any, step: Any = None) -> Plan:
-    """Trace, and drop everything; at least something must be dropped, or the test tests nothing."""
+    """Trace, and drop everything; fails if nothing can be dropped."""
     plan = drop_everything(lowtide.trace(model, batch, step=step))
     assert plan.counts[RECOMPUTE], "nothing to recompute: the step is no test"
     return plan
@@ -76,7 +76,7 @@ def plain(model: nn.Module, batch: Any, step: Any = None, seed: int = 7) -> dict
 def planned(
     model: nn.Module, batch: Any, plan: Plan, step: Any = None, seed: int = 7
 ) -> dict[str, torch.Tensor | None]:
-    """The same step of another copy under ``plan``; that something was dropped is checked."""
+    """The same step of another copy under ``plan``; fails if nothing was dropped."""
     model = copy.deepcopy(model)
     torch.manual_seed(seed)
     with lowtide.apply(model, plan) as applied:
@@ -118,7 +118,7 @@ def replays() -> Iterator[list[Recipe]]:
 
 
 def is_clean(model: nn.Module) -> bool:
-    """No mode, hook, watcher or attached call is left."""
+    """Whether no mode, hook, watcher or attached call is left."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     return (
         modes == 0
@@ -130,7 +130,7 @@ def is_clean(model: nn.Module) -> bool:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """All that planning must leave alone: parameters, gradients, buffers, modes, hooks, attached calls, generators."""
+    """All that planning must not change: parameters, gradients, buffers, modes, hooks, attached calls, generators."""
     found: list[Any] = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
     for path, module in model.named_modules():
         hooks = [len(h) for name, h in vars(module).items() if name.endswith("_hooks")]
@@ -183,7 +183,7 @@ def mlp(depth: int = 4, width: int = 16) -> nn.Sequential:
 
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> lowtide.Fit:
-    """A fit at the least bytes there are."""
+    """A fit at the least budget that is feasible."""
     with pytest.raises(BudgetInfeasibleError) as error:
         lowtide.fit(model, batch, budget=1, **options)
     return lowtide.fit(model, batch, budget=error.value.least_bytes, **options)

@@ -1,6 +1,6 @@
 """Random small programs: none is silently wrong.
 
-python tests/test_fuzz.py 5000        as many programs, of all lengths; tells what came of them
+python tests/tape/test_fuzz.py 5000        runs as many programs, of all lengths, and counts the outcomes
 """
 
 import collections
@@ -25,8 +25,8 @@ EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
 LENGTHS = (6, 9, 14)
 
 
-def came_of(seed: int, length: int) -> str:
-    """Everything that may be dropped is dropped, in one step."""
+def result_of(seed: int, length: int) -> str:
+    """How one step of a random program ends, with everything dropped that may be."""
     model, x = draw(seed, length)
     expected = outcome_or_error(model, x)
     try:
@@ -53,7 +53,7 @@ def outcome_or_error(model: torch.nn.Module, x: torch.Tensor) -> Any:
 def tally(seeds: range, length: int) -> collections.Counter:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # out= on a tensor of another size
-        return collections.Counter(came_of(seed, length) for seed in seeds)
+        return collections.Counter(result_of(seed, length) for seed in seeds)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -64,7 +64,7 @@ def test_no_random_program_is_silently_wrong(length):
     assert found[EQUAL] > 20
 
 
-def no_finish(patch: pytest.MonkeyPatch) -> None:
+def no_inplace_ops_in_recipes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recipes.Recipe, "extend", lambda self, *args: None)
 
 
@@ -72,19 +72,19 @@ def no_random_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tape, "draws", lambda func, args, kwargs: False)
 
 
-def no_looks(patch: pytest.MonkeyPatch) -> None:
+def no_metadata_guard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MetadataGuard, "before", lambda self, tensor: None)
 
 
 def no_strides(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(values.Shape, "of", lambda self, base: base.flatten()[: self.size.numel()].view(self.size))
+    patch.setattr(values.ViewSpec, "view_of", lambda self, base: base.flatten()[: self.size.numel()].view(self.size))
 
 
-@pytest.mark.parametrize("remove", [no_finish, no_random_state, no_looks, no_strides])
+@pytest.mark.parametrize("remove", [no_inplace_ops_in_recipes, no_random_state, no_metadata_guard, no_strides])
 def test_a_program_tells_when_a_guard_is_gone(remove, monkeypatch):
     remove(monkeypatch)
 
-    assert any(came_of(seed, 9) in (DIFFERS, OTHER_ERROR) for seed in range(9000, 9100))
+    assert any(result_of(seed, 9) in (DIFFERS, OTHER_ERROR) for seed in range(9000, 9100))
 
 
 def fitted(model: torch.nn.Module, x: torch.Tensor) -> lowtide.Fit:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from support.guards import Liar, wrong
+from support.guards import FalseSchema, wrong
 from support.training_steps import (
     Net,
     differing,
@@ -37,7 +37,7 @@ import lowtide
 from lowtide import ReplayError, planner
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.tape import recipes, replay, tape, values
-from lowtide.tape.program import Slot
+from lowtide.tape.program import PlannedOp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +85,7 @@ def test_fit_makes_a_new_plan_when_the_ops_drift(monkeypatch):
     assert len(set(map(id, [first, *fit.plans.values()]))) == 2
 
 
-class CountsOnDemand(Liar):
+class CountsOnDemand(FalseSchema):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x).sin()
         other = h.detach().cos() if x.sum() > 0 else torch.ops.lowtide_tests.counted(h.detach(), self.calls)
@@ -95,7 +95,7 @@ class CountsOnDemand(Liar):
 @pytest.mark.parametrize("matched", [True, False])
 def test_an_op_that_is_not_the_planned_one_is_never_dropped(matched, monkeypatch):
     if not matched:
-        monkeypatch.setattr(Slot, "names", lambda self, func: self._is(func) or True)
+        monkeypatch.setattr(PlannedOp, "bind", lambda self, func: self._set_operator(func) or True)
     model, x = CountsOnDemand(), torch.ones(4, 8)
     plan = harshest(model, x)
 
@@ -150,14 +150,14 @@ def test_an_address_used_again_gives_another_tensor_if_storages_go_by_address(mo
     original = values.placeholder_for
 
     def placeholder_for(tensor: torch.Tensor, run: object) -> values.Value | values.View | None:
-        stands = original(tensor, run)
-        if stands is not None:
-            by_address[tensor.untyped_storage().data_ptr()] = stands.value
+        found = original(tensor, run)
+        if found is not None:
+            by_address[tensor.untyped_storage().data_ptr()] = found.value
         value = by_address.get(tensor.untyped_storage().data_ptr())
         return values.View(value, tensor) if value is not None and value.run is run else None
 
-    monkeypatch.setattr(tape, "stand_in", placeholder_for)
-    monkeypatch.setattr(recipes, "stand_in", placeholder_for)
+    monkeypatch.setattr(tape, "placeholder_for", placeholder_for)
+    monkeypatch.setattr(recipes, "placeholder_for", placeholder_for)
 
     assert reused(Net(many_of_one_size), torch.randn(64, 8))
 
@@ -228,9 +228,9 @@ def test_a_chain_of_20000_ops_neither_overflows_nor_replays_twice():
 def test_a_chain_of_recipes_overflows_if_replayed_recursively(monkeypatch):
     def materialise(value: values.Value) -> torch.Tensor:
         if value.tensor is None:
-            for needed in value.recipe.inputs:
+            for needed in value.source.inputs:
                 materialise(needed)
-            value.recipe.replay(keep=False)
+            value.source.replay(keep=False)
         return value.tensor
 
     monkeypatch.setattr(replay, "materialise", materialise)
@@ -399,7 +399,7 @@ def test_drift_adds_no_strong_references():
 
 
 def test_drift_adds_strong_references_without_the_count_of_dropped_inputs(monkeypatch):
-    monkeypatch.setattr(tape.Slot, "needs", property(lambda slot: 0, lambda slot, count: None), raising=False)
+    monkeypatch.setattr(PlannedOp, "num_dropped_inputs", property(lambda op: 0, lambda op, count: None), raising=False)
     assert wide_lives_on_after_drift()
 
 
@@ -429,6 +429,6 @@ def test_a_second_backward_under_a_fused_optimizer_is_refused():
 
 
 def test_a_second_backward_under_a_fused_optimizer_is_wrong_without_the_refusal(monkeypatch):
-    monkeypatch.setattr("lowtide.tape.execution_state.Ambient.steps_in_backward", lambda self: False)
+    monkeypatch.setattr("lowtide.tape.execution_state.ExecutionState.steps_in_backward", lambda self: False)
     ours, plain_state = (second_backward_under_a_fused_optimizer(planned_too=flag) for flag in (True, False))
     assert not all(torch.equal(ours[name], plain_state[name]) for name in plain_state)

@@ -181,7 +181,7 @@ def test_views_are_wrong_without_their_strides_or_bits(forward, monkeypatch):
         size = self.size.numel()
         return base.contiguous().flatten().repeat(1 + size // base.numel())[:size].view(self.size)
 
-    monkeypatch.setattr(values.View, "of", of)
+    monkeypatch.setattr(values.View, "view_of", of)
 
     try:
         differs = wrong(Net(forward), torch.randn(4, 8))
@@ -245,7 +245,7 @@ def attention(self: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(forward: Callable[..., Any]) -> tuple[list[str], bool]:
-    """(what differs, the generator was left elsewhere than by the plain step)."""
+    """(what differs, whether the generator's state differs from the plain step's)."""
     model, x = Net(forward), torch.randn(4, 8)
     plan = harshest(model, x)
     expected = plain(model, x)
@@ -260,7 +260,7 @@ def test_random_ops_draw_the_same_again_and_leave_the_generator_where_plain_does
 
 
 @pytest.mark.parametrize("forward", [dropout, dropout_twice, noise, attention], ids=lambda f: f.__name__)
-def test_random_ops_draw_anew_without_the_recorded_state(forward, monkeypatch):
+def test_random_ops_draw_other_numbers_without_the_recorded_state(forward, monkeypatch):
     monkeypatch.setattr(GeneratorState, "restored", contextlib.nullcontext)
 
     differs, moved = drawn(forward)
@@ -326,11 +326,11 @@ def no_versions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(values.Kept, "__init__", _unversioned)
 
 
-def no_finish(patch: pytest.MonkeyPatch) -> None:
+def no_inplace_ops_in_recipes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recipes.Recipe, "extend", lambda self, *args: None)
 
 
-@pytest.mark.parametrize(("chain", "remove"), [("modules", no_finish), ("out=", no_versions)])
+@pytest.mark.parametrize(("chain", "remove"), [("modules", no_inplace_ops_in_recipes), ("out=", no_versions)])
 def test_in_place_chains_are_wrong_without_the_guard(chain, remove, monkeypatch):
     remove(monkeypatch)
 

@@ -22,6 +22,7 @@ from support.guards import wrong
 from support.training_steps import (
     Net,
     differing,
+    drop_everything,
     harshest,
     is_clean,
     live_tensors,
@@ -32,9 +33,10 @@ from support.training_steps import (
 from torch import nn
 
 import lowtide
-from lowtide import LowtideError, UnsupportedModelError
+from lowtide import StepError, UnsupportedModelError, planner
 from lowtide.plan import RECOMPUTE
-from lowtide.tape import recipes, values
+from lowtide.tape import values
+from lowtide.tape.program import program_of
 from lowtide.tracing import operators, recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,13 +79,23 @@ def batched(self: Net, x: torch.Tensor) -> torch.Tensor:
     return self.layers[1](torch.vmap(lambda row: row.sin() * row)(h)).sin()
 
 
-@pytest.mark.parametrize("forward", [inner_gradient, no_hooks_allowed, batched], ids=lambda f: f.__name__)
-def test_where_forward_forbids_hooks_the_step_is_right_or_refused_by_name(forward):
-    model, x = Net(forward), torch.randn(4, 8)
-    try:
-        assert wrong(model, x) == []
-    except LowtideError as error:
-        assert "hooks" in str(error)
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [(inner_gradient, "don't yet support saved tensor hooks"), (no_hooks_allowed, "RuntimeError: no hooks here")],
+    ids=["inner_gradient", "no_hooks_allowed"],
+)
+def test_a_step_that_forbids_hooks_is_refused_with_its_own_error(forward, reason):
+    model = Net(forward)
+
+    with pytest.raises(StepError, match=reason):
+        lowtide.trace(model, torch.randn(4, 8))
+    assert is_clean(model)
+
+
+def test_a_step_that_vectorises_a_part_is_right():
+    model = Net(batched)
+
+    assert wrong(model, torch.randn(4, 8)) == []
     assert is_clean(model)
 
 
@@ -210,15 +222,15 @@ class Trouble(nn.Module):
     ("how", "kind"),
     [("apply", RuntimeError), ("apply", KeyboardInterrupt), ("fit", KeyboardInterrupt), ("step_region", SystemExit)],
 )
-def test_an_exception_leaves_nothing_behind(how, at, kind):
+def test_an_exception_leaves_nothing_behind(how, at, kind, monkeypatch):
     model = nn.Sequential(*mlp(2), trouble := Trouble(), *mlp(2))
     x = torch.randn(4, 16)
     expected = plain(model, x)
     plan = harshest(model, x)
+    # The solver may keep everything of so small a step.
+    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     fit = lowtide.fit(model, x, budget="100%") if how != "apply" else None
-    if fit is not None:  # the solver may keep all of so small a step
-        fit._planned[0].tape.program.slots[:] = (program := tape_program(plan)).slots
-        fit._planned[0].tape.program.nodes[:] = program.nodes
+    if fit is not None:
         enter = fit.step_region if how == "step_region" else contextlib.nullcontext
     else:
         enter = lambda: lowtide.apply(model, plan)  # noqa: E731
@@ -243,12 +255,6 @@ def test_an_exception_leaves_nothing_behind(how, at, kind):
     assert is_clean(model)
 
 
-def tape_program(plan: lowtide.Plan) -> Any:
-    from lowtide.tape.attach import program_of
-
-    return program_of(plan)
-
-
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_an_exception_while_planning_leaves_nothing_behind(at):
     model = nn.Sequential(*mlp(2), trouble := Trouble(), *mlp(2))
@@ -268,6 +274,11 @@ def test_an_exception_while_planning_leaves_nothing_behind(at):
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+def live_values() -> int:
+    """Values, recipes among them, that nobody has freed; errors of earlier tests may hold some."""
+    return sum(isinstance(o, values.Value) for o in gc.get_objects())
+
+
 def test_activations_die_with_backward_and_without_the_collector():
     model, x = mlp(), torch.randn(4, 16)
     watched: list[weakref.ref] = []
@@ -275,6 +286,7 @@ def test_activations_die_with_backward_and_without_the_collector():
         module.register_forward_hook(lambda m, args, out: watched.append(weakref.ref(out)))
     plan = harshest(model, x)
     watched.clear()
+    before = live_values()
     gc.disable()
     try:
         with lowtide.apply(model, plan):
@@ -282,7 +294,7 @@ def test_activations_die_with_backward_and_without_the_collector():
         assert sum(w() is not None for w in watched) == 0
         loss.backward()
         del loss
-        held = sum(isinstance(o, (recipes.Recipe, values.Value)) for o in gc.get_objects())
+        held = live_values() - before
     finally:
         gc.enable()
 
@@ -292,16 +304,31 @@ def test_activations_die_with_backward_and_without_the_collector():
 def test_a_forward_that_never_runs_backward_frees_its_recipes_without_the_collector():
     model, x = mlp(), torch.randn(4, 16)
     plan = harshest(model, x)
+    before = live_values()
     gc.disable()
     try:
         with lowtide.apply(model, plan):
             loss = model(x).square().mean()
         del loss
-        held = sum(isinstance(o, (recipes.Recipe, values.Value)) for o in gc.get_objects())
+        held = live_values() - before
     finally:
         gc.enable()
 
     assert held == 0
+
+
+def test_a_plan_has_one_program_that_is_freed_with_it():
+    model, x = mlp(), torch.randn(4, 16)
+    plan = harshest(model, x)
+    with lowtide.apply(model, plan):
+        model(x).square().mean().backward()
+    program = weakref.ref(program_of(plan))
+
+    assert program_of(plan) is program()
+    assert program_of(copy.copy(plan)) is not program()
+    del plan
+    gc.collect()
+    assert program() is None
 
 
 def test_repeated_steps_leave_no_more_tensors_behind():
@@ -392,8 +419,13 @@ def test_wrapped_and_subclass_models_are_refused_by_name(case, verb):
 def test_a_subclass_that_only_appears_in_the_step_is_refused_by_name():
     model = Net(lambda self, x: self.layers[0](x).sin() @ Wrapped(torch.randn(8, 8)))
 
-    with pytest.raises(UnsupportedModelError, match=r"got a .*Wrapped in module \(the step\)|Wrapped"):
+    with pytest.raises(UnsupportedModelError) as error:
         lowtide.trace(model, torch.randn(4, 8))
+    assert str(error.value) == (
+        f"aten.mm.default got a {__name__}.Wrapped in module (the step).\n"
+        "  Tensor subclasses other than DTensor (quantised weights, say) are not taped yet.\n"
+        "Train this model without lowtide, or unwrap the tensor before the step."
+    )
     assert is_clean(model)
 
 
@@ -403,10 +435,12 @@ def test_without_the_refusal_a_subclass_weight_is_taped(monkeypatch):
     monkeypatch.setattr(recorder, "PLAIN_TYPES", (*operators.PLAIN_TYPES, Wrapped))
     monkeypatch.setattr(tracer, "check_supported", lambda model: None)
 
-    lowtide.trace(subclass_weight(), torch.randn(4, 16))  # no error names the subclass any more
+    graph = lowtide.trace(subclass_weight(), torch.randn(4, 16))
+
+    assert [op.name for op in graph.forward_ops].count("aten.addmm.default") == 4
 
 
-def test_a_compiled_function_inside_forward_is_right_or_refused_by_name():
+def test_a_compiled_function_inside_forward_is_right():
     torch._dynamo.reset()
     inner = torch.compile(lambda h: F.dropout(h.sin() * h.cos(), 0.5), backend="aot_eager")
     model, x = Net(lambda self, x: self.layers[1](inner(self.layers[0](x))).sin()), torch.randn(4, 8)
@@ -421,8 +455,6 @@ def test_a_compiled_function_inside_forward_is_right_or_refused_by_name():
             loss = model(x).square().mean()
         loss.backward()
         assert differing(outcome(bare, expected), outcome(model, loss)) == []
-    except UnsupportedModelError as error:
-        assert "compile" in str(error)
     finally:
         torch._dynamo.reset()
     assert is_clean(model)

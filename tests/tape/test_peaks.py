@@ -1,4 +1,4 @@
-"""Predicted peaks beside measured ones, to the byte, where the tape itself holds something."""
+"""Predicted peaks equal measured ones to the byte where the tape itself holds memory."""
 
 import pytest
 import torch

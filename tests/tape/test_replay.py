@@ -98,7 +98,7 @@ def test_the_tape_replays_what_the_simulator_says_in_its_bytes_and_bit_for_bit(c
 def test_more_replays_make_a_lower_peak_than_any_plan_that_replays_once():
     model, x = tanhs(depth=9)
     graph = lowtide.trace(model, x)
-    # Of every three tanh outputs one is kept; the others are made anew for each backward that needs them.
+    # Of every three tanh outputs one is kept; the others are replayed for each backward that needs them.
     tanh = [s for s in sorted(graph.stored) if graph.ops[graph.storages[s].op].name == "aten.tanh.default"]
     actions = complete_actions(graph, [s for i, s in enumerate(tanh) if i % 3 != 2])
     once, often = counted(graph, actions, {}), counted(graph, actions, dict.fromkeys(actions, 9))
@@ -107,7 +107,7 @@ def test_more_replays_make_a_lower_peak_than_any_plan_that_replays_once():
 
 
 def used_late_and_early() -> tuple[nn.Module, torch.Tensor]:
-    """Backward asks for h, then goes through a wide layer, where the peak is, then asks for h again."""
+    """Backward unpacks h, then runs a wide layer, where the peak is, then unpacks h again."""
 
     def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
         h = self.layers[0](x)
@@ -125,14 +125,14 @@ def excess(case: Any, count: int) -> int:
     return lowtide.verify(model, batch, plan, rounds=0).measured_peak_bytes - plan.predicted_peak_bytes
 
 
-def test_a_passing_result_that_stays_is_memory_nobody_predicted(monkeypatch):
+def test_a_transient_result_that_stays_is_memory_nobody_predicted(monkeypatch):
     assert excess(tanhs, 3) == 0
     monkeypatch.setattr(replay.Burst, "_read", lambda self, inputs: None)
 
     assert excess(tanhs, 3) > 0
 
 
-def test_a_lent_result_that_the_tape_holds_is_memory_nobody_predicted(monkeypatch):
+def test_a_transient_result_that_the_tape_holds_is_memory_nobody_predicted(monkeypatch):
     run = replay.Burst.run
 
     def holding(self: replay.Burst) -> torch.Tensor:
@@ -145,20 +145,20 @@ def test_a_lent_result_that_the_tape_holds_is_memory_nobody_predicted(monkeypatc
     assert excess(used_late_and_early, 4) == 128 * 64 * 4  # h
 
 
-def test_a_lent_result_that_is_not_found_again_is_made_twice(monkeypatch):
+def test_a_transient_result_that_is_not_found_again_is_made_twice(monkeypatch):
     assert excess(mixed, 3) == 0
-    monkeypatch.setattr(values.Value, "found_again", lambda self: None)
+    monkeypatch.setattr(values.Value, "transient_tensor", lambda self: None)
 
     assert excess(mixed, 3) > 0
 
 
-def test_a_recipe_that_a_passing_replay_lets_go_cannot_run_again(monkeypatch):
+def test_a_recipe_that_a_transient_replay_lets_go_cannot_run_again(monkeypatch):
     read = replay.Burst._read
 
     def letting_go(self: replay.Burst, inputs: Any) -> None:
         read(self, inputs)
         for value in inputs:
-            value.is_made_for_good()
+            value.make_final()
 
     monkeypatch.setattr(replay.Burst, "_read", letting_go)
     model, x = tanhs()
@@ -242,7 +242,7 @@ def test_a_look_from_outside_backward_counts_nothing_and_leaves_nothing():
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_a_backward_in_another_order_than_traced_finds_what_it_needs(order, retain):
-    """Branches over one trunk, differentiated one by one: the trunk's counts are used up before the last asks."""
+    """Branches over one trunk, differentiated one by one: the trunk's counts are used up before the last unpacks."""
     model, x = mlp(), torch.randn(4, 16)
 
     def branches(model: nn.Module) -> list[torch.Tensor]:
@@ -271,14 +271,13 @@ def test_a_backward_in_another_order_than_traced_finds_what_it_needs(order, reta
 
 def audited(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[list[str], int]:
     """(What differs from plain when every replay of sin is spoiled and everything audited, comparisons made.)"""
-    from lowtide.tape.tape import Audit, Tape
+    from lowtide.tape.audit import Audit
+    from lowtide.tape.tape import Tape
 
     differences: list[Any] = []
     comparisons: list[bool] = []
     result = Audit.result
-    monkeypatch.setattr(
-        Audit, "result", lambda self, slot, equal: (comparisons.append(equal), result(self, slot, equal))
-    )
+    monkeypatch.setattr(Audit, "result", lambda self, op, equal: (comparisons.append(equal), result(self, op, equal)))
     begin = Tape.begin
 
     def with_audit(self: Tape, node: Any) -> None:
@@ -289,12 +288,12 @@ def audited(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[list[str], int
     replay = recipes.Recipe.replay
 
     def spoilt(self: recipes.Recipe, **how: Any) -> None:
-        slot = self.slot
+        op = self.op
         if self.func is torch.ops.aten.sin.default:
-            self.slot = copy.copy(slot)
-            self.slot.kernel = lambda x: slot.kernel(x + 1)
+            self.op = copy.copy(op)
+            self.op.kernel = lambda x: op.kernel(x + 1)
         replay(self, **how)
-        self.slot = slot
+        self.op = op
 
     monkeypatch.setattr(recipes.Recipe, "replay", spoilt)
     model = Net(lambda self, x: self.layers[2](self.layers[1](self.layers[0](x).sin()).sin()).sin())
@@ -323,7 +322,7 @@ def test_what_an_audit_found_to_differ_is_wrong_again_if_it_is_not_kept(monkeypa
 
     def forgetting(self: recipes.Recipe, value: values.Value) -> None:
         with monkeypatch.context() as during:
-            during.setattr(recipes.Recipe, "is_made_for_good", lambda self: None)
+            during.setattr(recipes.Recipe, "make_final", lambda self: None)
             audit(self, value)
 
     monkeypatch.setattr(recipes.Recipe, "_audit", forgetting)

@@ -14,7 +14,8 @@ import lowtide
 from lowtide.demo.case import Case
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.allocator import compare_times, peak_bytes
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.measurement.timing import compare_times
 from lowtide.plan import Plan
 from lowtide.tracing.restore import same_bits
 

@@ -1,7 +1,7 @@
-"""Links measured on this machine before, in a small file: ``lowtide/links.json`` in the user's cache directory.
+"""Measured links, kept in ``lowtide/links.json`` in the user's cache directory.
 
-An entry is for one host, one tier, one device or file system and one version of PyTorch, and is good for a week. A file
-that is damaged, or cannot be read or written, is no reason to stop: the link is measured, as if there were none.
+An entry is for one host, one tier, one device or file system and one version of PyTorch, and is valid for a week. If
+the file is damaged, or cannot be read or written, links are measured as if there were none.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 import torch
 
 from lowtide.graph.costs import DISK, Link
-from lowtide.measurement.allocator import device_name
+from lowtide.measurement.device_name import device_name
 
 VERSION = 1
-GOOD_FOR_S = 7 * 24 * 3600
+VALID_S = 7 * 24 * 3600
 _MOST_ENTRIES = 64
 _log = logging.getLogger(__name__)
 
 
 def path() -> Path:
-    """Where the file is: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """Path of the file, in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     # The standard says to ignore a path that is not absolute.
     return Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "lowtide" / "links.json"
 
 
 def key_of(tier: str, device: str, directory: str | Path) -> str:
-    """What a measurement is good for.
+    """The key of a link.
 
     Args:
-        directory: Of the disk tier: any other on its file system is as fast.
+        directory: Of the disk tier; all directories of one file system have the same key.
     """
     if tier == DISK:
         where = f"{os.stat(directory).st_dev}/{os.statvfs(directory).f_fsid}"
@@ -48,20 +48,20 @@ def key_of(tier: str, device: str, directory: str | Path) -> str:
 
 
 def recall(key: str) -> Link | None:
-    """The link measured under ``key`` not long ago; None if there is none."""
+    """The link stored under ``key``; None if there is none that is valid."""
     row = _read().get(key)
     try:
         store, fetch, latency, at = (float(number) for number in row)  # type: ignore[union-attr]
     except (TypeError, ValueError):
         return None
     sound = all(map(math.isfinite, (store, fetch, latency))) and store > 0 and fetch > 0 and latency >= 0
-    if not sound or not 0 <= time.time() - at <= GOOD_FOR_S:
+    if not sound or not 0 <= time.time() - at <= VALID_S:
         return None
     return Link(store, fetch, latency)
 
 
 def remember(key: str, link: Link) -> None:
-    """Write ``link`` down, beside what others have written."""
+    """Store ``link`` under ``key``."""
     rows = _read()
     rows.pop(key, None)
     rows = dict(list(rows.items())[-_MOST_ENTRIES + 1 :])
@@ -69,7 +69,7 @@ def remember(key: str, link: Link) -> None:
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read meanwhile: it sees the old file or the new one, whole.
+        # A process that reads meanwhile sees the old file or the new one, never a part.
         fd, name = tempfile.mkstemp(prefix="links-", dir=file.parent)
         try:
             with os.fdopen(fd, "w") as written:

@@ -1,7 +1,7 @@
-"""How fast the links to other tiers are, here: measured once a machine, tier and file system (``link_cache.py``).
+"""Speed of the links to other tiers: bytes per second and latency, kept by machine, tier and file system.
 
-A disk is measured as it performs when memory has none to spare for its cache: writes until they are on the device,
-reads after the cache has let go of the file. Where there is memory to spare it will do better than planned.
+A disk is measured without the page cache: writes until they are on the device, reads after the cache has dropped the
+file. Known weakness: a machine with spare memory is faster than planned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _known: dict[tuple[str, str, str], Link] = {}
 
 
 def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None, *, refresh: bool = False) -> Link:
-    """The link between ``device`` and ``tier``, as measured not long ago or, with ``refresh``, now.
+    """Return the link between ``device`` and ``tier``.
+
+    Args:
+        scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
+        refresh: Measure now, even if it was measured within the last week.
 
     Raises:
         ValueError: there is no tier of that name.
@@ -40,18 +44,18 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     key = (tier, str(torch.device(device)), "" if tier == HOST else str(where.resolve()))
     if key in _known and not refresh:
         return _known[key]
-    written = _written_as(tier, device, where)
-    link = None if refresh or written is None else link_cache.recall(written)
+    cache_key = _cache_key(tier, device, where)
+    link = None if refresh or cache_key is None else link_cache.recall(cache_key)
     if link is None:
         link = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
-        if written is not None:
-            link_cache.remember(written, link)
+        if cache_key is not None:
+            link_cache.remember(cache_key, link)
     _known[key] = link
     return link
 
 
-def _written_as(tier: str, device: str, where: Path) -> str | None:
-    """The link's key in the cache; None where the directory is not there, which measuring it will say."""
+def _cache_key(tier: str, device: str, where: Path) -> str | None:
+    """The link's key in the cache; None if the directory does not exist: measuring then raises the error."""
     try:
         return link_cache.key_of(tier, device, where)
     except OSError:
@@ -59,7 +63,11 @@ def _written_as(tier: str, device: str, where: Path) -> str | None:
 
 
 def check_tier(tier: str, device: str) -> None:
-    """Raises: TierError: ``device`` has no such tier."""
+    """Check that ``device`` has ``tier``.
+
+    Raises:
+        TierError: it has none.
+    """
     kind = torch.device(device).type
     if tier == HOST and kind != "cuda":
         raise TierError(
@@ -94,9 +102,9 @@ def _disk(scratch_dir: str | Path | None) -> Link:
 
 
 def _host(device: torch.device) -> Link:
-    ours = torch.empty(_LARGE, dtype=torch.uint8, device=device)
+    on_device = torch.empty(_LARGE, dtype=torch.uint8, device=device)
     try:
-        theirs = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=True)
+        on_host = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         raise TierError(
             f"{format_bytes(_LARGE)} of host memory could not be pinned: {str(error).splitlines()[0]}\n"
@@ -107,21 +115,21 @@ def _host(device: torch.device) -> Link:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(device)
 
-    return _link(lambda n: copy(theirs[:n], ours[:n]), lambda n: copy(ours[:n], theirs[:n]))
+    return _link(lambda n: copy(on_host[:n], on_device[:n]), lambda n: copy(on_device[:n], on_host[:n]))
 
 
 def _link(store: Callable[[int], None], fetch: Callable[[int], None]) -> Link:
-    store(_LARGE)  # the first one also allocates
-    large = [_median_s(move, _LARGE) for move in (store, fetch)]
-    small = [_median_s(move, _SMALL) for move in (store, fetch)]
+    store(_LARGE)  # the first store also allocates
+    large = [_median_s(transfer, _LARGE) for transfer in (store, fetch)]
+    small = [_median_s(transfer, _SMALL) for transfer in (store, fetch)]
     store_bytes_per_s, fetch_bytes_per_s = (_LARGE / max(s, 1e-9) for s in large)
     return Link(store_bytes_per_s, fetch_bytes_per_s, latency_ms=1e3 * min(small))
 
 
-def _median_s(move: Callable[[int], None], size: int) -> float:
+def _median_s(transfer: Callable[[int], None], size: int) -> float:
     taken = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        move(size)
+        transfer(size)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)

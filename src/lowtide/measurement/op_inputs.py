@@ -1,7 +1,7 @@
-"""An operator call as JSON, and back with synthetic tensors: enough to time a call like it.
+"""Op signatures: an operator call as JSON, and the same call rebuilt with synthetic tensors, to be timed.
 
-A signature is ``{"op": "aten.mm.default", "args": [...], "kwargs": {...}}``. Numbers, text, booleans and None stand for
-themselves; everything else is an object with one telling key:
+A signature is ``{"op": "aten.mm.default", "args": [...], "kwargs": {...}}``. Numbers, text, booleans and None are
+themselves; everything else is an object with one key that says what it is:
 
     {"t": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "cpu"}   a tensor, by layout; no values
     {"l": [...]}  {"d": {...}}                                            a list or tuple; a dict
@@ -10,20 +10,20 @@ themselves; everything else is an object with one telling key:
     {"generator": true}                                                   the default generator is used instead
     {"opaque": "torch.ScriptObject"}                                      cannot be rebuilt
 
-The device is a type without an index, so a model spread over two equal devices has each op once.
+A device has no index, so a model on two equal devices has each signature once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lowtide.errors import LowtideError
 
-# Running these alone waits for peers that are not there.
+# Run alone, these would wait for other ranks.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
 )
@@ -37,16 +37,24 @@ _PLAIN = frozenset({int, str, bool, type(None)})
 _NAME: dict[Any, str] = {}
 
 
+class OpCall(NamedTuple):
+    """An operator and its arguments."""
+
+    func: torch._ops.OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
 class NotRebuildableError(LowtideError):
-    """A signature holds something that JSON cannot carry, or an operator that must not or cannot run alone."""
+    """A signature that holds an opaque argument, or an operator that cannot run alone."""
 
 
 class CollectiveError(NotRebuildableError):
-    """The operator talks to other ranks, and no replay ever runs it."""
+    """The operator communicates with other ranks; it is never replayed."""
 
 
 def describe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the signature of one operator call. Never fails: what it does not know becomes ``opaque``."""
+    """Return the signature of one operator call. Never fails: an unknown argument becomes ``opaque``."""
     return {
         "op": str(func),
         "args": [_describe(a) for a in args],
@@ -54,9 +62,7 @@ def describe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     }
 
 
-def rebuild(
-    signature: Mapping[str, Any], device: str | torch.device, *, positive: bool = False
-) -> tuple[torch._ops.OpOverload, list[Any], dict[str, Any]]:
+def rebuild(signature: Mapping[str, Any], device: str | torch.device, *, positive: bool = False) -> OpCall:
     """Return the operator and synthetic arguments of the shapes and strides in ``signature``.
 
     Floats are small and random, integers 0 (an index that is valid everywhere), booleans True. Tensors that were on
@@ -73,7 +79,7 @@ def rebuild(
     make = _Maker(target, positive)
     args = [make.value(a) for a in signature.get("args", ())]
     kwargs = {k: make.value(v) for k, v in signature.get("kwargs", {}).items()}
-    return func, args, kwargs
+    return OpCall(func, args, kwargs)
 
 
 def tensor_bytes(signature: Mapping[str, Any]) -> int:
@@ -130,7 +136,7 @@ def _describe_symbol(value: Any) -> Any:
 
 
 def _opaque(value: Any) -> dict[str, Any]:
-    # The type only: a repr holds addresses, which would make every call a signature of its own.
+    # The type only: a repr may hold an address, which would make every call distinct.
     return {"opaque": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
@@ -175,7 +181,7 @@ def _tensors(value: Any) -> list[dict[str, Any]]:
 
 
 class _Maker:
-    """Makes the arguments of one call; its own generator keeps the global random state as it is."""
+    """Makes the arguments of one call, with a generator of its own."""
 
     def __init__(self, target: torch.device, positive: bool) -> None:
         self.target, self.positive = target, positive

@@ -1,13 +1,13 @@
-"""Milliseconds per op, on the device at hand: each distinct signature is run on synthetic tensors and timed.
+"""Milliseconds per op on this machine's device: each distinct signature is run on synthetic tensors and timed.
 
-On a CPU each timed call finds caches as a step would leave them: a buffer is swept in between. Measured in one process
-on a decoder, element-wise ops took 1.2 to 2.6 times longer inside a step than repeated on the same inputs; swept, most
-agree within a tenth (benchmarks/LOG.md). The same holds for the tape's own Python: after an op on large tensors an op
-under a dispatch mode takes 25 to 50 microseconds more, in a loop of small ones 4.
+On a CPU a buffer is swept before each timed call, so that caches are as a step would leave them. Measured on a decoder,
+element-wise ops took 1.2 to 2.6 times longer inside a step than repeated on the same inputs; with the sweep most agree
+within a tenth (benchmarks/LOG.md). The tape's own Python depends on the caches too: a dispatch mode adds 25 to 50
+microseconds to an op that follows one on large tensors, and 4 in a loop of small ones.
 
-Known weaknesses. Large outputs may reuse memory that a real step has to fault in (loss heads look cheaper than they
-are with glibc's defaults). Integer inputs are all zero, so a gather reads one row. Ops that cannot run on synthetic
-inputs are estimated from the bytes they move, and named in a warning.
+Known weaknesses. Large outputs may reuse memory that a real step has to fault in: with glibc's defaults loss heads look
+cheaper than they are. Integer inputs are all zero, so a gather reads one row only. Ops that cannot run on synthetic
+inputs are estimated from the bytes that they move, and named in a warning.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from lowtide.errors import LowtideError
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
-from lowtide.measurement import allocator
+from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.device_name import device_name
 from lowtide.measurement.links import measured_link
 from lowtide.measurement.op_inputs import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
 
-# The tape's own work beyond the mode's, on a server CPU (benchmarks/overhead.py): per op watched (module calls, what
-# autograd stores), and in warm caches per dropped and per replayed op.
+# The tape's work beyond the mode's, on a server CPU in warm caches (benchmarks/overhead.py): per op of the step (module
+# calls, what autograd saves), per dropped op, per replayed op.
 WATCH_US = 6.0
 RECORD_US = 6.0
 REPLAY_US = 5.0
@@ -49,7 +50,7 @@ _SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: 
 _CACHED_BYTES = 1 << 18  # calls on less than this cost what the dispatcher costs, wherever their data is
 _MODE_CALLS = 400
 _COLD_SAMPLES = 41
-_GUARDED_BYTES = 1 << 26  # from here on ask first whether the memory is there
+_GUARDED_BYTES = 1 << 26  # inputs this large are made only if the memory is available
 
 _log = logging.getLogger(__name__)
 
@@ -67,29 +68,32 @@ def measure(
     scratch_dir: str | Path | None = None,
     refresh: bool = False,
 ) -> Costs:
-    """Time every distinct op signature of ``graph`` here, and return milliseconds by op.
+    """Return the costs of ``graph`` on this machine: milliseconds of each op, microseconds of the tape's own work.
 
-    The random state of torch, gradients and the model stay untouched. CPU time is process time with one thread, wall
-    time with several; CUDA time is taken between events.
+    Each distinct op signature is timed once, alone, on synthetic tensors. On CPU that is processor time with one thread
+    and wall time with several, on CUDA the time between two events. The random state of torch, gradients and the model
+    stay untouched.
 
     Args:
-        repeats: Samples of each signature; fewer (three at least) where an op is slow, one from half a second on.
-        progress: Called with signatures done and signatures in all.
-        tiers: Measure the links to these as well: ``host``, ``disk``; once a machine and file system, and kept for a
-            week in the user's cache directory.
+        graph: A traced step; its signatures say what to time.
+        repeats: Samples of each signature; fewer (at least three) where an op is slow, one from half a second on.
+        progress: Called after each signature with the number done and the number in all.
+        tiers: Also measure the links to these tiers (``host``, ``disk``). Their speeds are kept for a week in the
+            user's cache directory, by machine, device and file system.
         scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
-        anew: Measure links whatever was measured before.
+        refresh: Measure the links even if the cache directory has their speeds.
 
     Returns:
-        Costs with ``source="measured"``; equal signatures have equal times.
+        Costs with ``source="measured"``. Equal signatures have equal times. The time of an in-place op that completes
+        another op's output is added to that op's.
 
     Raises:
         LowtideError: ``graph`` was traced for a device that is not here.
-        TierError: a tier is not there, or cannot be used.
+        TierError: this machine has no such tier, or it cannot be used.
         ValueError: ``repeats`` is not positive, or a tier is not known.
 
     Warns:
-        EstimateWarning: once, naming the ops whose times are estimates.
+        EstimateWarning: once, naming ops whose times are estimated from the bytes that they move.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
@@ -106,7 +110,7 @@ def measure(
         for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
             try:
                 signature_ms[index] = _signature_ms(graph, index, clock, repeats)
-            except CollectiveError:  # its time says nothing about any plan: no warning
+            except CollectiveError:  # never replayed, so its time changes no plan: no warning
                 estimated.add(index)
             except Exception as error:  # whatever a kernel raises on inputs it was not meant for
                 failed[index] = f"{ops[0].name}: {_first_line(error)}"
@@ -122,17 +126,17 @@ def measure(
         _warn(failed, sum(len(ops_by_signature[i]) for i in failed), len(graph.ops))
     op_ms = [signature_ms[op.signature] for op in graph.ops]
     for op in graph.ops:
-        if op.completes_inplace is not None:  # replayed together, so priced together
+        if op.completes_inplace is not None:  # the two are replayed together
             op_ms[op.completes_inplace] += op_ms[op.id]
             op_ms[op.id] = 0.0
-    colder = dispatch_us / warm_us if warm_us else 1.0
+    cold_factor = dispatch_us / warm_us if warm_us else 1.0
     return Costs(
         op_ms=tuple(op_ms),
         dispatch_us=dispatch_us + WATCH_US,
-        record_us=RECORD_US * colder,
-        replay_us=REPLAY_US * colder,
+        record_us=RECORD_US * cold_factor,
+        replay_us=REPLAY_US * cold_factor,
         source="measured",
-        device_name=allocator.device_name(graph.device),
+        device_name=device_name(graph.device),
         links=links,
     )
 
@@ -141,10 +145,10 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     if not graph.signatures:
         raise NotRebuildableError("the graph carries no signatures.")
     signature = graph.signatures[index]
-    if "ms" in signature:  # compiled code: timed where it ran
+    if "ms" in signature:  # compiled code, timed while it was traced
         return float(signature["ms"])
     needed = tensor_bytes(signature)
-    if needed > _GUARDED_BYTES and 2 * needed > allocator.available_bytes(graph.device):
+    if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
     try:
         return _run_ms(signature, graph.device, clock, repeats, positive=False)
@@ -157,29 +161,33 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
 def _run_ms(signature: dict[str, Any], device: str, clock: _Clock, repeats: int, *, positive: bool) -> float:
     func, args, kwargs = rebuild(signature, device, positive=positive)
     if torch.Tag.inplace_view in func.tags:
-        # The second call would meet another shape than the first; only metadata moves, so any view's time will do.
+        # A second call would find another shape. The op changes only metadata, so it takes the time of any view.
         return clock.floor_ms
     cold = tensor_bytes(signature) >= _CACHED_BYTES
     return clock.median_ms(lambda: func(*args, **kwargs), repeats, cold=cold)
 
 
 class _Clock:
-    """Times one call by the rules of ``measure``."""
+    """Times calls as ``measure`` says."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
-        # With several threads process time adds them up, and a user waits for the slowest.
+        # With several threads processor time is their sum, but a user waits for the slowest.
         self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self._swept = torch.zeros(0 if self.cuda else _SWEPT_BYTES, dtype=torch.uint8)
         x = torch.empty(1, device=self.device)
         self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
 
     def median_ms(self, fn: Callable[[], Any], repeats: int, *, cold: bool = False) -> float:
-        """``cold``: sweep the CPU's caches before each call."""
+        """Return the median of up to ``repeats`` samples.
+
+        Args:
+            cold: Sweep the CPU's caches before each call.
+        """
         first_s = self.sample_ms(fn, 1) / 1e3
         if first_s >= _SLOW_S:
-            # The first call also pays for lazy set-up, so it does not count.
+            # The first call may include lazy set-up, so it is not the sample.
             return self.sample_ms(fn, 1)
         if first_s < _SLOW_S / 10:
             first_s = self.sample_ms(fn, 1) / 1e3
@@ -227,7 +235,7 @@ class _EmptyMode(TorchDispatchMode):
 
 
 def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
-    """Return the microseconds that a dispatch mode which does nothing adds to an op: in warm caches, in ``graph``."""
+    """Return the microseconds that an empty dispatch mode adds to an op: in warm caches, and in ``graph``."""
     x = torch.zeros(1, device=clock.device)
 
     def added_us(calls: int, samples: int, *, cold: bool) -> float:
@@ -243,8 +251,8 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
                     for _ in range(calls):
                         torch.add(x, x)
                     spent.append((time.process_time() - start) * 1e6 / calls)
-        plain, watched = map(statistics.median, taken)
-        return max(0.0, watched - plain)
+        plain, under_mode = map(statistics.median, taken)
+        return max(0.0, under_mode - plain)
 
     warm_us = added_us(_MODE_CALLS, 5, cold=False)
     if clock.cuda:
@@ -255,9 +263,9 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
 
 
 def _cold_share(graph: StepGraph) -> float:
-    """How many of the forward ops find the caches full of what the op before them read and made."""
+    """Share of the forward ops that leave the caches full of their own data."""
     forward = graph.forward_ops
-    # A view moves nothing.
+    # A view moves no bytes.
     large = sum(bool(op.makes or op.writes) and _moved_bytes(graph, op) >= _CACHED_BYTES for op in forward)
     return large / max(len(forward), 1)
 
@@ -275,7 +283,7 @@ def _quiet(device: str) -> Iterator[None]:
         gc_disabled(),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # what kernels say about synthetic inputs is no news to a user
+        warnings.simplefilter("ignore")  # warnings of kernels about synthetic inputs do not concern the user
         yield
 
 

@@ -1,4 +1,4 @@
-"""Where the tape meets a model: one guarded call on the instance, taken away without a trace."""
+"""How a tape is attached to a model: one guarded call on the instance, which can be taken away again."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from torch import nn
 
 from lowtide.errors import PlanMismatchError
 from lowtide.plan import Plan
+from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
-from lowtide.tape.program import Node, Program
-from lowtide.tape.tape import Counts, Tape
+from lowtide.tape.program import PlannedCall, program_of
+from lowtide.tape.region import TapedRegion
+from lowtide.tape.tape import Tape
 from lowtide.tracing import fsdp_recording, module_calls
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.tracer import check_supported
 
 
 class GuardedCall:
-    """The model's own call: taped where gradients are wanted and the plan has something to do, else as it was.
+    """The model's own call, taped where gradients are wanted and the plan has something to do.
 
-    ``choose(args, kwargs)`` gives the tape and the planned call for this input, or None to run plainly.
+    Args:
+        choose: Gives the tape and the planned call for these ``(args, kwargs)``, or None to run without a tape.
     """
 
     lowtide = True  # how ``check_supported`` knows a fitted model
 
-    def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, Node] | None]) -> None:
+    def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, PlannedCall] | None]) -> None:
         self._model = weakref.ref(model)
         self._compiled = module_calls.call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
@@ -41,25 +44,25 @@ class GuardedCall:
         call = self._compiled or model._call_impl
         watcher = module_calls.active.watcher
         if watcher is not None:
-            return _inside(watcher, call, args, kwargs)
-        if not torch.is_grad_enabled() or steps_aside():
+            return _call_in_open_region(watcher, call, args, kwargs)
+        if not torch.is_grad_enabled() or cannot_tape():
             return call(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
             opened = module_calls.active.watcher  # choosing may have begun a region for the whole step
-            return call(*args, **kwargs) if opened is None else _inside(opened, call, args, kwargs)
-        tape, node = chosen
-        if not tape.free.acquire(blocking=False):  # another thread is in this very tape: here all is saved
+            return call(*args, **kwargs) if opened is None else _call_in_open_region(opened, call, args, kwargs)
+        tape, planned_call = chosen
+        if not tape.free.acquire(blocking=False):  # another thread uses this tape: here everything is saved
             return call(*args, **kwargs)
         try:
-            with tape.region(node, whole_step=False):
+            with TapedRegion(tape, planned_call, whole_step=False):
                 return call(*args, **kwargs)
         finally:
             tape.free.release()
 
 
-def _inside(watcher: module_calls.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """The model is called in a region that is taped already."""
+def _call_in_open_region(watcher: module_calls.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Call the model where a region is open already."""
     if not torch.is_grad_enabled() and isinstance(watcher, Tape):
         watcher.pause()
         try:
@@ -73,8 +76,8 @@ def _inside(watcher: module_calls.Watcher, call: Callable[..., Any], args: tuple
         watcher.leave()
 
 
-def steps_aside() -> bool:
-    """Under ``torch.func`` transforms, forbidden hooks or a compiler nothing can be taped: all is saved."""
+def cannot_tape() -> bool:
+    """Whether nothing can be taped here: under ``torch.func`` transforms, forbidden hooks or a compiler."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or not torch._C._autograd._saved_tensors_hooks_is_enabled()
@@ -83,7 +86,12 @@ def steps_aside() -> bool:
 
 
 def check_plan_fits(model: nn.Module, plan: Plan) -> None:
-    """Raises: PlanMismatchError: the plan names modules that the model does not have."""
+    """Check that ``plan`` was made for this model.
+
+    Raises:
+        TypeError: ``plan`` is not a Plan.
+        PlanMismatchError: the plan names modules that the model does not have, or is for another device.
+    """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
@@ -102,7 +110,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
 
 
 class Applied:
-    """A plan in force on a model. ``counts`` says what the tape met."""
+    """A plan in force on a model; ``counts`` says what the tape did."""
 
     def __init__(self, plan: Plan, tape: Tape) -> None:
         self.plan, self._tape = plan, tape
@@ -120,16 +128,20 @@ def apply(
     scratch_dir: str | Path | None = None,
     checksums: bool = False,
 ) -> Iterator[Applied]:
-    """Everything that runs forward inside is taped by ``plan``, the loss too; backward may run inside or after.
+    """Carry out ``plan`` for everything that runs forward inside, the loss too; backward may run inside or after.
 
     Args:
         scratch_dir: Where a plan that moves storages to disk keeps them; by default the system's directory for
             temporary files.
-        checksums: Compare what comes back from there with what was written.
+        checksums: Compare what is read from disk with what was written.
+
+    Yields:
+        An ``Applied``; its ``counts`` say what was dropped, moved and saved.
 
     Raises:
-        PlanMismatchError: the plan is for another model or device. UnsupportedModelError: see ``trace``.
-        TierError: the plan moves storages to a tier that is not here, or that has no room.
+        PlanMismatchError: the plan is for another model or device.
+        UnsupportedModelError: see ``trace``.
+        TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
     with applied(model, plan, TierSettings(scratch_dir, checksums=checksums)) as found:
         yield found
@@ -137,7 +149,7 @@ def apply(
 
 @contextmanager
 def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Applied]:
-    """``apply``, with all that may be said of tiers."""
+    """``apply`` with all settings of tiers."""
     model = unwrapped(model)
     check_supported(model)
     check_plan_fits(model, plan)
@@ -148,16 +160,7 @@ def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Appl
         if program.keeps_everything:
             yield Applied(plan, tape)
         else:
-            with tape.region(program.root, whole_step=True):
+            with TapedRegion(tape, program.root, whole_step=True):
                 yield Applied(plan, tape)
     finally:
         undo()
-
-
-def program_of(plan: Plan) -> Program:
-    """The plan's program, made once: what audits found belongs to the plan and outlives one ``apply``."""
-    program = plan.__dict__.get("_program")
-    if program is None:
-        program = Program(plan)
-        object.__setattr__(plan, "_program", program)  # a cache beside the frozen fields, as cached_property does
-    return program

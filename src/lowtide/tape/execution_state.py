@@ -1,4 +1,4 @@
-"""What around an op decides its bits: generator state, global numeric flags, threads, autocast."""
+"""Global state that decides an op's bits: random generators, numeric flags, threads, autocast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.tracing.subclasses import Versions, shards_in
 
 
 class GeneratorState:
-    """State of the default generator of one device, taken before a random op ran."""
+    """State of one device's default generator, taken before a random op runs."""
 
     __slots__ = ("device", "state")
 
@@ -24,7 +24,7 @@ class GeneratorState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the generator is as it was; afterwards, as it is now."""
+        """Inside, the generator has this state; afterwards, the present one again."""
         now = _get(self.device)
         _set(self.device, self.state)
         try:
@@ -45,8 +45,10 @@ def _set(device: torch.device, state: torch.Tensor) -> None:
 
 
 class ExecutionState:
-    """Around one forward pass: its model, and the global flags (another thread count, TF32 or determinism setting
-    gives other bits)."""
+    """What a replay needs to know of its forward pass: the model, and the global flags.
+
+    Another thread count, TF32 or determinism setting gives other bits.
+    """
 
     __slots__ = ("_flags", "_model", "_versions")
 
@@ -57,12 +59,15 @@ class ExecutionState:
         self._versions = None if owner is None else Versions(shards_in(owner))
 
     def steps_in_backward(self) -> bool:
-        """An optimizer may be fused into backward: then a second backward finds other weights, and through ``.data``
-        no version tells."""
+        """Whether an optimizer may be fused into backward.
+
+        Then a second backward finds other weights, and a write through ``.data`` changes no version.
+        """
         model = self._model()
         return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
 
     def restored(self) -> AbstractContextManager[None]:
+        """Inside, the flags are as they were in the forward pass."""
         if self._versions is not None:
             self._versions.catch_up()
         return nullcontext() if _read() == self._flags else self._restored()
@@ -78,7 +83,7 @@ class ExecutionState:
 
 
 def _read() -> tuple[Any, ...]:
-    # The C functions under torch.backends and torch.are_deterministic_algorithms_enabled(): read once a burst.
+    # The C functions under torch.backends and torch.are_deterministic_algorithms_enabled(): this runs for each burst.
     return (
         torch.get_num_threads(),
         torch._C._get_deterministic_algorithms(),
@@ -103,5 +108,5 @@ def _write(flags: tuple[Any, ...]) -> None:
 
 
 def no_autocast() -> AbstractContextManager[None]:
-    """Casts are explicit in a recipe: an autocast region around ``backward()`` must not add its own."""
+    """Switch autocast off: recipes hold casts as ops, and autocast around ``backward()`` must not add others."""
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()

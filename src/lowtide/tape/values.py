@@ -1,19 +1,19 @@
-"""Values: what stands for a tensor while it is not there, and what is noted of one that is.
+"""Placeholders for dropped tensors, and what is stored of kept ones.
 
-    Value   one dropped storage; among arguments and in autograd's hands it stands for the output as it was made.
-            The recipe of an op with one dropped output is that output's Value itself.
+    Value   stands for the output of an op as the op returned it, while its storage is dropped.
+            The recipe of an op with one dropped output is itself that output's Value.
     View    stands for any other tensor over that storage.
     Kept    a tensor that the plan keeps, and the version it had.
 
-A Value hangs on its storage's Python object, so it dies with the storage and no address is ever mistaken for another.
-Only autograd and recipes hold it otherwise: when nobody does, it is gone with its memory.
+The storage's Python object holds its Value, so the Value dies with the storage and no address is mistaken for another.
+Otherwise only autograd and recipes hold a Value: when none of them does, its tensor is freed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,83 +21,102 @@ from torch._C import DispatchKey
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from lowtide.tape.execution_state import ExecutionState
-    from lowtide.tape.recipes import Recipe
+from lowtide.tape.execution_state import ExecutionState
+from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
-MARK = "_lowtide_value"  # on the storage's Python object
+MARK = "_lowtide_value"  # attribute of the storage's Python object that holds the Value
+
+
+class Source(Protocol):
+    """What gives Values their tensors again: a recipe, which replays an op, or an offloaded tensor, which is fetched.
+
+    Attributes:
+        number: Position in the forward pass; sources of one burst run in this order.
+        inputs: The Values that it reads.
+        transient_replays: How many transient replays are left before the final one.
+    """
+
+    number: int
+    inputs: tuple[Value, ...]
+    transient_replays: int
+
+    def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None: ...
+
+    def values(self) -> Sequence[Value]: ...
 
 
 class Value:
     """One dropped storage, at one version.
 
     Attributes:
-        own: The tensor that the op returned, while it lives: whoever reads that very one needs no view noted.
+        output_ref: The tensor that the op returned, while it lives: it needs no View.
         run: The forward pass that it belongs to.
         tensor: The output as replayed; None while it is dropped.
-        users: How many saved tensors and recipes were given it.
-        left: Under ``retain_graph``: users still to come in this backward; below 0, those that had it in passing.
-        lent: Of a passing result: autograd has it.
-        original: The dropped tensor itself, kept beside while it is audited.
-        view: The last View noted of it, while that lives.
+        users: How many saved tensors and recipes hold it.
+        uses_left: Under ``retain_graph``: users still to come in this backward. Below 0: users that were given a
+            transient result.
+        transient: A transient result that autograd holds.
+        original: The dropped tensor itself, kept while it is audited.
+        view: The last View of it, while that lives.
     """
 
     __slots__ = (
-        "__weakref__", "_recipe", "left", "lent", "original", "output", "own", "run", "tensor", "users", "version",
-        "view",
+        "__weakref__", "_source", "original", "output", "output_ref", "run", "tensor", "transient", "users",
+        "uses_left", "version", "view",
     )  # fmt: skip
 
-    own: Callable[[], Tensor | None]
+    output_ref: Callable[[], Tensor | None]
     tensor: Tensor | None
     original: Tensor | None
-    lent: TransientResult | None
+    transient: TransientResult | None
     view: weakref.ref[View] | None
 
-    def __init__(self, recipe: Recipe, output: int, own: Tensor, run: ExecutionState) -> None:
-        self._recipe: Recipe | None = recipe
+    def __init__(self, source: Source, output: int, tensor: Tensor, run: ExecutionState) -> None:
+        self._source: Source | None = source
         self.run = run
-        self.begin(output, own)
+        self.begin(output, tensor)
 
-    def begin(self, output: int, own: Tensor) -> None:
-        """``own`` is about to be dropped: the ``output``-th tensor of what its op returned."""
+    def begin(self, output: int, tensor: Tensor) -> None:
+        """``tensor`` is about to be dropped: the ``output``-th of what its op returned."""
         self.output = output
-        self.version = own._version
-        self.own = weakref.ref(own)
-        self.tensor = self.original = self.lent = self.view = None
-        self.users = self.left = 0
+        self.version = tensor._version
+        self.output_ref = weakref.ref(tensor)
+        self.tensor = self.original = self.transient = self.view = None
+        self.users = self.uses_left = 0
 
     @property
-    def recipe(self) -> Recipe | None:
-        """Makes it; None once it has been made for good."""
-        return self._recipe
+    def source(self) -> Source | None:
+        """What gives its tensor again; None after the final replay."""
+        return self._source
 
-    def is_made_for_good(self) -> None:
-        self._recipe = None
+    def make_final(self) -> None:
+        """``tensor`` stays from now on: the source is not needed any more."""
+        self._source = None
 
     @property
     def value(self) -> Value:
         return self  # as a View's
 
-    def of(self, base: Tensor) -> Tensor:
+    def view_of(self, base: Tensor) -> Tensor:
         return base
 
-    def lend(self) -> None:
-        """Autograd has the tensor from here on; it is found again for as long as autograd does."""
+    def release_to_autograd(self) -> None:
+        """Forget the tensor, which autograd holds; ``transient_tensor`` finds it again as long as autograd does."""
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
-        self.lent = TransientResult(tensor)
+        self.transient = TransientResult(tensor)
 
-    def found_again(self) -> Tensor | None:
-        """The lent tensor, if autograd still has its storage."""
-        storage = None if self.lent is None else self.lent.storage()
-        if storage is None or self.lent is None:
+    def transient_tensor(self) -> Tensor | None:
+        """The transient result, if autograd still holds its storage."""
+        storage = None if self.transient is None else self.transient.storage()
+        if storage is None or self.transient is None:
             return None
-        return self.lent.of(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        return self.transient.view_of(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
-class Shape:
-    """How a tensor looks at its storage: ``as_strided`` metadata, dtype and the conjugate and negative bits."""
+class ViewSpec:
+    """How to make a view of a storage: ``as_strided`` metadata, dtype, and the conjugate and negative bits."""
 
     __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride")
 
@@ -109,9 +128,9 @@ class Shape:
         self.conj = dtype in _COMPLEX and tensor.is_conj()
         self.neg = tensor.is_neg()
 
-    def of(self, base: Tensor) -> Tensor:
+    def view_of(self, base: Tensor) -> Tensor:
         if base.dtype is self.dtype:
-            if self.offset == base.storage_offset():  # a quarter cheaper without
+            if self.offset == base.storage_offset():  # a quarter cheaper without the offset
                 tensor = base.as_strided(self.size, self.stride)
             else:
                 tensor = base.as_strided(self.size, self.stride, self.offset)
@@ -123,32 +142,32 @@ class Shape:
         return torch._neg_view(tensor) if self.neg else tensor
 
 
-class View(Shape):
-    """What is noted of a tensor over a dropped storage; made once, where the storage is made for good.
+class View(ViewSpec):
+    """Stands for a tensor over a dropped storage; made only once where the storage's replay is final.
 
     Attributes:
-        own: The tensor, while it lives.
+        tensor_ref: The tensor, while it lives.
     """
 
-    __slots__ = ("__weakref__", "_made", "own", "value")
+    __slots__ = ("__weakref__", "_made", "tensor_ref", "value")
 
     def __init__(self, value: Value, tensor: Tensor) -> None:
-        Shape.__init__(self, tensor)
+        ViewSpec.__init__(self, tensor)
         self.value = value
-        self.own = weakref.ref(tensor)
+        self.tensor_ref = weakref.ref(tensor)
         self._made: Tensor | None = None
 
-    def of(self, base: Tensor) -> Tensor:
+    def view_of(self, base: Tensor) -> Tensor:
         made = self._made
         if made is None:
-            made = Shape.of(self, base)
-            if self.value.recipe is None:  # whoever holds this holds that storage anyway
+            made = ViewSpec.view_of(self, base)
+            if self.value.source is None:  # whoever holds this View holds the storage anyway
                 self._made = made
         return made
 
 
-class TransientResult(Shape):
-    """What is noted of a passing result that autograd has: where it is, not that it stay."""
+class TransientResult(ViewSpec):
+    """Where a transient result is that autograd holds; does not keep it alive."""
 
     __slots__ = ("storage",)
 
@@ -163,23 +182,35 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Never hold what has a grad_fn: graph -> value -> recipe -> tensor -> graph would never be freed. (Asking for
-        # ``grad_fn`` would make a Python object of every node: slow, and freeing a long chain of those overflows.)
-        if type(tensor) is Parameter or not tensor.requires_grad or tensor.is_leaf or views_a_leaf(tensor):
+        # A tensor with a grad_fn would close a cycle that is never freed: graph -> value -> recipe -> tensor -> graph.
+        # Asking for ``grad_fn`` would make a Python object of every node: slow, and freeing a long chain overflows.
+        if type(tensor) is Parameter or not tensor.requires_grad or tensor.is_leaf or is_view_of_leaf(tensor):
             self.tensor = tensor
         else:
             self.tensor = sharing_version(tensor)
         try:
             self.version = tensor._version
-        except RuntimeError:  # inference tensors count no writes; autograd never stores them, recipes may read them
+        except RuntimeError:  # inference tensors count no writes; only recipes hold them
             self.version = -1
 
     def changed(self) -> bool:
         return self.version >= 0 and self.tensor._version != self.version
 
 
+class PackedByOuterHooks:
+    """A kept tensor that an outer pair of hooks (``save_on_cpu``, for example) has packed."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
 def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
-    """What stands for a tensor dropped in this run and unchanged since; None: hold the tensor itself."""
+    """What stands for a tensor dropped in this run and unchanged since; None if the tensor itself must be held."""
     try:
         value = getattr(tensor.untyped_storage(), MARK, None)
     except (NotImplementedError, RuntimeError):  # sparse, functorch: no plain storage
@@ -187,34 +218,43 @@ def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
     if value is None or value.run is not run or value.version != tensor._version:
         return None
     value.users += 1
-    if value.own() is tensor:
+    if value.output_ref() is tensor:
         return value
     view = None if value.view is None else value.view()
-    if view is None or view.own() is not tensor:  # mostly an op and its backward read the same
+    if view is None or view.tensor_ref() is not tensor:  # mostly an op and its backward read the same tensor
         view = View(value, tensor)
         value.view = weakref.ref(view)
     return view
 
 
 def value_of(tensor: Tensor, run: ExecutionState) -> Value | None:
-    """The Value of a tensor dropped in this run and unchanged since, for a look: nobody gets it."""
-    noted = placeholder_for(tensor, run)
-    if noted is None:
+    """The Value of a tensor dropped in this run and unchanged since; does not count as a user."""
+    placeholder = placeholder_for(tensor, run)
+    if placeholder is None:
         return None
-    noted.value.users -= 1
-    return noted.value
+    placeholder.value.users -= 1
+    return placeholder.value
 
 
-def views_a_leaf(tensor: Tensor) -> bool:
-    """Its history is views only (``weight.t()``): no graph that could lead back to whoever holds it."""
+def unmark_written(func: Any, args: tuple, kwargs: dict) -> None:
+    """After an unplanned write a recipe no longer gives its tensor; a write through ``.data`` counts no version."""
+    if written_arguments(func):
+        for tensor in written_tensors(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is not None:
+                storage.__dict__.pop(MARK, None)
+
+
+def is_view_of_leaf(tensor: Tensor) -> bool:
+    """Whether its history is views of a leaf only (``weight.t()``), with no graph that could lead back to a holder."""
     base = tensor._base
     return base is not None and base.is_leaf
 
 
 def sharing_version(tensor: Tensor) -> Tensor:
-    """``tensor`` without history, counting in-place writes together with it.
+    """``tensor`` without history, with the same version counter.
 
-    Inside ``__torch_dispatch__`` a plain ``detach`` gets a version counter of its own, and a guard on it never fires.
+    Inside ``__torch_dispatch__`` a plain ``detach`` gets a version counter of its own, which misses later writes.
     """
     exclude_key(DispatchKey.ADInplaceOrView, False)
     try:
@@ -224,9 +264,19 @@ def sharing_version(tensor: Tensor) -> Tensor:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """``tensor.detach()`` that no dispatch mode sees: the tape must not take its own aliases for ops of the step."""
+    """``tensor.detach()``, unseen by dispatch modes: the tape must not take it for an op of the step."""
     exclude_key(DispatchKey.Python, True)
     try:
         return tensor.detach()
     finally:
         exclude_key(DispatchKey.Python, False)
+
+
+def modified_in_place(tensor: Tensor, size: Sequence[int], expected_version: int) -> RuntimeError:
+    """Autograd's own error for a saved tensor that was changed, since hooks switch its check off."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(size)}] is at version {tensor._version}; expected version {expected_version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

@@ -21,7 +21,7 @@ from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.offload.tiers import StoredCopy, Tiers
 from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
-from lowtide.tape.values import Shape, Value, sharing_version
+from lowtide.tape.values import Value, ViewSpec, modified_in_place, sharing_version
 from lowtide.tracing.restore import same_bits
 
 _NO_BACKWARD = -2  # before the first one; outside of a backward the id of the graph task is -1
@@ -43,7 +43,7 @@ class OffloadedTensor(Recipe):
         self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.tensor = None  # its Value has it
-        self.passing_runs = 0  # every fetch is final
+        self.transient_replays = 0  # every fetch is final
         self.stored: StoredCopy | None = None
         self.fetched_in = _NO_BACKWARD
         self.original: torch.Tensor | None = None
@@ -52,7 +52,7 @@ class OffloadedTensor(Recipe):
         """Fetch into ``value``, with the shape of ``tensor``. Writes after ``version`` of it are an error."""
         self._value = weakref.ref(value)
         self.outputs = (self._value,)
-        self._like = Shape(tensor)
+        self._like = ViewSpec(tensor)
         # Shares the version counter of the tensor, but none of its memory.
         self._witness = sharing_version(tensor)
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -69,11 +69,11 @@ class OffloadedTensor(Recipe):
             TierError: the tier lost the copy, or gave back other bits.
         """
         if self._witness._version != self._version:
-            raise _modified_in_place(self._like, self._witness, self._version)
+            raise modified_in_place(self._witness, self._like.size, self._version)
         value = self._value()
         if value is None or self.stored is None:
             return
-        value.tensor = self._like.of(self.stored.fetch())
+        value.tensor = self._like.view_of(self.stored.fetch())
         self.fetched_in = torch._C._current_graph_task_id()
         original, self.original = self.original, None
         if original is not None and not same_bits(value.tensor, original):
@@ -82,9 +82,9 @@ class OffloadedTensor(Recipe):
                 f"{list(original.shape)}.\nNothing has been attached. Use another device, or plan without that tier."
             )
         if wanted is None:
-            value.left = value.users + min(value.left, 0) if keep else -1
+            value.uses_left = value.users + min(value.uses_left, 0) if keep else -1
             if not keep:
-                value.is_made_for_good()
+                value.make_final()
 
 
 class Transfers:
@@ -142,12 +142,3 @@ class Transfers:
             copy = self._inflight.pop(storage, None)  # None: the tier refused it
             if copy is not None and copy.stored is not None:
                 copy.stored.settle()
-
-
-def _modified_in_place(like: Shape, witness: torch.Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{witness.type()} {list(like.size)}] is at version {witness._version}; expected version {version} instead. "
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
-    )

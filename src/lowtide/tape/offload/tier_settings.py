@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowtide.graph.costs import DISK, HOST
-from lowtide.measurement.allocator import available_bytes
+from lowtide.measurement.available_memory import available_bytes
 from lowtide.measurement.links import check_tier
 from lowtide.plan import TIER_OF, Plan
 from lowtide.scratch_file import free_bytes, open_scratch

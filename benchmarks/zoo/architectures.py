@@ -1,6 +1,6 @@
-"""Every architecture of transformers that shrinks: a few thousand random weights, and a batch with a loss.
+"""Architectures of transformers at a small size: a few thousand random weights, and a batch with a loss.
 
-What cannot be built is told from what cannot be fitted: the first is about this file and ``zoo_configs.py``.
+An architecture that cannot be built says nothing about lowtide; it is missing in this file or in ``configs.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import zoo_batches
 from torch import nn
-from zoo_configs import small
+
+from zoo import batches
+from zoo.configs import small
 
 TOKENS, ROWS = 12, 2
 
@@ -22,7 +23,7 @@ class CannotBuild(Exception):
 
 
 @dataclass(frozen=True)
-class Specimen:
+class Architecture:
     """A model, its batch (keyword arguments, labels among them), and the class's name."""
 
     model: nn.Module
@@ -44,8 +45,8 @@ TASKS = {  # task -> transformers' mapping of model types to classes
 }
 
 
-def specimens() -> Iterator[tuple[str, str]]:
-    """Task and model type of all there is to try; each class once, under the first task that lists it."""
+def names() -> Iterator[tuple[str, str]]:
+    """Yield task and model type of every architecture; each class once, under the first task that lists it."""
     from transformers.models.auto import modeling_auto
 
     seen: set[str] = set()
@@ -60,11 +61,11 @@ def specimens() -> Iterator[tuple[str, str]]:
                 yield task, (own or types)[0]
 
 
-def build(task: str, model_type: str, *, dropout: float | None = None) -> Specimen:
+def build(task: str, model_type: str, *, dropout: float | None = None) -> Architecture:
     """The architecture, small and with the same weights each time.
 
     Args:
-        dropout: In place of every dropout rate of the configuration; None leaves them.
+        dropout: Replaces every dropout rate of the configuration; None leaves them.
 
     Raises:
         CannotBuild: no small configuration, or no batch, is known.
@@ -84,16 +85,16 @@ def build(task: str, model_type: str, *, dropout: float | None = None) -> Specim
         if count > 30_000_000:
             raise CannotBuild(f"{count / 1e6:.0f} million weights are left of it")
         model = model_class(config).float().train()
-        batch = zoo_batches.first_taken(model, zoo_batches.batches(task, config, model))
+        batch = batches.first_taken(model, batches.batches(task, config, model))
     except CannotBuild:
         raise
     except Exception as error:
         raise CannotBuild(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-    return Specimen(model, batch, name)
+    return Architecture(model, batch, name)
 
 
 def _as_task(config: Any, task: str) -> None:
-    """What the task wants of a configuration that leaves it open."""
+    """Set what the task requires and the configuration leaves open."""
     if task in ("sequence to sequence", "speech to text", "image and text"):
         for name, value in (("decoder_start_token_id", 1), ("pad_token_id", 0)):
             if getattr(config, name, None) is None:
@@ -103,7 +104,7 @@ def _as_task(config: Any, task: str) -> None:
 
 
 def _weights(model_class: Any, config: Any) -> int:
-    """How many, without making them; 0 for what looks at numbers when it is made."""
+    """How many weights, without making them; 0 where the model reads values when it is made."""
     state = torch.get_rng_state()
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The generated half of docs/supported.md, from the results of ``zoo.py``."""
+"""The generated half of docs/supported.md, from the zoo's results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import zoo_models
+from zoo import architectures
 
-PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
-MARK = "<!-- From here on: made by benchmarks/zoo.py from its results. -->"
+PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
+MARK = "<!-- From here on: made by `make zoo` from its results. -->"
 
 SHOWN = {  # plans, on the page
     "all replayed": "all replayed",
@@ -30,7 +30,7 @@ REASONS = {  # why an architecture was not tried, by what its error says
 
 
 def write(lines: list[dict]) -> None:
-    """Put the results below the mark in docs/supported.md; what stands above is written by hand."""
+    """Write the results below the mark in docs/supported.md; the text above it is written by hand."""
     above = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(above + MARK + "\n\n" + "\n".join(page(lines)) + "\n")
 
@@ -44,7 +44,7 @@ def page(lines: list[dict]) -> list[str]:
     tried = [line for found in built.values() for line in found.values() if line["status"] != "not built"]
     equal = [line for line in tried if line["status"] == "equal"]
     types = {kind for _, kind in built}
-    left = sum(specimen not in variants for specimen in zoo_models.specimens())
+    left = sum(name not in variants for name in architectures.names())
     waiting = f"; {left} classes have not been run yet" if left else ""
     last = max(lines, key=lambda line: line["date"])
     text = [
@@ -76,12 +76,12 @@ def page(lines: list[dict]) -> list[str]:
 
 
 def _carried_out(equal: list[dict]) -> str:
-    """How often each plan was, and why not the one at half."""
+    """How often each plan was carried out, and what prevented the one at half."""
     counts = Counter(name for line in equal for name in line.get("plans", ()))
     if not counts:
         return ""
-    told = ", ".join(f"{shown} {counts[name]}" for name, shown in SHOWN.items() if counts[name])
-    text = f"Plans carried out: {told}."
+    counted = ", ".join(f"{shown} {counts[name]}" for name, shown in SHOWN.items() if counts[name])
+    text = f"Plans carried out: {counted}."
     without = [line for line in equal if "floor" in line]
     if without:
         proven = sum(line["floor"] > HALF for line in without)
@@ -104,7 +104,7 @@ def _in_the_way(lines: list[dict]) -> str:
 
 
 def _peaks(equal: list[dict]) -> list[str]:
-    """Predicted beside measured, over all plans."""
+    """Predicted and measured peaks over all plans."""
     seen = [
         (measured / predicted - 1, name, line)
         for line in equal
@@ -123,7 +123,7 @@ def _peaks(equal: list[dict]) -> list[str]:
 
 
 def _table(task: str, classes: dict[str, dict[str, dict]]) -> list[str]:
-    """A row for each class, a figure for each variant."""
+    """A row per class, a column per variant."""
     names = list(dict.fromkeys(name for found in classes.values() for name in found))
     rows = [f"| model type | class | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
     for kind, found in classes.items():
@@ -134,7 +134,7 @@ def _table(task: str, classes: dict[str, dict[str, dict]]) -> list[str]:
 
 
 def _figure(line: dict) -> str:
-    """What is left at the tightest budget."""
+    """The fraction left at the tightest budget."""
     if line["status"] == "not built":
         return "-"
     if "least" not in line.get("plans", {}):
@@ -144,7 +144,7 @@ def _figure(line: dict) -> str:
 
 
 def _blind(task: str, found: dict[str, dict]) -> bool:
-    """An image and text model that saw no image."""
+    """Whether an image and text model was given no image."""
     inputs = found.get("float32", {}).get("inputs", ["pixel"])
     return task == "image and text" and not any("pixel" in name or "patches" in name for name in inputs)
 
@@ -152,7 +152,7 @@ def _blind(task: str, found: dict[str, dict]) -> bool:
 def _not_tried(
     variants: dict[tuple[str, str], dict[str, dict]], built: dict[tuple[str, str], dict[str, dict]]
 ) -> list[str]:
-    """Architectures, and variants of the others, that do not run by themselves, by reason."""
+    """Architectures and variants that do not run without lowtide either, by reason."""
     whole: dict[str, list[str]] = defaultdict(list)
     for (task, kind), found in sorted(variants.items()):
         if (task, kind) not in built:
@@ -174,7 +174,7 @@ def _not_tried(
 
 
 def _why(reason: str) -> str:
-    """A reason in words of the page."""
+    """The page's words for a reason."""
     for part, why in REASONS.items():
         if part in reason:
             return why

@@ -1,8 +1,7 @@
 """A small configuration for any architecture of transformers.
 
-A configuration class is made with small numbers in place of its defaults, wherever it has an attribute of a known
-name; configurations inside it likewise. Of lists with one entry a layer each kind of entry stays. What an architecture
-needs beyond that is in ``PARTICULAR``.
+Every attribute of a known name gets a small number instead of its default, in nested configurations too. Lists with one
+entry per layer keep each kind of entry. What an architecture needs beyond that is in ``PARTICULAR``.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ SMALL_EACH = {
 }  # fmt: skip
 TOKENS_FROM = 100  # special tokens of a model, where they would lie beyond the vocabulary
 
-# What an architecture needs beside, by ``model_type``; configurations inside by their own or under their name.
+# What an architecture needs in addition, by ``model_type``; nested configurations by their own type or their name.
 PARTICULAR: dict[str, dict[str, Any]] = {
     # Decoders: what follows from other numbers, or has none by default.
     "bamba": {"attn_layer_indices": [1]},
@@ -229,7 +228,7 @@ def small(config_class: Any, dropout: float | None) -> Any:
 
 
 def overrides(config_class: Any, dropout: float | None) -> dict[str, Any]:
-    """What to make a configuration with."""
+    """Arguments of a small configuration."""
     particular = PARTICULAR.get(getattr(config_class, "model_type", ""), {})
     try:
         default = config_class()
@@ -273,7 +272,7 @@ def overrides(config_class: Any, dropout: float | None) -> dict[str, Any]:
 
 
 def _deep(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """``found`` with what is in ``more``, likewise inside."""
+    """``found`` updated with ``more``, nested dicts too."""
     inside = {
         key: _deep(found[key], value)
         for key, value in more.items()
@@ -283,7 +282,7 @@ def _deep(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(default: Any, accepted: set[str]) -> dict[str, list[str]]:
-    """Of each list of words with one entry a layer, the words, in order."""
+    """For each list of names with one entry per layer, the distinct names in order."""
     found = {}
     for name in accepted:
         value = _value(default, name)

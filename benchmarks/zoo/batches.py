@@ -1,4 +1,4 @@
-"""Batches with labels for the zoo, by task: each maker offers some, of which a model's first with a loss is taken."""
+"""Batches with labels, by task: several candidates each, of which the first that gives a loss is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo_configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
+
+from zoo.configs import HEADS, IMAGE, TOKENS_FROM, VOCABULARY
 
 TOKENS, ROWS = 16, 2
 Batch = dict[str, Any]
@@ -16,7 +17,7 @@ OUTPUTS = ("logits", "last_hidden_state")
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The model's own loss, or one of what it returns instead."""
+    """The model's own loss, or one made of its output."""
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss
@@ -25,7 +26,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
-    """The first of ``batches`` for which ``model`` returns a loss; if none, the first with something to make one of.
+    """The first of ``batches`` that gives a loss; if none does, the first with an output to make a loss of.
 
     Raises:
         Exception: the model's own for the first batch, if it takes none.
@@ -50,7 +51,7 @@ def first_taken(model: nn.Module, batches: Iterator[Batch]) -> Batch:
 
 
 def batches(task: str, config: Any, model: nn.Module) -> Iterator[Batch]:
-    """What to try, most particular first."""
+    """Candidates to try, the most specific first."""
     own = PARTICULAR.get(getattr(config, "model_type", ""))
     if own is not None:
         yield own(config)
@@ -124,7 +125,7 @@ def audio(config: Any, model: nn.Module) -> Iterator[Batch]:
 
 
 def image_text(config: Any, model: nn.Module) -> Iterator[Batch]:
-    """Image and text where the place of image tokens is found, text alone where not."""
+    """Image and text if the place of image tokens is known, else text alone."""
     ids = _ids(config)
     accepted = inspect.signature(model.forward).parameters
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
@@ -232,7 +233,7 @@ def _features(config: Any, model: nn.Module) -> Iterator[Batch]:
 
 
 def _with_actions(config: Any) -> Batch:
-    """Of a robot: what its camera sees, what it was told, where its arms are, and how it should move them."""
+    """Of a robot: camera image, instruction, state of its arms, and the actions to learn."""
     vlm = config.vlm_config
     pixels = _pixels(vlm)
     patches = (pixels.shape[-1] // vlm.vision_config.patch_size) ** 2
@@ -248,7 +249,7 @@ def _with_actions(config: Any) -> Batch:
 
 
 def _with_frames(config: Any) -> Batch:
-    """Of a video with a question about it."""
+    """A video with a question about it."""
     frames = 4
     pixels = torch.stack([_pixels(config) for _ in range(frames)], dim=1)
     ids = torch.cat(
@@ -265,7 +266,7 @@ def _with_frames(config: Any) -> Batch:
 
 
 def _with_codes(config: Any) -> Batch:
-    """Of text, and the codes of its sound."""
+    """Text and audio codes of it."""
     channels = config.decoder_config.num_channels
     codes = torch.randint(3, 60, (ROWS, 8, channels))
     labels = codes.transpose(1, 2).flatten(0, 1)
@@ -273,13 +274,13 @@ def _with_codes(config: Any) -> Batch:
 
 
 def _with_streams(config: Any) -> Batch:
-    """Of a stream of words, each beside the codes of its sound."""
+    """A stream of words, each with its audio codes."""
     ids = torch.randint(3, 60, (ROWS, TOKENS, config.num_codebooks + 1))
     return {"input_ids": ids, "labels": ids[..., 0].clone()}
 
 
 def _with_spectrum(config: Any) -> Batch:
-    """Of as many words as its sound has moments."""
+    """Text with as many tokens as the audio has frames."""
     ids = _ids(config)
     frames = TOKENS * config.audio_length_per_tok
     return {
@@ -291,7 +292,7 @@ def _with_spectrum(config: Any) -> Batch:
 
 
 def _with_samples(config: Any) -> Batch:
-    """Of sound whose moments have places among the words."""
+    """Audio whose frames have placeholder tokens in the text."""
     coder = getattr(config, "audio_config", None) or config.acoustic_tokenizer_encoder_config
     moments = 8
     samples = moments * coder.hop_length
@@ -305,13 +306,13 @@ def _with_samples(config: Any) -> Batch:
 
 
 def _with_many_places(config: Any) -> Batch:
-    """Of an image that takes as many places as its encoder has queries, and one."""
+    """An image that takes one token more than its encoder has queries."""
     ids = torch.cat([torch.full((ROWS, 145), config.image_token_id), _ids(config)], dim=1)
     return {"input_ids": ids, "labels": ids.clone(), "pixel_values": _pixels(config)}
 
 
 def _with_tiles(config: Any) -> Batch:
-    """Of an image that is seen as a whole and as one tile, halved each way, with an end to each line of the tile."""
+    """An image given whole and as one tile of half the size, with an end token after each line of the tile."""
     pixels = torch.stack([_pixels(config)] * 2, dim=1)
     side = pixels.shape[-1] // config.vision_config.patch_size // 2
     ids = torch.cat([torch.full((ROWS, side * side + side * (side + 1)), config.image_token_id), _ids(config)], dim=1)

@@ -1,0 +1,7 @@
+"""``python -m zoo`` in ``benchmarks/``."""
+
+import sys
+
+from zoo.runner import main
+
+sys.exit(main())

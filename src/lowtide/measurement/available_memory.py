@@ -1,0 +1,74 @@
+"""Bytes that can still be allocated on a device, within the limits of control groups and address space."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def available_bytes(device: str | torch.device = "cpu") -> int:
+    """Return the bytes that PyTorch can still allocate on ``device`` now.
+
+    On CUDA: free on the device, plus what the caching allocator holds unused. On CPU the least of: RAM available
+    without swapping, what the control groups (v1 or v2) leave, what the address-space limit leaves.
+    """
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    limits = [psutil.virtual_memory().available, cgroup_available_bytes(), _address_space_left_bytes()]
+    return max(0, min(left for left in limits if left is not None))
+
+
+def cgroup_available_bytes(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return limit less usage of the tightest control group around this process; None where none has a limit."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    left = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_name, usage_name, cache = mount, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_name, usage_name = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # Every ancestor's limit holds too. Inside a container the path may not exist below its own mount.
+        for folder in (group, *group.parents):
+            if folder != root and root not in folder.parents:
+                break
+            limit, usage = _read_count(folder / limit_name), _read_count(folder / usage_name)
+            if limit is not None and usage is not None:
+                # Cold file cache is given back before anything is killed.
+                left.append(limit - usage + _read_stat(folder / "memory.stat", cache))
+    return min(left, default=None)
+
+
+def _read_count(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # not there, or the word "max"
+        return None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    try:
+        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == key)
+    except (OSError, StopIteration):
+        return 0
+
+
+def _address_space_left_bytes() -> int | None:
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms

@@ -1,0 +1,68 @@
+"""Available memory under control groups and limits of the address space."""
+
+import resource
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from lowtide.measurement.available_memory import available_bytes, cgroup_available_bytes
+
+
+def test_available_bytes_respects_an_address_space_limit():
+    script = textwrap.dedent("""
+        import resource, psutil
+        from lowtide.measurement.available_memory import available_bytes
+        room = 256 * 2**20
+        limit = psutil.Process().memory_info().vms + room
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        left = available_bytes("cpu")
+        assert room - 64 * 2**20 < left <= room, left
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_available_bytes_without_limits_is_at_most_the_free_ram():
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    assert 0 < available_bytes("cpu") < 2**50
+
+
+def group(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_the_tightest_group_around_the_process_counts(tmp_path):
+    (tmp_path / "membership").write_text("0::/job/task\n")
+    group(tmp_path, memory__max="max", memory__current=999)
+    group(tmp_path / "job", memory__max=1000, memory__current=700, memory__stat="anon 600\ninactive_file 50")
+    group(tmp_path / "job" / "task", memory__max=900, memory__current=100)
+
+    assert cgroup_available_bytes(tmp_path / "membership", tmp_path) == 1000 - 700 + 50
+
+
+def test_version_one_groups_are_read_too(tmp_path):
+    (tmp_path / "membership").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n")
+    group(tmp_path / "memory" / "job", memory__limit_in_bytes=1000, memory__usage_in_bytes=400)
+
+    assert cgroup_available_bytes(tmp_path / "membership", tmp_path) == 600
+
+
+def test_a_path_outside_the_mount_falls_back_to_the_mount(tmp_path):
+    (tmp_path / "membership").write_text("0::/not/visible/here\n")
+    group(tmp_path, memory__max=1000, memory__current=100)
+
+    assert cgroup_available_bytes(tmp_path / "membership", tmp_path) == 900
+
+
+def test_no_groups_means_no_limit(tmp_path):
+    assert cgroup_available_bytes(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_has_memory_left():
+    assert available_bytes("cuda") > 0
