@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import GraphFormatError
-from lowtide.explanation import Explanation, read_evidence, read_links, weigh
+from lowtide.explanation import Evidence, Explanation, LinkUse, PeakGroup, largest_decisions
 from lowtide.graph.costs import DISK, HOST
 from lowtide.graph.step_graph import Frame
 
-VERSION = 1
+VERSION = 2
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
 ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
 TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
+_LOSSY = ("save_int8", "save_fp8")  # actions of earlier versions, which no longer exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,16 @@ class PlannedOp:
 
     Attributes:
         dynamic: The next step may show other shapes here.
-        completes_inplace: Index of the op whose output this one completes in place (see ``Op.finishes``).
-        needs: How many dropped or moved storages it reads. Where fewer come, a recipe would hold what the plan lets go.
+        completes_inplace: Index of the op whose output this one completes in place (see ``Op.completes_inplace``).
+        num_dropped_inputs: How many dropped or moved storages it reads. Where fewer come, a recipe would hold what the
+            plan lets go.
     """
 
     name: str
     frame: int
     dynamic: bool = False
     completes_inplace: int | None = None
-    needs: int = 0
+    num_dropped_inputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Plan:
         bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
             speaks of, in words.
         max_inflight_bytes: Most bytes of moved storages that may be on their way out at once.
-        evidence: What ``explain`` needs beyond the decisions; empty in plans made before there was any.
+        evidence: What ``explain`` needs beyond the decisions; None in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
 
@@ -112,7 +114,7 @@ class Plan:
     region: str = "model"
     bound_model: str = ""
     max_inflight_bytes: int = 0
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence | None = None
     provenance: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -147,7 +149,8 @@ class Plan:
 
     def explain(self) -> Explanation:
         """What binds the peak, what more memory would buy, and which decisions weigh most; ``print`` it."""
-        when, module, op, holders, other_bytes, price = read_evidence(self.evidence)
+        evidence = self.evidence or Evidence(when="", module="", op="")
+        price = evidence.ms_per_byte
         excess_ms = max(self.predicted_step_ms - self.plain_step_ms, 0.0)
         rows: list[tuple[str, str, str, int, float]] = []
         timed: set[int] = set()
@@ -157,17 +160,11 @@ class Plan:
             timed.update((d.op,) if ms else ())
             rows.append((d.action, self.scope(d), self.ops[d.op].name, d.bytes, ms))
         return Explanation(
+            **vars(evidence),
             peak_bytes=self.predicted_peak_bytes,
             resident_bytes=self.resident_bytes,
-            when=when,
-            module=module,
-            op=op,
-            holders=holders,
-            other_bytes=other_bytes,
-            ms_per_byte=price,
             ms_per_gib=None if price is None else min(price * 2**30, excess_ms),
-            decisions=weigh(rows, price),
-            links=read_links(self.evidence),
+            decisions=largest_decisions(rows, price),
         )
 
     def scope(self, decision: Decision) -> str:
@@ -195,34 +192,56 @@ class Plan:
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
         body["version"] = VERSION
-        body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
-        body["frames"] = [list(asdict(f).values()) for f in self.frames]
-        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.completes_inplace, o.needs] for o in self.ops]
+        body["evidence"] = None if self.evidence is None else self.evidence.to_dict()
+        for table, row in _TABLES.items():
+            columns = [field.name for field in fields(row)]
+            rows = [[getattr(entry, column) for column in columns] for entry in body[table]]
+            body[table] = {"columns": columns, "rows": rows}
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises: GraphFormatError: not a plan, or of another version."""
+        """Reads versions 1 and 2. Raises: GraphFormatError: not a plan, or of another version."""
         try:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise GraphFormatError(f"not a plan: the file is not JSON ({error}). Write it with plan.save().") from error
-        if not isinstance(body, dict) or body.pop("version", None) != VERSION:
-            raise GraphFormatError(
-                f"not a plan: field 'version' is not {VERSION}. Make the plan again with this lowtide."
-            )
+        if not isinstance(body, dict):
+            raise GraphFormatError(f"not a plan: a {type(body).__name__}, not an object. Write one with plan.save().")
+        version = body.pop("version", None)
+        if "decisions" not in body and "events" in body:
+            raise GraphFormatError("not a plan: this is a traced step (a graph). Plan it with lowtide.solve().")
         try:
-            body["decisions"] = tuple(Decision(*d) for d in body["decisions"])
-            body["frames"] = tuple(Frame(*f) for f in body["frames"])
-            body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), *rest) for name, frame, dyn, *rest in body["ops"])
-            body["calls"] = tuple(body["calls"])
-            plan = Plan(**body)
-            read_evidence(plan.evidence)
-            read_links(plan.evidence)
+            if any(f'"{action}"' in text for action in _LOSSY):
+                raise GraphFormatError(
+                    "not a plan: it stores tensors inexactly (save_int8 or save_fp8), which lowtide no longer does. "
+                    "Make the plan again."
+                )
+            if version not in (1, VERSION):
+                raise GraphFormatError(
+                    f"not a plan: field 'version' is {version!r}, not 1 or {VERSION}. Make the plan again with this "
+                    "lowtide."
+                )
+            if version == 1:
+                body = _upgraded(body)
+            for table, row in _TABLES.items():
+                columns, rows = body[table]["columns"], body[table]["rows"]
+                body[table] = [row(**dict(zip(columns, values, strict=True))) for values in rows]
+            if body.get("evidence") is not None:
+                body["evidence"] = Evidence.from_dict(body["evidence"])
+            arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in body.items()}
+            plan = Plan(**arguments)
+        except GraphFormatError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
-        for name, good in (("frames", plan._frame_is_good), ("ops", plan._op_is_good), ("decisions", plan._is_good)):
-            for i, entry in enumerate(body[name]):
+        checks: dict[str, Callable[[int, Any], bool]] = {
+            "frames": plan._frame_is_good,
+            "ops": plan._op_is_good,
+            "decisions": plan._decision_is_good,
+        }
+        for name, good in checks.items():
+            for i, entry in enumerate(getattr(plan, name)):
                 if not good(i, entry):
                     raise GraphFormatError(f"not a plan: field '{name}[{i}]' is {entry}. Make the plan again.")
         return plan
@@ -234,10 +253,11 @@ class Plan:
         completes_inplace = op.completes_inplace is None or (
             isinstance(op.completes_inplace, int) and 0 <= op.completes_inplace < i
         )
-        needs = isinstance(op.needs, int) and op.needs >= 0
-        return isinstance(op.name, str) and _index(op.frame, self.frames) and completes_inplace and needs
+        num_dropped = isinstance(op.num_dropped_inputs, int) and op.num_dropped_inputs >= 0
+        typed = isinstance(op.name, str) and isinstance(op.dynamic, bool)
+        return typed and _index(op.frame, self.frames) and completes_inplace and num_dropped
 
-    def _is_good(self, _: int, decision: Decision) -> bool:
+    def _decision_is_good(self, _: int, decision: Decision) -> bool:
         counts = (decision.storage, decision.bytes, decision.output)
         at_least_0 = all(isinstance(n, int) and n >= 0 for n in counts)
         at_least_0 &= isinstance(decision.replays, int) and decision.replays >= 1
@@ -254,6 +274,32 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         return Plan.from_json(Path(path).read_text())
+
+
+_TABLES: dict[str, type] = {"decisions": Decision, "frames": Frame, "ops": PlannedOp}  # fields that are rows of a file
+
+
+def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 as version 2: rows had no column names, evidence was nested, some names were others."""
+    body = {("max_inflight_bytes" if name == "window_bytes" else name): value for name, value in body.items()}
+    for table, row in _TABLES.items():
+        columns = [field.name for field in fields(row)]
+        width = max(map(len, body[table]), default=0)  # earlier files lack the last columns
+        body[table] = {"columns": columns[:width], "rows": body[table]}
+    dynamic = 2
+    body["ops"]["rows"] = [
+        [*r[:dynamic], *map(bool, r[dynamic : dynamic + 1]), *r[dynamic + 1 :]] for r in body["ops"]["rows"]
+    ]
+    evidence = body.pop("evidence", None)
+    if evidence:
+        groups, uses = [f.name for f in fields(PeakGroup)], [f.name for f in fields(LinkUse)]
+        body["evidence"] = {
+            **evidence.pop("peak"),
+            **evidence,
+            "holders": [dict(zip(groups, row, strict=True)) for row in evidence["holders"]],
+            "links": [dict(zip(uses, row, strict=True)) for row in evidence.get("links", ())],
+        }
+    return body
 
 
 def _index(number: object, of: tuple) -> bool:

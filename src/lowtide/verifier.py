@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from lowtide.measurement.allocator import available_bytes, compare_times, peak_bytes
+from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape import attach
 from lowtide.tape.offload.tier_settings import TierSettings
@@ -24,7 +24,7 @@ from lowtide.tracing.restore import rehearsal, same_bits
 from lowtide.tracing.subclasses import parts, shards_in
 from lowtide.tracing.tracer import Step, device_of, run_step
 
-_PEAKS_OF_SENDERS = 3  # measurements of the peak of a step that communicates
+_PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def verify(
     *,
     step: Step | None = None,
     rounds: int = 3,
-    scratch_dir: str | Path | None = None,
+    offload: Offload | None = None,
+    **deprecated: Unpack[DeprecatedOffload],
 ) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
@@ -80,19 +81,20 @@ def verify(
             compared, under a plan of the same fraction made for it, and ``note`` says so.
         step: As for ``trace``; the step the plan was made with.
         rounds: Interleaved timings of both steps, medians compared; 0 times nothing.
-        scratch_dir: As for ``apply``.
+        offload: As for ``apply``.
 
     Raises:
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``.
     """
-    return verify_in(TierSettings(scratch_dir), model, batch, plan, step=step, rounds=rounds)
+    settings = TierSettings.of(offload_policy(verify, offload, deprecated))
+    return verify_in(settings, model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
-    places: TierSettings, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
+    tiers: TierSettings, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
 ) -> Verification:
-    """``verify``, with all that may be said of tiers."""
+    """``verify`` with tiers that may be open already."""
     note = ""
     model, batch = unwrapped(model), without_history(batch)
     with suspended(model):
@@ -101,20 +103,20 @@ def verify_in(
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        places = places.held(plan)
-        plain, _ = _outcome(model, batch, step, None, places, plan.provenance)
-        ours, counts = _outcome(model, batch, step, plan, places, plan.provenance)
-        differing = [name for name in plain if not _same(plain[name], ours.get(name))]
-        del plain, ours
-        measured = _peak(model, batch, step, plan, places, device, plan.provenance)
-        plain_measured = _peak(model, batch, step, None, places, device, plan.provenance)
+        tiers = tiers.held(plan)
+        plain, _ = _outcome(model, batch, step, None, tiers, plan.provenance)
+        planned, counts = _outcome(model, batch, step, plan, tiers, plan.provenance)
+        differing = [name for name in plain if not _same(plain[name], planned.get(name))]
+        del plain, planned
+        measured = _peak(model, batch, step, plan, tiers, device, plan.provenance)
+        plain_measured = _peak(model, batch, step, None, tiers, device, plan.provenance)
         overhead = float("nan")
         if rounds:
             with rehearsal(model, batch, provenance=plan.provenance):
                 times = compare_times(
                     {
-                        "plain": lambda: _run(model, batch, step, None, places),
-                        "plan": lambda: _run(model, batch, step, plan, places),
+                        "plain": lambda: _run(model, batch, step, None, tiers),
+                        "plan": lambda: _run(model, batch, step, plan, tiers),
                     },
                     rounds=rounds,
                     device=device,
@@ -155,23 +157,23 @@ def suspended(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings) -> None:
+def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, tiers: TierSettings) -> None:
     """One step as a training loop runs it: forward taped, backward outside."""
     with torch.enable_grad():
-        with attach.applied(model, plan, places) if plan is not None else nullcontext():
+        with attach.applied(model, plan, tiers) if plan is not None else nullcontext():
             loss, output = run_step(model, batch, step)
         loss.backward()
         del output
 
 
 def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings, provenance: dict[str, str]
+    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, tiers: TierSettings, provenance: dict[str, str]
 ) -> tuple[dict[str, Any], Counts]:
     """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
     counts = Counts()
     with rehearsal(model, batch, zero_grads=False, provenance=provenance):
         with torch.enable_grad():
-            with attach.applied(model, plan, places) if plan is not None else nullcontext() as applied:
+            with attach.applied(model, plan, tiers) if plan is not None else nullcontext() as applied:
                 loss, output = run_step(model, batch, step)
             loss.backward()
             del output
@@ -198,15 +200,15 @@ def _peak(
     batch: Any,
     step: Step | None,
     plan: Plan | None,
-    places: TierSettings,
+    tiers: TierSettings,
     device: torch.device,
     provenance: dict[str, str],
 ) -> int:
     """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
     # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-    times = _PEAKS_OF_SENDERS if shards_in(model) else 1
+    times = _PEAK_REPEATS if shards_in(model) else 1
     with rehearsal(model, batch, provenance=provenance):
-        return min(peak_bytes(lambda: _run(model, batch, step, plan, places), device) for _ in range(times))
+        return min(peak_bytes(lambda: _run(model, batch, step, plan, tiers), device) for _ in range(times))
 
 
 def _cut_down(
@@ -223,5 +225,5 @@ def _cut_down(
         left //= 2
     cut = first_rows(batch, left)
     graph = trace(model, cut, step=step)
-    small = solve(graph, measure(graph), budget=f"{100 * plan.predicted_fraction:.4f}%")
+    small = solve(graph, measure(graph), budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")
     return cut, small, f"the plain step does not fit: compared on {left} of {have} rows, at the same fraction"

@@ -106,7 +106,7 @@ class Program:
         self.slots: list[Slot] = []
         for op in plan.ops:
             slot = Slot(op.name, plan.frames[op.frame].path, op.dynamic)
-            slot.needs = op.needs
+            slot.needs = op.num_dropped_inputs
             self.nodes[op.frame].slots.append(slot)
             self.slots.append(slot)
         for d in plan.decisions:
