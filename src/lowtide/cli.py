@@ -1,4 +1,4 @@
-"""``lowtide demo | fit | report`` from the shell.
+"""The ``lowtide`` command: ``demo``, ``fit`` and ``report``.
 
 stdout carries the result alone, with ``--json`` exactly one JSON object; progress and messages go to stderr.
 Exit codes: 0 success, 1 a finding or an infeasible budget, 2 bad usage.
@@ -40,6 +40,16 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
+    code = OK
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read stdout has had enough: "lowtide report ... | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     try:
         args = parser.parse_args(argv)
@@ -49,18 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return BAD_USAGE
     shown = sys.stdout
-    try:
-        # With --json nothing else may reach stdout, whatever a user's script prints.
-        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-            code, text, body = _run(args)
-        if args.json:
-            print(json.dumps(_plain_numbers(body), allow_nan=False), file=shown)
-        elif text:
-            print(text)
-        shown.flush()
-    except BrokenPipeError:  # whoever read stdout has had enough: "lowtide fit ... | head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())  # Python flushes once more at exit
-        return OK
+    # With --json nothing else may reach stdout, whatever a user's script prints.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        code, text, body = _run(args)
+    if args.json:
+        print(json.dumps(_plain_numbers(body), allow_nan=False), file=shown)
+    elif text:
+        print(text)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -146,13 +147,22 @@ class Wrapped:
         return self.optimizer.state
 
 
-def accelerated(optimizer: Any) -> Any:
-    return pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer(optimizer)
+@pytest.fixture
+def accelerated() -> Iterator[Callable[[Any], Any]]:
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate.Accelerator(cpu=True).prepare_optimizer
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize(
-    "wrap", [Wrapped, lambda o: Wrapped(Wrapped(o)), accelerated], ids=["one", "two", "accelerate"]
-)
+def test_an_optimizer_prepared_by_accelerate_counts_as_the_one_inside(accelerated):
+    optimizer = torch.optim.AdamW((model := mlp()).parameters())
+    prepared = accelerated(optimizer)
+
+    assert type(prepared) is not torch.optim.AdamW
+    assert optimizer_bytes(prepared, list(model.parameters())) == optimizer_bytes(optimizer, list(model.parameters()))
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda o: Wrapped(Wrapped(o))], ids=["once", "twice"])
 def test_a_wrapped_optimizer_counts_as_the_one_inside(wrap):
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
