@@ -219,31 +219,24 @@ class Fit:
     def _plan_again(self, signature: str, call: Call, before: PlannedShape | None) -> PlannedShape:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
         logger.info("lowtide plans again: %s (%s)", reason, signature)
-        batch, step = self._batch_for_step(signature, call)
+        step = self._planner.options.step
+        batch = call if step is None or self._batch_type is None else batch_of(call, self._batch_type)
+        shows_batch = not isinstance(batch, Call)
         region, self._region = self._region, None
         watcher, module_calls.active.watcher = module_calls.active.watcher, None
         try:
             with suspended(self.model):
-                planned = self._planner.make(batch, step, allow_least=True)
+                planned = self._planner.make(batch, step if shows_batch else None, allow_least=True)
         finally:
             module_calls.active.watcher, self._region = watcher, region
+        if step is not None and not shows_batch:
+            self._planner.warn(
+                f"planned for {signature} from the call of the model alone: step= takes more than the call shows, so "
+                "the peak may be over the budget by what runs outside the model. Call fit.add(batch) for this shape"
+            )
         planned.replans = before.replans + 1 if before else 0
         self._add_shape(planned, signature)
         return planned
-
-    def _batch_for_step(self, signature: str, call: Call) -> tuple[Any, Step | None]:
-        """What to rehearse for ``call``: the user's step, where the call shows all that the step takes."""
-        step = self._planner.options.step
-        if step is None:
-            return call, None
-        batch = call if self._batch_type is None else batch_of(call, self._batch_type)
-        if not isinstance(batch, Call):
-            return batch, step
-        self._planner.warn(
-            f"planned for {signature} from the call of the model alone: step= takes more than the call shows, so the "
-            "peak may be over the budget by what runs outside the model. Call fit.add(batch) for this shape"
-        )
-        return call, None
 
     def _add_shape(self, planned: PlannedShape, *signatures: str) -> None:
         self._planned.append(planned)

@@ -265,7 +265,7 @@ def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
     )
     if args.frontier and (graph is None or costs is None):
         raise BadUsageError(
-            "--frontier plans the traced step anew for every budget, and a plan holds neither step nor op times.\n"
+            "--frontier plans the traced step for every budget, and a plan holds neither step nor op times.\n"
             "Add --graph GRAPH.json --costs COSTS.json, written by: lowtide fit ... --save-graph ... --save-costs ..."
         )
     _pictures(args, plan, graph, None, costs)

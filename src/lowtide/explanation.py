@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what fills memory at the peak, what more memory would buy, which decisions weigh most."""
+"""Why a plan is as it is: what fills memory at the peak, what more memory would save, the largest decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
 
 
 def collapse_path(path: str) -> str:
-    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: like layers, and one level within them, share a row."""
+    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: numbered layers, and one level in them, share a row."""
     starred = _NUMBERED.sub("*", path)
     return _REPEATED.sub(r"\1", starred) or "(outside modules)"
 

@@ -1,4 +1,4 @@
-"""A plan: one decision per storage, what it predicts, how it knows. JSON in and out; needs no graph to be applied."""
+"""A plan: one decision per storage, predicted peak and time, and its JSON. Needs no graph to be applied."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Decision:
         output: Which of that op's flattened outputs.
         stored: Autograd stores it in the plain step (False: only replays need it).
         recompute_ms: Time of one replay of its op (0 unless recomputed).
-        replays: How often its op may run again in one backward. All runs but the last make it only for the burst that
-            asked, or for the backward op that it is handed to; the last makes it for good. The count is the op's: of
-            several recomputed outputs the largest counts.
+        replays: How often its op may run again in one backward. All replays but the last are transient: their result
+            is used only within one burst, or by one backward op. The count is the op's, so of several recomputed
+            outputs the largest holds.
         fetch_at: Of a moved storage: the number of the unpack in backward, from 0, at which its fetch starts; None:
             when it is needed.
     """
@@ -67,10 +67,10 @@ class PlannedOp:
 
 @dataclass(frozen=True)
 class Moves:
-    """When moved storages travel.
+    """When offloaded storages are stored and fetched.
 
     Attributes:
-        max_inflight_bytes: Most bytes on their way out at once; a storage larger than that goes alone.
+        max_inflight_bytes: Most bytes in flight to a tier at once; a larger storage goes alone.
         fetch_at: Storage -> the number of the unpack, counted from 0 through backward, at which its fetch starts.
             A storage without one is fetched when it is needed.
     """
@@ -88,9 +88,9 @@ class Plan:
         budget_bytes: Absolute peak that was asked for; None without a budget.
         predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
         predicted_step_ms, plain_step_ms: Forward and backward.
-        bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
-            speaks of, in words.
-        max_inflight_bytes: Most bytes of moved storages that may be on their way out at once.
+        bound_ms: No plan within the budget has a shorter step; None without a budget.
+        bound_model: The set of plans that ``bound_ms`` holds for, in words.
+        max_inflight_bytes: Most bytes of offloaded storages in flight at once.
         evidence: What ``explain`` needs beyond the decisions; None in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
@@ -135,12 +135,12 @@ class Plan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of the storages that the plain step stores have each fate."""
+        """Action -> number of the storages that the plain step stores."""
         return {a: sum(d.stored and d.action == a for d in self.decisions) for a in ACTIONS}
 
     @property
     def bytes_by_action(self) -> dict[str, int]:
-        """Bytes of the storages that the plain step stores, by fate."""
+        """Action -> bytes of the storages that the plain step stores."""
         return {a: sum(d.bytes for d in self.decisions if d.stored and d.action == a) for a in ACTIONS}
 
     @property
@@ -148,7 +148,7 @@ class Plan:
         return all(d.action == SAVE for d in self.decisions)
 
     def explain(self) -> Explanation:
-        """What binds the peak, what more memory would buy, and which decisions weigh most; ``print`` it."""
+        """What fills memory at the peak, what more memory would save, and the largest decisions; ``print`` it."""
         evidence = self.evidence or Evidence(when="", module="", op="")
         price = evidence.ms_per_byte
         excess_ms = max(self.predicted_step_ms - self.plain_step_ms, 0.0)
@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def moves(self) -> Moves:
-        """When moved storages travel."""
+        """When offloaded storages are stored and fetched."""
         return Moves(self.max_inflight_bytes, {d.storage: d.fetch_at for d in self.decisions if d.fetch_at is not None})
 
     @property

@@ -200,7 +200,10 @@ class Planner:
             return graph, solved(graph, error.least_bytes)
 
     def _rehearse(self, planned: PlannedShape, batch: Any, step: Step | None) -> set[int]:
-        """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed.
+        """Run the step under the plan and compare every replay bitwise; the ids of storages that differed.
+
+        An audited tensor is kept beside its recipe until its replay. What memory cannot hold beside waits for the next
+        rehearsal.
 
         Raises:
             TierError: what was moved came back with other bits, or not at all.

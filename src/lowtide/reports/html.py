@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from html import escape
 
 from lowtide.graph.costs import Costs
@@ -11,7 +12,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.curves import memory_curves
 from lowtide.reports.summary import (
-    Group,
+    ActionTotals,
     TrainingCounts,
     by_module,
     by_op,
@@ -164,20 +165,20 @@ def _explanation(plan: Plan) -> list[str]:
     return ["<h2>What binds</h2>", f"<pre>{escape(str(plan.explain()))}</pre>"] if plan.evidence else []
 
 
-def _table(what: str, groups: tuple[Group, ...]) -> str:
+def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
     largest = max((g.save_bytes + g.recompute_bytes + g.other_bytes for g in groups), default=0) or 1
     offload = any(g.other_count for g in groups)
     names = ["save", "recompute", *(["offload"] if offload else [])]
     head = f"<tr><th>{what}</th><th></th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
     rows = [_row(g, names, largest) for g in groups]
     legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
-    total = Group("all", *(sum(getattr(g, f) for g in groups) for f in list(Group.__dataclass_fields__)[1:]))
+    sums = [sum(getattr(g, f.name) for g in groups) for f in fields(ActionTotals)[1:]]
     if len(groups) > 1:
-        rows.append(_row(total, names, 0))
+        rows.append(_row(ActionTotals("all", *sums), names, 0))
     return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 
-def _row(group: Group, names: list[str], largest: int) -> str:
+def _row(group: ActionTotals, names: list[str], largest: int) -> str:
     kinds = {"save": "save", "recompute": "recompute", "offload": "other"}
     cells, stack = [], []
     for name in names:

@@ -64,8 +64,8 @@ def checks(verification: Verification | None, counts: TrainingCounts | None) -> 
 
 
 @dataclass(frozen=True)
-class Group:
-    """The decisions that share a module path or an operator.
+class ActionTotals:
+    """Totals of the decisions that share a module path or an operator.
 
     Counts and bytes are of storages that the plain step stores, ``other`` those offloaded; ``recompute_ms`` is of
     every replay in the group, also of what only other replays need.
@@ -81,7 +81,7 @@ class Group:
     recompute_ms: float
 
 
-def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[Group, ...]:
+def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[ActionTotals, ...]:
     """One group per name, most bytes first, then by name; what is only kept for replays forms no group."""
     members: dict[str, list[Decision]] = {}
     for decision in decisions:
@@ -93,21 +93,21 @@ def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision],
     return tuple(groups)
 
 
-def _group(name: str, decisions: list[Decision]) -> Group:
+def _group(name: str, decisions: list[Decision]) -> ActionTotals:
     stored = [d for d in decisions if d.stored]
     save = [d.bytes for d in stored if d.action == SAVE]
     recompute = [d.bytes for d in stored if d.action == RECOMPUTE]
     other = [d.bytes for d in stored if d.action not in (SAVE, RECOMPUTE)]
     ms = sum(d.recompute_ms * d.replays for d in decisions)
-    return Group(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
+    return ActionTotals(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
 
 
-def by_module(plan: Plan) -> tuple[Group, ...]:
+def by_module(plan: Plan) -> tuple[ActionTotals, ...]:
     """Decisions by module path, numbered siblings together."""
     return group_decisions(plan.decisions, lambda d: collapse_path(plan.scope(d)))
 
 
-def by_op(plan: Plan) -> tuple[Group, ...]:
+def by_op(plan: Plan) -> tuple[ActionTotals, ...]:
     """Decisions by the operator that makes the storage."""
     return group_decisions(plan.decisions, lambda d: short_op(plan.ops[d.op].name))
 

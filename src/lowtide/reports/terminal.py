@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.summary import (
-    Group,
+    ActionTotals,
     TrainingCounts,
     by_module,
     by_op,
@@ -142,7 +142,7 @@ def _wrapped(name: str, text: str, indent: int = 19) -> list[str]:
     return [f"{name:<{indent - 1}} {lines[0]}".rstrip(), *(" " * indent + line for line in lines[1:])]
 
 
-def _groups(title: str, groups: tuple[Group, ...]) -> str:
+def _groups(title: str, groups: tuple[ActionTotals, ...]) -> str:
     shown, rest = groups[:_GROUP_ROWS], groups[_GROUP_ROWS:]
     if len(rest) == 1:
         shown, rest = groups, ()
@@ -157,7 +157,7 @@ def _groups(title: str, groups: tuple[Group, ...]) -> str:
     return "\n".join(columns(rows))
 
 
-def _group_row(name: str, groups: list[Group], offload: bool) -> list[str]:
+def _group_row(name: str, groups: list[ActionTotals], offload: bool) -> list[str]:
     def amount(kind: str) -> list[str]:
         count = sum(getattr(g, f"{kind}_count") for g in groups)
         size = sum(getattr(g, f"{kind}_bytes") for g in groups)
