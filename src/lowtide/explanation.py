@@ -12,7 +12,7 @@ from lowtide.units import format_bytes
 _WIDTH = 100
 _MOST_DECISIONS = 10
 _SHADES = " .:-=+*#%@"
-_STEPS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("byte", 0))
+_UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("byte", 0))
 _SMALL_SHARE = 0.125
 _NUMBERED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
@@ -166,7 +166,7 @@ class Explanation(Evidence):
         if not self.ms_per_byte:
             return ["more memory buys no time"]
         # The largest unit that is small beside the peak: nobody adds a GiB to 37 MiB.
-        unit, size = next((u, 2**p) for u, p in _STEPS if 2**p <= _SMALL_SHARE * self.peak_bytes or not p)
+        unit, size = next((u, 2**p) for u, p in _UNITS if 2**p <= _SMALL_SHARE * self.peak_bytes or not p)
         saved_ms = min(self.ms_per_byte * size, self.ms_per_gib)
         return [f"one more {unit} takes at most {saved_ms:.3g} ms off the step"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -103,25 +103,13 @@ def verify_in(
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        tiers = tiers.held(plan)
-        plain, _ = _outcome(model, batch, step, None, tiers, plan.provenance)
-        planned, counts = _outcome(model, batch, step, plan, tiers, plan.provenance)
+        steps = _Steps(model, batch, step, plan, tiers.held(plan))
+        plain, _ = steps.outcome(planned=False)
+        planned, counts = steps.outcome(planned=True)
         differing = [name for name in plain if not _same(plain[name], planned.get(name))]
         del plain, planned
-        measured = _peak(model, batch, step, plan, tiers, device, plan.provenance)
-        plain_measured = _peak(model, batch, step, None, tiers, device, plan.provenance)
-        overhead = float("nan")
-        if rounds:
-            with rehearsal(model, batch, provenance=plan.provenance):
-                times = compare_times(
-                    {
-                        "plain": lambda: _run(model, batch, step, None, tiers),
-                        "plan": lambda: _run(model, batch, step, plan, tiers),
-                    },
-                    rounds=rounds,
-                    device=device,
-                )
-            overhead = times["plan"].median_ms / times["plain"].median_ms - 1
+        measured_bytes, plain_bytes = steps.peak_bytes(planned=True), steps.peak_bytes(planned=False)
+        overhead = steps.overhead(rounds) if rounds else float("nan")
     dropped = [s for s in attach.program_of(plan).slots if s.drops]
     return Verification(
         loss_bitwise_equal=not any(n == "loss" for n in differing),
@@ -129,8 +117,8 @@ def verify_in(
         buffers_bitwise_equal=not any(n.startswith("buffer") for n in differing),
         differing=tuple(differing),
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=plan.resident_bytes + measured,
-        plain_peak_bytes=plan.resident_bytes + plain_measured,
+        measured_peak_bytes=plan.resident_bytes + measured_bytes,
+        plain_peak_bytes=plan.resident_bytes + plain_bytes,
         overhead=overhead,
         predicted_overhead=plan.predicted_overhead,
         audited_ops=sum(s.audited for s in dropped),
@@ -157,32 +145,53 @@ def suspended(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, tiers: TierSettings) -> None:
-    """One step as a training loop runs it: forward taped, backward outside."""
-    with torch.enable_grad():
-        with attach.applied(model, plan, tiers) if plan is not None else nullcontext():
-            loss, output = run_step(model, batch, step)
-        loss.backward()
-        del output
+@dataclass(frozen=True)
+class _Steps:
+    """The plain and the planned step of one model on one batch."""
 
+    model: nn.Module
+    batch: Any
+    step: Step | None
+    plan: Plan
+    tiers: TierSettings
 
-def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, tiers: TierSettings, provenance: dict[str, str]
-) -> tuple[dict[str, Any], Counts]:
-    """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
-    counts = Counts()
-    with rehearsal(model, batch, zero_grads=False, provenance=provenance):
+    def outcome(self, *, planned: bool) -> tuple[dict[str, Any], Counts]:
+        """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
+        with self._rehearsal(zero_grads=False):
+            loss, counts = self._run(planned=planned)
+            found: dict[str, Any] = {"loss": loss.detach().clone()}
+            found |= {f"gradient of {n}": p.grad for n, p in self.model.named_parameters()}
+            found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
+        return found, counts
+
+    def peak_bytes(self, *, planned: bool) -> int:
+        """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
+        # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
+        times = _PEAK_REPEATS if shards_in(self.model) else 1
+        with self._rehearsal():
+            return min(peak_bytes(lambda: self._run(planned=planned), device_of(self.model)) for _ in range(times))
+
+    def overhead(self, rounds: int) -> float:
+        """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
+        steps: dict[str, Callable[[], Any]] = {
+            "plain": lambda: self._run(planned=False),
+            "planned": lambda: self._run(planned=True),
+        }
+        with self._rehearsal():
+            times = compare_times(steps, rounds=rounds, device=device_of(self.model))
+        return times["planned"].median_ms / times["plain"].median_ms - 1
+
+    def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:
+        return rehearsal(self.model, self.batch, zero_grads=zero_grads, provenance=self.plan.provenance)
+
+    def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
+        """One step as a training loop runs it: forward taped, backward outside."""
         with torch.enable_grad():
-            with attach.applied(model, plan, tiers) if plan is not None else nullcontext() as applied:
-                loss, output = run_step(model, batch, step)
+            with attach.applied(self.model, self.plan, self.tiers) if planned else nullcontext() as applied:
+                loss, output = run_step(self.model, self.batch, self.step)
             loss.backward()
             del output
-        if applied is not None:
-            counts = applied.counts
-        found: dict[str, Any] = {"loss": loss.detach().clone()}
-        found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
-        found |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
-    return found, counts
+        return loss, Counts() if applied is None else applied.counts
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -193,22 +202,6 @@ def _same(a: Any, b: Any) -> bool:
     if a.layout is not torch.strided:
         return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
     return same_bits(a, b)
-
-
-def _peak(
-    model: nn.Module,
-    batch: Any,
-    step: Step | None,
-    plan: Plan | None,
-    tiers: TierSettings,
-    device: torch.device,
-    provenance: dict[str, str],
-) -> int:
-    """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
-    # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-    times = _PEAK_REPEATS if shards_in(model) else 1
-    with rehearsal(model, batch, provenance=provenance):
-        return min(peak_bytes(lambda: _run(model, batch, step, plan, tiers), device) for _ in range(times))
 
 
 def _cut_down(
