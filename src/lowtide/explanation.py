@@ -152,7 +152,7 @@ class Explanation(Evidence):
         if not self.when:
             return [f"peak {peak}; what binds it was not written down: plan again with this lowtide"]
         how = {"replay": "in backward, while {} runs again"}.get(self.when, f"in {self.when}, while {{}} runs")
-        lines = [f"peak {peak}, {how.format(f'{_middle(self.op, 34)} of {_middle(self.module, 34)}')}"]
+        lines = [f"peak {peak}, {how.format(f'{shorten(self.op, 34)} of {shorten(self.module, 34)}')}"]
         lines.append(f"  {format_bytes(self.resident_bytes):>11}  before the step")
         for h in self.holders:
             lines.append(f"  {format_bytes(h.bytes):>11}  {h.kind:<9}  {_origin(h.count, h.op, h.module)}")
@@ -205,11 +205,11 @@ def largest_decisions(
 
 
 def _origin(count: int, op: str, module: str, width: int = 70) -> str:
-    return _middle(f"{count} x {_middle(op, 34)}, {module}" if count > 1 else f"{_middle(op, 34)}, {module}", width)
+    return shorten(f"{count} x {shorten(op, 34)}, {module}" if count > 1 else f"{shorten(op, 34)}, {module}", width)
 
 
-def _middle(text: str, width: int) -> str:
-    """Cut the middle out of a long name: both its ends tell."""
+def shorten(text: str, width: int) -> str:
+    """``text`` with its middle cut out where it is too long: both ends of a name identify it."""
     if len(text) <= width:
         return text
     head = (width - 3) // 2

@@ -282,14 +282,12 @@ _TABLES: dict[str, type] = {"decisions": Decision, "frames": Frame, "ops": Plann
 def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
     """Version 1 as version 2: rows had no column names, evidence was nested, some names were others."""
     body = {("max_inflight_bytes" if name == "window_bytes" else name): value for name, value in body.items()}
-    for table, row in _TABLES.items():
-        columns = [field.name for field in fields(row)]
+    for table, entry in _TABLES.items():
+        columns = [field.name for field in fields(entry)]
         width = max(map(len, body[table]), default=0)  # earlier files lack the last columns
         body[table] = {"columns": columns[:width], "rows": body[table]}
-    dynamic = 2
-    body["ops"]["rows"] = [
-        [*r[:dynamic], *map(bool, r[dynamic : dynamic + 1]), *r[dynamic + 1 :]] for r in body["ops"]["rows"]
-    ]
+    for row in body["ops"]["rows"]:
+        row[2:3] = map(bool, row[2:3])  # ``dynamic`` was 0 or 1
     evidence = body.pop("evidence", None)
     if evidence:
         groups, uses = [f.name for f in fields(PeakGroup)], [f.name for f in fields(LinkUse)]

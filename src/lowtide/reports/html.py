@@ -169,7 +169,9 @@ def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
     largest = max((g.save_bytes + g.recompute_bytes + g.other_bytes for g in groups), default=0) or 1
     offload = any(g.other_count for g in groups)
     names = ["save", "recompute", *(["offload"] if offload else [])]
-    head = f"<tr><th>{what}</th><th></th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
+    head = (
+        f"<tr><th>{what}</th><th>size</th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
+    )
     rows = [_row(g, names, largest) for g in groups]
     legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
     sums = [sum(getattr(g, f.name) for g in groups) for f in fields(ActionTotals)[1:]]

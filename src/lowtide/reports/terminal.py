@@ -9,6 +9,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from lowtide.explanation import shorten
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.summary import (
@@ -71,14 +72,6 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
         cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
         lines.append(gap.join(cells).rstrip())
     return lines
-
-
-def shorten(text: str, width: int) -> str:
-    """Cut the middle out of a long name: both its ends tell."""
-    if len(text) <= width:
-        return text
-    head = (width - 3) // 2
-    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
 
 
 def _headline(plan: Plan, graph: StepGraph | None) -> str:
