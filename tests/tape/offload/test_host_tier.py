@@ -267,7 +267,7 @@ def accelerator(gpu, monkeypatch):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
     monkeypatch.setattr("lowtide.planner.measure", costs)
-    monkeypatch.setattr("lowtide.api.usable", lambda device, **settings: usable("cuda", **settings))
+    monkeypatch.setattr("lowtide.api.usable", lambda device, policy: usable("cuda", policy))
     monkeypatch.setattr("lowtide.tape.offload.tier_settings.check_tier", lambda tier, device: None)
     return gpu
 
