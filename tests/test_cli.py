@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.toy_graphs import chain
 
 import lowtide
 from lowtide.cli import main
+from lowtide.graph import json_format
 from lowtide.graph.costs import Costs, Link
 
 SCRIPT = '''
@@ -59,6 +61,10 @@ def raises():
     raise OSError("no such data")
 
 
+def leaves():
+    raise SystemExit(3)
+
+
 constant = 3
 '''
 BYTES = 'Write bytes as an int, "6GiB" (2^30), "6GB" (10^9), "40%" of the plain step\'s activation memory, or "auto".'
@@ -71,7 +77,9 @@ def scripts(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit('done')\n")
     (tmp_path / "not_a_plan.json").write_text("{}")
+    json_format.save(chain(2, size=8), tmp_path / "graph.json")
     return tmp_path
 
 
@@ -196,7 +204,25 @@ def test_a_step_that_differs_is_a_finding(capsys, monkeypatch):
         ),
         (
             ["report", "not_a_plan.json"],
-            "not a plan: field 'version' is not 1. Make the plan again with this lowtide.",
+            "not a plan: field 'version' is None, not 1 or 2. Make the plan again with this lowtide.",
+        ),
+        (
+            ["report", "graph.json"],
+            "not a plan: this is a traced step (a graph). Plan it with lowtide.solve().",
+        ),
+        (
+            ["fit", "train.py:leaves"],
+            "train.py:leaves called sys.exit(3).\nIt must return (model, batch) and leave the process running.",
+        ),
+        (
+            ["fit", "leaving.py:setup"],
+            "leaving.py called sys.exit('done') while it was loaded.\n"
+            'Put what runs the script under: if __name__ == "__main__":',
+        ),
+        (
+            ["fit", "nowhere.py:f", "--budget", "150%"],
+            "budget='150%' is more activation memory than the plain step's. Pass 100% or less; \"100%\" changes "
+            "nothing.",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -226,6 +252,35 @@ def test_what_argparse_refuses_exits_with_two(arguments, capsys):
 def test_help_exits_with_zero(capsys):
     assert main(["--help"]) == 0
     assert "demo" in capsys.readouterr().out
+
+
+def test_the_help_of_fit_says_what_a_budget_includes_and_shows_an_example(capsys):
+    assert main(["fit", "--help"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "weights, gradients and optimizer state included" in shown
+    assert "lowtide fit train.py:setup --budget 6GiB" in shown
+
+
+def test_without_a_verb_the_help_shows_an_example_and_it_is_bad_usage(capsys):
+    assert main([]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == "" and "lowtide fit train.py:setup --budget 6GiB --verify" in captured.err
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = [sys.executable, "-m", "lowtide.cli", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_report_reads_what_fit_wrote_and_draws_it(capsys, scripts):

@@ -14,7 +14,7 @@ def test_the_contracts_names_are_all_there():
     stages = {"fit", "trace", "measure", "solve", "frontier", "simulate", "apply", "verify"}
     errors = {"BudgetInfeasibleError", "PlanMismatchError", "ReplayError", "LowtideError"}
 
-    assert stages | errors | {"Plan", "FrontierPoint"} <= set(lowtide.__all__)
+    assert stages | errors | {"Plan", "FrontierPoint", "Offload"} <= set(lowtide.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -14,11 +14,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
-    "errors", "units", "gc_control", "explanation", "graph", "plan", "simulation", "solvers", "scratch_file",
-    "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "planner",
+    "errors", "units", "options", "gc_control", "explanation", "graph", "plan", "simulation", "solvers", "scratch_file",
+    "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "planner", "arguments",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
-ANYTHING = ("__init__", "api", "cli", "demo")
+ANYTHING = ("__init__", "api", "cli", "scripts", "demo")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
 PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier"}

@@ -13,6 +13,7 @@ from lowtide.errors import UnsupportedModelError as UnsupportedModelError
 from lowtide.graph.costs import Costs as Costs
 from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure
+from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
 from lowtide.simulation.simulator import Timeline as Timeline
 from lowtide.simulation.simulator import simulate as simulate

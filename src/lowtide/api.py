@@ -6,18 +6,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from lowtide.errors import LowtideError, StepError, TierError, UnsupportedModelError
+from lowtide.arguments import budget_hint, check_arguments, check_method, eval_warning
+from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.options import DeprecatedOffload, FitOptions, Offload, offload_policy
 from lowtide.plan import Plan
-from lowtide.planner import Planned, Planner, Settings
+from lowtide.planner import PlannedShape, Planner
 from lowtide.rank_consensus import group_of
-from lowtide.reports.summary import Measured
+from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.tape import attach
 from lowtide.tape.audit import Audit
@@ -26,15 +27,16 @@ from lowtide.tape.program import PlannedCall
 from lowtide.tape.region import TapedRegion
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
-from lowtide.tracing.batches import Call, batch_tensors
+from lowtide.tracing.batches import Call, batch_of, batch_tensors, call_of
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.subclasses import shards_in
 from lowtide.tracing.tracer import Step, device_of
-from lowtide.units import parse_budget
 from lowtide.verifier import Verification, suspended, verify_in
 
 logger = logging.getLogger("lowtide")
-_REPLANS = 2  # at most, per input shape, when the ops of a step turn out to be others than those traced
+_MAX_REPLANS = 2  # per input shape, when the ops of a step turn out to be others than those traced
+_DRIFT = 0.02  # of the dropped tensors; so many ops that did not come as planned are worth another plan
+_HELD_BATCH = 0.01  # of the plain peak: a batch up to this size is kept for ``verify``
 
 
 class Fit:
@@ -45,16 +47,34 @@ class Fit:
         graph, costs: What ``plan`` was solved from.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, step: Step | None) -> None:
-        self._planner = Planner(model, settings)
-        self._step = step
-        self._planned: list[Planned] = []
-        self._by_call: dict[str, Planned] = {}
-        self._unplanned: set[str] = set()  # input signatures that could not be planned for
-        self._batch: Any = None
-        self._undo: Any = None
-        self._region: _Open | None = None
+    def __init__(self, planner: Planner, batch: Any) -> None:
+        model = planner.model
+        self._planner = planner
+        self._planned: list[PlannedShape] = []
+        self._by_signature: dict[str, PlannedShape] = {}
+        self._refused_signatures: set[str] = set()  # inputs that could not be planned for: all is saved
+        self._region: _LazyRegion | None = None
         self._verification: Verification | None = None
+        first = planner.make(batch, planner.options.step)
+        self._add_shape(first)
+        size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
+        self._batch = batch if size < _HELD_BATCH * first.plan.plain_peak_bytes else None
+        # Where the step hands the whole batch to the model, a later call of the model shows a whole batch too.
+        call = call_of(batch)
+        passed = module_calls.call_signature(model, call.args, call.kwargs)
+        self._batch_type = type(batch) if passed in first.graph.calls else None
+        self._warn_of_what_is_not_taped(first.graph)
+        self._undo: Any = module_calls.install(model, attach.GuardedCall(model, self._tape_for_call))
+
+    def _warn_of_what_is_not_taped(self, graph: StepGraph) -> None:
+        warn, model = self._planner.warn, self.model
+        if text := eval_warning(model):
+            warn(text)
+        if not graph.calls:
+            warn("the step never calls the model itself: only what runs inside fit.step_region() is taped")
+        if compiled := module_calls.compiled_parts(model):
+            shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+            warn(f"compiled code runs as it is and is saved whole: {shown}")
 
     # -- what was decided ---------------------------------------------------------------------------------------
 
@@ -82,7 +102,7 @@ class Fit:
     @property
     def plans(self) -> dict[str, Plan]:
         """Input signature of a call of the model -> its plan."""
-        return {call: planned.plan for call, planned in self._by_call.items()}
+        return {signature: planned.plan for signature, planned in self._by_signature.items()}
 
     def add(self, batch: Any) -> Plan:
         """Plan for a batch of another shape now, not when the first one comes.
@@ -91,9 +111,9 @@ class Fit:
         mid-training would wait for ranks that have met no such batch.
         """
         with suspended(self.model):
-            planned = self._planner.make(batch, self._step)
-        self._unplanned -= set(planned.graph.calls)
-        self._remember(planned)
+            planned = self._planner.make(batch, self._planner.options.step)
+        self._refused_signatures -= set(planned.graph.calls)
+        self._add_shape(planned)
         return planned.plan
 
     def verify(self, batch: Any = None, *, rounds: int = 3) -> Verification:
@@ -102,8 +122,9 @@ class Fit:
         if batch is None:
             raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
         # Not another file, nor as much pinned memory again.
-        places = replace(self._planner.settings.places, open_tiers=self._planned[0].tape.tiers)
-        self._verification = verify_in(places, self.model, batch, self.plan, step=self._step, rounds=rounds)
+        settings = replace(self._planner.tier_settings, open_tiers=self._planned[0].tape.tiers)
+        step = self._planner.options.step
+        self._verification = verify_in(settings, self.model, batch, self.plan, step=step, rounds=rounds)
         return self._verification
 
     def report(self, *, measure: bool = True) -> str:
@@ -114,24 +135,25 @@ class Fit:
         """
         if measure and self._verification is None and self._batch is not None:
             self.verify(rounds=2)
-        proof = self._verification
-        planned = self._planned[0]
-        met = [p.tape.counts for p in self._planned]
-        measured = Measured(
-            peak_bytes=proof.measured_peak_bytes if proof else None,
-            plain_peak_bytes=proof.plain_peak_bytes if proof else None,
-            overhead=proof.overhead if proof else None,
-            bitwise_equal=proof.equal if proof else None,
-            steps=sum(c.steps for c in met),
-            mismatched_ops=sum(c.mismatched for c in met),
-            unplanned_ops=sum(c.unplanned for c in met),
-            audited_ops=sum(bool(s.drops) and s.audited for s in planned.program.ops),
-            dropped_ops=sum(bool(s.drops) for s in planned.program.ops),
-            shapes=len(self._by_call),
-            trace_s=planned.trace_s,
-            measure_s=planned.measure_s,
+        return fit_report(
+            self.plan, self.graph, self._verification, self.training_counts(), warnings=tuple(self.warnings)
         )
-        return fit_report(self.plan, planned.graph, measured, warnings=tuple(self.warnings))
+
+    def training_counts(self) -> TrainingCounts:
+        """What the tape met in training so far."""
+        first = self._planned[0]
+        counts = [planned.tape.counts for planned in self._planned]
+        dropped = [op for op in first.program.ops if op.drops]
+        return TrainingCounts(
+            steps=sum(c.steps for c in counts),
+            mismatched_ops=sum(c.mismatched for c in counts),
+            unplanned_ops=sum(c.unplanned for c in counts),
+            audited_ops=sum(op.audited for op in dropped),
+            dropped_ops=len(dropped),
+            shapes=len(self._by_signature),
+            trace_s=first.trace_s,
+            measure_s=first.measure_s,
+        )
 
     # -- the model's calls --------------------------------------------------------------------------------------
 
@@ -140,7 +162,7 @@ class Fit:
         """Tape all that runs forward inside, the loss too. Ops that the plan does not know are saved and counted."""
         if self._region is not None:
             raise LowtideError("step_region() is open already: one step at a time.")
-        region = self._region = _Open()
+        region = self._region = _LazyRegion()
         planned = self._planned[0]
         if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would open it later
             region.open(TapedRegion(planned.tape, planned.program.root, whole_step=True))
@@ -150,34 +172,29 @@ class Fit:
             self._region = None
             region.close()
 
-    def _choose(self, args: tuple, kwargs: dict) -> tuple[Tape, PlannedCall] | None:
+    def _tape_for_call(self, args: tuple, kwargs: dict) -> tuple[Tape, PlannedCall] | None:
         """The tape for a call of the model, planning first if its input is of a new shape."""
         model = self.model
         signature = module_calls.call_signature(model, args, kwargs)
-        planned = self._by_call.get(signature)
-        if signature in self._unplanned:
+        planned = self._by_signature.get(signature)
+        if signature in self._refused_signatures:
             return None
         if planned is None and shards_in(model):
-            self._unplanned.add(signature)
-            self._planner.warn(
-                f"no plan for {signature}: everything is saved (rehearsals of a sharded model need all ranks: call "
-                "fit.add(batch) on each)"
-            )
+            self._refuse(signature, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
             return None
         if planned is None or self._drifted(planned):
             try:
                 planned = self._plan_again(signature, Call(args, kwargs), planned)
             # The plain call then works, or raises its own error.
-            except (StepError, TierError, UnsupportedModelError) as error:
-                self._unplanned.add(signature)
-                self._planner.warn(f"no plan for {signature}: everything is saved ({str(error).splitlines()[0]})")
+            except (LowtideError, ValueError) as error:
+                self._refuse(signature, str(error).splitlines()[0])
                 return None
         if planned.program.keeps_everything:
             return None
         tape = planned.tape
         if planned.program.unaudited():
-            slack = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
-            tape.audit = Audit(planned.program, slack, self._planner.differed)
+            slack_bytes = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
+            tape.audit = Audit(planned.program, slack_bytes, self._planner.on_replay_difference)
         if self._region is not None:
             self._region.open(TapedRegion(tape, planned.program.root, whole_step=True))
             return None  # the region is taped already; GuardedCall then calls inside it
@@ -188,37 +205,44 @@ class Fit:
         planned.calls += 1
         return tape, node
 
-    def _drifted(self, planned: Planned) -> bool:
-        met = planned.tape.counts
-        new = met.mismatched - planned.seen_mismatches
-        planned.seen_mismatches = met.mismatched
-        many = new > 0.02 * max(1, sum(bool(s.drops) for s in planned.program.ops))
-        # What a sharded model ran elsewhere is not known here, and planning anew needs all ranks.
-        return many and planned.replans < _REPLANS and not shards_in(self.model)
+    def _refuse(self, signature: str, why: str) -> None:
+        self._refused_signatures.add(signature)
+        self._planner.warn(f"no plan for {signature}: everything is saved ({why})")
 
-    def _plan_again(self, signature: str, call: Call, before: Planned | None) -> Planned:
+    def _drifted(self, planned: PlannedShape) -> bool:
+        """Many ops since the last look did not come as planned, and another plan may help."""
+        mismatched = planned.tape.counts.mismatched
+        new = mismatched - planned.seen_mismatches
+        planned.seen_mismatches = mismatched
+        many = new > _DRIFT * max(1, sum(bool(s.drops) for s in planned.program.ops))
+        # Other ranks of a sharded model would have to plan again too, and do not know of this.
+        return many and planned.replans < _MAX_REPLANS and not shards_in(self.model)
+
+    def _plan_again(self, signature: str, call: Call, before: PlannedShape | None) -> PlannedShape:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
         logger.info("lowtide plans again: %s (%s)", reason, signature)
+        step = self._planner.options.step
+        batch = call if step is None or self._batch_type is None else batch_of(call, self._batch_type)
+        shows_batch = not isinstance(batch, Call)
         region, self._region = self._region, None
         watcher, module_calls.active.watcher = module_calls.active.watcher, None
         try:
             with suspended(self.model):
-                planned = self._planner.make(call, None, fall_back=True)
+                planned = self._planner.make(batch, step if shows_batch else None, allow_least=True)
         finally:
             module_calls.active.watcher, self._region = watcher, region
+        if step is not None and not shows_batch:
+            self._planner.warn(
+                f"planned for {signature} from the call of the model alone: step= takes more than the call shows, so "
+                "the peak may be over the budget by what runs outside the model. Call fit.add(batch) for this shape"
+            )
         planned.replans = before.replans + 1 if before else 0
-        self._remember(planned, signature)
+        self._add_shape(planned, signature)
         return planned
 
-    def _remember(self, planned: Planned, signature: str | None = None) -> None:
-        self._planned = [planned, *self._planned[1:]] if not self._planned else [*self._planned, planned]
-        for call in {*planned.graph.calls, *([signature] if signature else [])}:
-            self._by_call[call] = planned
-
-    # -- attaching ----------------------------------------------------------------------------------------------
-
-    def _attach(self) -> None:
-        self._undo = module_calls.install(self.model, attach.GuardedCall(self.model, self._choose))
+    def _add_shape(self, planned: PlannedShape, *signatures: str) -> None:
+        self._planned.append(planned)
+        self._by_signature.update(dict.fromkeys([*planned.graph.calls, *signatures], planned))
 
     def remove(self) -> None:
         """Detach: the model is as it was before ``fit``. Safe to call twice."""
@@ -233,7 +257,7 @@ class Fit:
         self.remove()
 
 
-class _Open:
+class _LazyRegion:
     """A step region that starts with the first call of the model in it, when its plan is known."""
 
     def __init__(self) -> None:
@@ -258,11 +282,13 @@ def fit(
     optimizer: Any = None,
     step: Step | None = None,
     method: str = "exact",
-    scratch_dir: str | Path | None = None,
-    disk_budget: int | str | None = None,
-    checksums: bool = False,
-    host_budget: int | str | None = "auto",
-    **options: Any,
+    n: int | None = None,
+    ratio: float | None = None,
+    gap: float | None = None,
+    time_limit_s: float | None = None,
+    node_limit: int | None = None,
+    offload: Offload | None = None,
+    **deprecated: Unpack[DeprecatedOffload],
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
 
@@ -274,52 +300,46 @@ def fit(
             In ``DistributedDataParallel`` or before it is wrapped; wrapped, every rank has to call ``fit``, and all
             adopt the plan of the rank with the least memory.
         batch: One batch of the training data.
-        budget: Peak allocated device memory for forward and backward: ``"6GiB"``, an int in bytes, ``"40%"`` of the
-            plain step's activation memory, or ``"auto"``: what is free now, less a tenth.
-        optimizer: Counts the state it has or will have.
+        budget: Peak allocated device memory for forward and backward, weights and gradients included: ``"6GiB"``, an
+            int in bytes, ``"40%"`` of the plain step's activation memory, or ``"auto"``: what is free now, less a
+            tenth.
+        optimizer: Counts the state it has or will have. An ``Optimizer``, also as Accelerate or DeepSpeed wrap it,
+            or a name such as ``"adamw"``.
         step: ``(model, batch) -> loss`` where the loss is not the model's own output.
-        method: ``exact``, or a classic: ``every_n`` (n=2), ``sqrt_n``, ``full``, ``none``.
-        scratch_dir: Of a model on CPU: tensors may be moved to a file in this directory; by default the system's
-            directory for temporary files where ``disk_budget`` is given, and none where neither is.
-        disk_budget: Most bytes in it; by default nine tenths of what is free there.
-        checksums: Compare what comes back from disk with what was written.
-        host_budget: Of a model on an accelerator: most bytes of pinned host memory to move tensors to; None: nothing
-            moves. ``"auto"``: half of what is available, shared among the ranks of this machine, and none where that
-            cannot be used (a warning then says why) or where several ranks train the model together: name an amount.
+        method: ``exact``, or a published method: ``none``, ``full``, ``every_n``, ``sqrt_n``, ``selective``,
+            ``revolve``, ``rotor`` or ``knapsack``; see ``solve``.
+        n, ratio, gap, time_limit_s, node_limit: Options of the method; see ``solve``.
+        offload: Where tensors may be stored outside device memory, and how many bytes of them. By default a model on
+            CPU stores none, a model on an accelerator uses pinned host memory.
+        **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
     Returns:
         A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
 
     Raises:
-        ValueError, TypeError: the budget makes no sense.
+        ValueError, TypeError: an argument makes no sense; raised before anything runs.
         BudgetInfeasibleError: no plan fits; ``least_bytes`` would.
         StepError, UnsupportedModelError: the step cannot be planned; the model is as it was.
-        TierError: a tier that was asked for is not on this machine, or cannot be used; likewise.
+        TierError: a tier that was asked for is not on this machine, or cannot be used; the model is as it was.
     """
+    policy = offload_policy(fit, offload, deprecated)
     model = unwrapped(model)
-    settings = Settings(parse_budget(budget), optimizer, method, options)
-    fitted = Fit(model, settings, step)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
-        )
-    settings.places, offload = usable(
-        device_of(model).type,
-        scratch_dir=scratch_dir,
-        disk_budget=disk_budget,
-        checksums=checksums,
-        host_budget=host_budget if host_budget != "auto" or (method == "exact" and group_of(model) is None) else None,
-    )
-    settings.tiers_automatic = host_budget == "auto" and scratch_dir is None and disk_budget is None
-    if offload:
-        settings.options = {**options, "offload": offload}
-    fitted._remember(fitted._planner.make(batch, step))
-    if sum(t.numel() * t.element_size() for t in batch_tensors(batch)) < 0.01 * fitted.plan.plain_peak_bytes:
-        fitted._batch = batch
-    if not fitted.graph.calls:
-        fitted._planner.warn("the step never calls the model itself: only what runs inside fit.step_region() is taped")
-    if compiled := module_calls.compiled_parts(model):
-        shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
-        fitted._planner.warn(f"compiled code runs as it is and is saved whole: {shown}")
-    fitted._attach()
-    return fitted
+    check_arguments(model, batch, budget, step, optimizer)
+    given = {"n": n, "ratio": ratio, "gap": gap, "time_limit_s": time_limit_s, "node_limit": node_limit}
+    given = {name: value for name, value in given.items() if value is not None}
+    check_method(method, given)
+    if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
+        policy = replace(policy, host_budget=None)
+    tier_settings, capacities = usable(device_of(model).type, policy)
+    check_method(method, {"offload": policy} if capacities else {})
+    options = FitOptions(budget, optimizer, step, method, given)
+    planner = Planner(model, options, tier_settings, capacities, tiers_automatic=policy.is_automatic)
+    hint = budget_hint(budget)
+    if hint:
+        planner.warn(hint)
+    try:
+        return Fit(planner, batch)
+    except BudgetInfeasibleError as error:
+        if hint:
+            error.args = (f"{error}\n{hint}",)
+        raise

@@ -1,4 +1,4 @@
-"""``lowtide demo | fit | report`` from the shell.
+"""The ``lowtide`` command: ``demo``, ``fit`` and ``report``.
 
 stdout carries the result alone, with ``--json`` exactly one JSON object; progress and messages go to stderr.
 Exit codes: 0 success, 1 a finding or an infeasible budget, 2 bad usage.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
+import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide import __version__
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
-from lowtide.units import parse_budget
+from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
     from lowtide.api import Fit
@@ -29,18 +29,35 @@ if TYPE_CHECKING:
     from lowtide.verifier import Verification
 
 OK, FINDING, BAD_USAGE = 0, 1, 2
+_FIT_EPILOG = """\
+A budget is the peak of device memory in forward and backward, weights, gradients and optimizer state included;
+with % it is a share of the activation memory of the plain step.
 
-
-class BadUsageError(Exception):
-    """The command line, or what it names, cannot be used; the message says what would do."""
+example:
+  lowtide fit train.py:setup --budget 6GiB --verify --save plan.json --html report.html
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
+    code = OK
     try:
-        args = _parser().parse_args(argv)
+        code = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read stdout has had enough: "lowtide report ... | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has printed why
         return stop.code if isinstance(stop.code, int) else BAD_USAGE
+    if args.verb is None:
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
     shown = sys.stdout
     # With --json nothing else may reach stdout, whatever a user's script prints.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
@@ -78,18 +95,32 @@ def _failed(code: int, status: str, error: Exception, **facts: Any) -> tuple[int
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lowtide", description="Run a PyTorch training step within a memory budget, at the least extra time."
+        prog="lowtide",
+        description="Run a PyTorch training step within a memory budget, at the least extra time.",
+        epilog="example:\n  lowtide fit train.py:setup --budget 6GiB --verify\n"
+        "where setup() in train.py returns (model, batch)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
+    parser.set_defaults(verb=None)
+    verbs = parser.add_subparsers(metavar="VERB")
 
     demo = verbs.add_parser("demo", help="the main job on real models and text, on this machine (minutes)")
     demo.add_argument("--case", choices=("minilm", "decoder"), help="only this one")
     demo.add_argument("--quick", action="store_true", help="toy sizes, for a first look or a test")
     demo.set_defaults(verb=_demo)
 
-    fit = verbs.add_parser("fit", help="plan the training step of your script, and prove the plan")
+    fit = verbs.add_parser(
+        "fit",
+        help="plan the training step of your script, and prove the plan",
+        description="Plan the training step of your script, and prove the plan.",
+        epilog=_FIT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     fit.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
-    fit.add_argument("--budget", default="auto", help='"6GiB", bytes, "40%%" of the plain activations, or "auto"')
+    fit.add_argument(
+        "--budget", default="auto", help='"6GiB", bytes, "40%%" of the plain activations, or "auto" (default)'
+    )
     fit.add_argument(
         "--method", default="exact", help="exact, revolve, rotor, knapsack, every_n, sqrt_n, selective, full or none"
     )
@@ -140,50 +171,38 @@ def _demo(args: argparse.Namespace) -> tuple[int, str, dict]:
 def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
     import lowtide
     from lowtide.graph import json_format
-    from lowtide.reports.summary import Measured, summary
+    from lowtide.reports.summary import summary
 
     budget = _budget(args.budget)
     _check_folders(args.save, args.save_graph, args.save_costs, args.html, args.plot)
-    model, batch, step = _call(args.target)
+    disk_budget = None if args.disk_budget is None else _budget(args.disk_budget)
+    model, batch, step = load_step(args.target)
     try:
-        fit: Fit = lowtide.fit(
-            model, batch, step=step, budget=budget, method=args.method,
-            scratch_dir=args.scratch_dir, disk_budget=None if args.disk_budget is None else _budget(args.disk_budget),
-        )  # fmt: skip
+        offload = lowtide.Offload(args.scratch_dir, disk_budget)
+        fit: Fit = lowtide.fit(model, batch, step=step, budget=budget, method=args.method, offload=offload)
     except LowtideError:
         raise
     except (ValueError, TypeError) as error:
         raise BadUsageError(str(error)) from error
     try:
-        proof = fit.verify(batch) if args.verify else None
+        verification = fit.verify(batch) if args.verify else None
         text = fit.report(measure=False)
+        counts = fit.training_counts()
     finally:
         fit.remove()
-    measured = None
-    if proof is not None:
-        measured = Measured(
-            peak_bytes=proof.measured_peak_bytes,
-            plain_peak_bytes=proof.plain_peak_bytes,
-            overhead=proof.overhead,
-            bitwise_equal=proof.equal,
-            mismatched_ops=proof.mismatched_ops,
-            unplanned_ops=proof.unplanned_ops,
-            audited_ops=proof.audited_ops,
-            dropped_ops=proof.dropped_ops,
-        )
     if args.save:
         _write(args.save, fit.plan.save)
     if args.save_graph:
         _write(args.save_graph, lambda path: json_format.save(fit.graph, path))
     if args.save_costs:
         _write(args.save_costs, lambda path: json_format.save_costs(fit.costs, path))
-    _pictures(args, fit.plan, fit.graph, measured, fit.costs)
-    found = _findings(proof, fit.plan)
+    _pictures(args, fit.plan, fit.graph, verification, fit.costs)
+    found = _findings(verification, fit.plan)
     body = {
         "status": "finding" if found else "ok",
         "findings": found,
-        **summary(fit.plan, measured, fit.warnings),
-        "proof": None if proof is None else {**asdict(proof), "bitwise_equal": proof.equal},
+        **summary(fit.plan, verification, counts, fit.warnings),
+        "proof": None if verification is None else {**asdict(verification), "bitwise_equal": verification.equal},
     }
     for line in found:
         print(f"lowtide: {line}", file=sys.stderr)
@@ -192,9 +211,11 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
 
 def _budget(text: str) -> int | str:
     """Refused before a script runs for minutes."""
+    from lowtide.arguments import check_budget
+
     budget = int(text) if text.strip().lstrip("-").isdecimal() else text
     try:
-        parse_budget(budget)
+        check_budget(budget)
     except (ValueError, TypeError) as error:
         raise BadUsageError(str(error)) from error
     return budget
@@ -206,16 +227,16 @@ def _check_folders(*paths: Path | None) -> None:
             raise BadUsageError(f"cannot write {path}: there is no folder {path.parent}.\nMake it first.")
 
 
-def _findings(proof: Verification | None, plan: Plan) -> list[str]:
+def _findings(verification: Verification | None, plan: Plan) -> list[str]:
     """What ``--verify`` found wrong, each with values."""
-    if proof is None:
+    if verification is None:
         return []
     found = []
-    if not proof.equal:
-        found.append(f"the planned step differs from the plain one in {', '.join(proof.differing)}.")
-    if plan.budget_bytes is not None and not proof.note and proof.measured_peak_bytes > plan.budget_bytes:
-        over = proof.measured_peak_bytes - plan.budget_bytes
-        found.append(f"the measured peak is {proof.measured_peak_bytes} bytes, {over} over the budget.")
+    if not verification.equal:
+        found.append(f"the planned step differs from the plain one in {', '.join(verification.differing)}.")
+    if plan.budget_bytes is not None and not verification.note and verification.measured_peak_bytes > plan.budget_bytes:
+        over = verification.measured_peak_bytes - plan.budget_bytes
+        found.append(f"the measured peak is {verification.measured_peak_bytes} bytes, {over} over the budget.")
     return found
 
 
@@ -244,7 +265,7 @@ def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
     )
     if args.frontier and (graph is None or costs is None):
         raise BadUsageError(
-            "--frontier plans the traced step anew for every budget, and a plan holds neither step nor op times.\n"
+            "--frontier plans the traced step for every budget, and a plan holds neither step nor op times.\n"
             "Add --graph GRAPH.json --costs COSTS.json, written by: lowtide fit ... --save-graph ... --save-costs ..."
         )
     _pictures(args, plan, graph, None, costs)
@@ -269,12 +290,18 @@ def _frontier(path: Path, graph: StepGraph, costs: Costs) -> dict:
     return found.as_json()
 
 
-def _pictures(args: argparse.Namespace, plan: Plan, graph: StepGraph | None, measured: Any, costs: Any) -> None:
+def _pictures(
+    args: argparse.Namespace,
+    plan: Plan,
+    graph: StepGraph | None,
+    verification: Verification | None,
+    costs: Costs | None,
+) -> None:
     from lowtide.reports.html import html_report
     from lowtide.reports.plots import plot_memory
 
     if args.html:
-        page = html_report(plan, graph, measured, costs=costs)
+        page = html_report(plan, graph, verification, costs=costs)
         _write(args.html, lambda path: path.write_text(page, encoding="utf-8"))
     if args.plot and graph is not None:
         try:
@@ -297,63 +324,6 @@ def _write(path: Path, save: Callable[[Path], Any]) -> None:
         save(path)
     except OSError as error:
         raise BadUsageError(f"cannot write {path}: {error.strerror}.\nName a file in a folder that exists.") from error
-
-
-def _call(target: str) -> tuple[Any, Any, Any]:
-    """Load ``SCRIPT.py``, call ``FUNCTION`` and return model, batch and step.
-
-    Raises:
-        BadUsageError: there is no such script or function, it fails, or it returns something else.
-    """
-    script, _, name = target.rpartition(":")
-    if not script or not name.isidentifier():
-        raise BadUsageError(f"{target!r} does not name a function.\nWrite SCRIPT.py:FUNCTION, e.g. train.py:setup")
-    path = Path(script)
-    if not path.is_file():
-        raise BadUsageError(f"there is no file {script}.\nWrite SCRIPT.py:FUNCTION with the path of a Python script.")
-    function = getattr(_load(path), name, None)
-    if not callable(function):
-        raise BadUsageError(f"{script} has no function {name!r}.\nDefine {name}() so that it returns (model, batch).")
-    try:
-        returned = function()
-    except Exception as error:
-        traceback.print_exc()
-        raise BadUsageError(
-            f"{target} raised {type(error).__name__}: {error}\nIt must return (model, batch)."
-        ) from error
-    return _model_batch_step(target, returned)
-
-
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise BadUsageError(f"{path} is not a Python script: its name does not end in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look there
-    sys.path.insert(0, str(path.resolve().parent))  # the script may import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        traceback.print_exc()
-        raise BadUsageError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _model_batch_step(target: str, returned: Any) -> tuple[Any, Any, Any]:
-    from torch import nn
-
-    wanted = "Return (model, batch) or (model, batch, step), where step(model, batch) is the scalar loss."
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"type {type(returned).__name__}"
-        raise BadUsageError(f"{target} returned {what}.\n{wanted}")
-    model, batch, step = (*returned, None)[:3]
-    if not isinstance(model, nn.Module):
-        raise BadUsageError(f"{target} returned type {type(model).__name__} as model, not an nn.Module.\n{wanted}")
-    if step is not None and not callable(step):
-        raise BadUsageError(f"{target} returned type {type(step).__name__} as step, which cannot be called.\n{wanted}")
-    return model, batch, step
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Why a plan is as it is: what fills memory at the peak, what more memory would buy, which decisions weigh most."""
+"""Why a plan is as it is: what fills memory at the peak, what more memory would save, the largest decisions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowtide.units import format_bytes
@@ -12,13 +12,14 @@ from lowtide.units import format_bytes
 _WIDTH = 100
 _MOST_DECISIONS = 10
 _SHADES = " .:-=+*#%@"
-_STEPS = (("MiB", 20), ("KiB", 10), ("byte", 0))
+_UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("byte", 0))
+_SMALL_SHARE = 0.125
 _NUMBERED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _REPEATED = re.compile(r"^(.*\*\.[^.]+)\..*$")
 
 
 def collapse_path(path: str) -> str:
-    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: like layers, and one level within them, share a row."""
+    """``model.layers.7.mlp.up_proj -> model.layers.*.mlp``: numbered layers, and one level in them, share a row."""
     starred = _NUMBERED.sub("*", path)
     return _REPEATED.sub(r"\1", starred) or "(outside modules)"
 
@@ -31,8 +32,8 @@ def short_op(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Storages that live at the peak, of like origin.
+class PeakGroup:
+    """Storages that live at the peak, with the same kind, module and operator.
 
     Attributes:
         kind: ``saved`` for backward or a replay, ``replayed``, ``leaving`` for another tier or ``fetched`` from there,
@@ -48,12 +49,13 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Weight:
-    """Decisions alike: same action, module and operator, numbered siblings together.
+class DecisionGroup:
+    """Decisions with the same action, module and operator, numbered siblings together.
 
     Attributes:
-        recompute_ms: What their replays take; 0 for what is saved.
-        rent_ms: What their bytes would buy at the price of memory, where that is known; 0 for what is not saved.
+        recompute_ms: Time of their replays; 0 for what is saved.
+        rent_ms: Step time that their bytes would save elsewhere, where the price of memory is known; 0 for what is not
+            saved.
     """
 
     action: str
@@ -89,34 +91,54 @@ class LinkUse:
         return f"  {format_bytes(self.bytes):>11}  {name:<11} |{bar}| busy {self.busy_ms:.1f} ms{waits}"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What binds a plan. ``print`` it; it fits 100 columns.
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a plan knows of its own step beyond the decisions; enough to explain it without the graph.
 
     Attributes:
-        peak_bytes, resident_bytes: Absolute; what lives before the step is part of the peak.
-        when: ``forward``, ``backward`` or ``replay``: what the step is at when the peak is reached; "" for a plan made
-            before that was written down.
+        when: ``forward``, ``backward`` or ``replay``: what the step does when the peak is reached.
         module, op: What runs then.
         holders: What fills memory then beside what lived before the step, most bytes first.
         other_bytes: The rest: smaller holders, workspace, generator state.
         ms_per_byte: What one more byte of budget takes off the time bound, for small changes; None without a budget.
-        ms_per_gib: What one more GiB takes off it at most; never more than all of the overhead.
-        decisions: The ones that weigh most, by the larger of their two times, else by bytes.
         links: What each direction of a link to another tier carries.
+    """
+
+    when: str
+    module: str
+    op: str
+    holders: tuple[PeakGroup, ...] = ()
+    other_bytes: int = 0
+    ms_per_byte: float | None = None
+    links: tuple[LinkUse, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**vars(self), "holders": list(map(asdict, self.holders)), "links": list(map(asdict, self.links))}
+
+    @staticmethod
+    def from_dict(body: Any) -> Evidence:
+        """What ``to_dict`` described. Raises: TypeError, KeyError: it is something else."""
+        holders = tuple(PeakGroup(**holder) for holder in body["holders"])
+        links = tuple(LinkUse(**{**link, "shares": tuple(link["shares"])}) for link in body["links"])
+        return Evidence(**{**body, "holders": holders, "links": links})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation(Evidence):
+    """What binds a plan. ``print`` it; it fits 100 columns.
+
+    Attributes:
+        peak_bytes, resident_bytes: Absolute; what lives before the step is part of the peak.
+        ms_per_gib: What one more GiB takes off the step at most; never more than all of the overhead.
+        decisions: Those with the largest time, else the most bytes.
+        when: "" for a plan that has no evidence.
     """
 
     peak_bytes: int
     resident_bytes: int
-    when: str
-    module: str
-    op: str
-    holders: tuple[Holder, ...]
-    other_bytes: int
-    ms_per_byte: float | None
     ms_per_gib: float | None
-    decisions: tuple[Weight, ...]
-    links: tuple[LinkUse, ...] = ()
+    decisions: tuple[DecisionGroup, ...]
 
     def __str__(self) -> str:
         lines = (*self._peak(), *self._price(), *self._links(), *self._decisions())
@@ -130,7 +152,7 @@ class Explanation:
         if not self.when:
             return [f"peak {peak}; what binds it was not written down: plan again with this lowtide"]
         how = {"replay": "in backward, while {} runs again"}.get(self.when, f"in {self.when}, while {{}} runs")
-        lines = [f"peak {peak}, {how.format(f'{_middle(self.op, 34)} of {_middle(self.module, 34)}')}"]
+        lines = [f"peak {peak}, {how.format(f'{shorten(self.op, 34)} of {shorten(self.module, 34)}')}"]
         lines.append(f"  {format_bytes(self.resident_bytes):>11}  before the step")
         for h in self.holders:
             lines.append(f"  {format_bytes(h.bytes):>11}  {h.kind:<9}  {_origin(h.count, h.op, h.module)}")
@@ -143,15 +165,16 @@ class Explanation:
             return []
         if not self.ms_per_byte:
             return ["more memory buys no time"]
-        unit, size = next((u, 2**p) for u, p in _STEPS if self.ms_per_byte * 2**p < 1000 or not p)
-        here = f"{self.ms_per_byte * size:.3g} ms per {unit} here"
-        return [f"one more GiB takes at most {self.ms_per_gib:.1f} ms off the step ({here})"]
+        # The largest unit that is small beside the peak: nobody adds a GiB to 37 MiB.
+        unit, size = next((u, 2**p) for u, p in _UNITS if 2**p <= _SMALL_SHARE * self.peak_bytes or not p)
+        saved_ms = min(self.ms_per_byte * size, self.ms_per_gib)
+        return [f"one more {unit} takes at most {saved_ms:.3g} ms off the step"]
 
     def _decisions(self) -> list[str]:
         if not self.decisions:
             return []
         rents = any(d.rent_ms for d in self.decisions)
-        lines = ["decisions that weigh most" + (" (saved: what their memory would buy)" if rents else "")]
+        lines = ["largest decisions" + (" (saved: the time that their memory would save elsewhere)" if rents else "")]
         for d in self.decisions:
             ms = d.recompute_ms or d.rent_ms
             time = f"{ms:.1f} ms" if ms else ""
@@ -161,8 +184,10 @@ class Explanation:
         return lines
 
 
-def weigh(rows: Iterable[tuple[str, str, str, int, float]], ms_per_byte: float | None) -> tuple[Weight, ...]:
-    """The ten groups of decisions that weigh most.
+def largest_decisions(
+    rows: Iterable[tuple[str, str, str, int, float]], ms_per_byte: float | None
+) -> tuple[DecisionGroup, ...]:
+    """The ten groups of decisions with the largest time, else the most bytes.
 
     Args:
         rows: Action, module path, operator, bytes and replay milliseconds of each decision.
@@ -174,36 +199,17 @@ def weigh(rows: Iterable[tuple[str, str, str, int, float]], ms_per_byte: float |
     for (action, module, op), members in groups.items():
         size, ms = sum(m[0] for m in members), sum(m[1] for m in members)
         rent_ms = size * (ms_per_byte or 0.0) if action == "save" else 0.0
-        found.append(Weight(action, module, op, len(members), size, ms, rent_ms))
+        found.append(DecisionGroup(action, module, op, len(members), size, ms, rent_ms))
     found.sort(key=lambda w: (-max(w.recompute_ms, w.rent_ms), -w.bytes, w.module, w.op))
     return tuple(found[:_MOST_DECISIONS])
 
 
-def read_links(evidence: Mapping[str, Any]) -> tuple[LinkUse, ...]:
-    """``links`` of an ``Explanation``, as a plan keeps them."""
-    return tuple(
-        LinkUse(tier, direction, size, busy_ms, waited_ms, tuple(shares))
-        for tier, direction, size, busy_ms, waited_ms, shares in evidence.get("links", ())
-    )
-
-
-def read_evidence(evidence: Mapping[str, Any]) -> tuple[str, str, str, tuple[Holder, ...], int, float | None]:
-    """``when``, ``module``, ``op``, ``holders``, ``other_bytes`` and ``ms_per_byte`` of an ``Explanation``, as a plan
-    keeps them; a plan without evidence has none of it."""
-    peak = evidence.get("peak", {})
-    holders = tuple(Holder(*row) for row in evidence.get("holders", ()))
-    return (
-        peak.get("when", ""), peak.get("module", ""), peak.get("op", ""), holders, evidence.get("other_bytes", 0),
-        evidence.get("ms_per_byte"),
-    )  # fmt: skip
-
-
 def _origin(count: int, op: str, module: str, width: int = 70) -> str:
-    return _middle(f"{count} x {_middle(op, 34)}, {module}" if count > 1 else f"{_middle(op, 34)}, {module}", width)
+    return shorten(f"{count} x {shorten(op, 34)}, {module}" if count > 1 else f"{shorten(op, 34)}, {module}", width)
 
 
-def _middle(text: str, width: int) -> str:
-    """Cut the middle out of a long name: both its ends tell."""
+def shorten(text: str, width: int) -> str:
+    """``text`` with its middle cut out where it is too long: both ends of a name identify it."""
     if len(text) <= width:
         return text
     head = (width - 3) // 2

@@ -1,22 +1,23 @@
-"""A plan: one decision per storage, what it predicts, how it knows. JSON in and out; needs no graph to be applied."""
+"""A plan: one decision per storage, predicted peak and time, and its JSON. Needs no graph to be applied."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import GraphFormatError
-from lowtide.explanation import Explanation, read_evidence, read_links, weigh
+from lowtide.explanation import Evidence, Explanation, LinkUse, PeakGroup, largest_decisions
 from lowtide.graph.costs import DISK, HOST
 from lowtide.graph.step_graph import Frame
 
-VERSION = 1
+VERSION = 2
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
 ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
 TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
+_LOSSY = ("save_int8", "save_fp8")  # actions of earlier versions, which no longer exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class Decision:
         output: Which of that op's flattened outputs.
         stored: Autograd stores it in the plain step (False: only replays need it).
         recompute_ms: Time of one replay of its op (0 unless recomputed).
-        replays: How often its op may run again in one backward. All runs but the last make it only for the burst that
-            asked, or for the backward op that it is handed to; the last makes it for good. The count is the op's: of
-            several recomputed outputs the largest counts.
+        replays: How often its op may run again in one backward. All replays but the last are transient: their result
+            is used only within one burst, or by one backward op. The count is the op's, so of several recomputed
+            outputs the largest holds.
         fetch_at: Of a moved storage: the number of the unpack in backward, from 0, at which its fetch starts; None:
             when it is needed.
     """
@@ -52,23 +53,24 @@ class PlannedOp:
 
     Attributes:
         dynamic: The next step may show other shapes here.
-        completes_inplace: Index of the op whose output this one completes in place (see ``Op.finishes``).
-        needs: How many dropped or moved storages it reads. Where fewer come, a recipe would hold what the plan lets go.
+        completes_inplace: Index of the op whose output this one completes in place (see ``Op.completes_inplace``).
+        num_dropped_inputs: How many dropped or moved storages it reads. Where fewer come, a recipe would hold what the
+            plan lets go.
     """
 
     name: str
     frame: int
     dynamic: bool = False
     completes_inplace: int | None = None
-    needs: int = 0
+    num_dropped_inputs: int = 0
 
 
 @dataclass(frozen=True)
 class Moves:
-    """When moved storages travel.
+    """When offloaded storages are stored and fetched.
 
     Attributes:
-        max_inflight_bytes: Most bytes on their way out at once; a storage larger than that goes alone.
+        max_inflight_bytes: Most bytes in flight to a tier at once; a larger storage goes alone.
         fetch_at: Storage -> the number of the unpack, counted from 0 through backward, at which its fetch starts.
             A storage without one is fetched when it is needed.
     """
@@ -86,10 +88,10 @@ class Plan:
         budget_bytes: Absolute peak that was asked for; None without a budget.
         predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
         predicted_step_ms, plain_step_ms: Forward and backward.
-        bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
-            speaks of, in words.
-        max_inflight_bytes: Most bytes of moved storages that may be on their way out at once.
-        evidence: What ``explain`` needs beyond the decisions; empty in plans made before there was any.
+        bound_ms: No plan within the budget has a shorter step; None without a budget.
+        bound_model: The set of plans that ``bound_ms`` holds for, in words.
+        max_inflight_bytes: Most bytes of offloaded storages in flight at once.
+        evidence: What ``explain`` needs beyond the decisions; None in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
 
@@ -112,7 +114,7 @@ class Plan:
     region: str = "model"
     bound_model: str = ""
     max_inflight_bytes: int = 0
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence | None = None
     provenance: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -133,12 +135,12 @@ class Plan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of the storages that the plain step stores have each fate."""
+        """Action -> number of the storages that the plain step stores."""
         return {a: sum(d.stored and d.action == a for d in self.decisions) for a in ACTIONS}
 
     @property
     def bytes_by_action(self) -> dict[str, int]:
-        """Bytes of the storages that the plain step stores, by fate."""
+        """Action -> bytes of the storages that the plain step stores."""
         return {a: sum(d.bytes for d in self.decisions if d.stored and d.action == a) for a in ACTIONS}
 
     @property
@@ -146,8 +148,9 @@ class Plan:
         return all(d.action == SAVE for d in self.decisions)
 
     def explain(self) -> Explanation:
-        """What binds the peak, what more memory would buy, and which decisions weigh most; ``print`` it."""
-        when, module, op, holders, other_bytes, price = read_evidence(self.evidence)
+        """What fills memory at the peak, what more memory would save, and the largest decisions; ``print`` it."""
+        evidence = self.evidence or Evidence(when="", module="", op="")
+        price = evidence.ms_per_byte
         excess_ms = max(self.predicted_step_ms - self.plain_step_ms, 0.0)
         rows: list[tuple[str, str, str, int, float]] = []
         timed: set[int] = set()
@@ -157,17 +160,11 @@ class Plan:
             timed.update((d.op,) if ms else ())
             rows.append((d.action, self.scope(d), self.ops[d.op].name, d.bytes, ms))
         return Explanation(
+            **vars(evidence),
             peak_bytes=self.predicted_peak_bytes,
             resident_bytes=self.resident_bytes,
-            when=when,
-            module=module,
-            op=op,
-            holders=holders,
-            other_bytes=other_bytes,
-            ms_per_byte=price,
             ms_per_gib=None if price is None else min(price * 2**30, excess_ms),
-            decisions=weigh(rows, price),
-            links=read_links(self.evidence),
+            decisions=largest_decisions(rows, price),
         )
 
     def scope(self, decision: Decision) -> str:
@@ -184,7 +181,7 @@ class Plan:
 
     @property
     def moves(self) -> Moves:
-        """When moved storages travel."""
+        """When offloaded storages are stored and fetched."""
         return Moves(self.max_inflight_bytes, {d.storage: d.fetch_at for d in self.decisions if d.fetch_at is not None})
 
     @property
@@ -195,34 +192,56 @@ class Plan:
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
         body["version"] = VERSION
-        body["decisions"] = [list(asdict(d).values()) for d in self.decisions]
-        body["frames"] = [list(asdict(f).values()) for f in self.frames]
-        body["ops"] = [[o.name, o.frame, int(o.dynamic), o.completes_inplace, o.needs] for o in self.ops]
+        body["evidence"] = None if self.evidence is None else self.evidence.to_dict()
+        for table, row in _TABLES.items():
+            columns = [field.name for field in fields(row)]
+            rows = [[getattr(entry, column) for column in columns] for entry in body[table]]
+            body[table] = {"columns": columns, "rows": rows}
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises: GraphFormatError: not a plan, or of another version."""
+        """Reads versions 1 and 2. Raises: GraphFormatError: not a plan, or of another version."""
         try:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise GraphFormatError(f"not a plan: the file is not JSON ({error}). Write it with plan.save().") from error
-        if not isinstance(body, dict) or body.pop("version", None) != VERSION:
-            raise GraphFormatError(
-                f"not a plan: field 'version' is not {VERSION}. Make the plan again with this lowtide."
-            )
+        if not isinstance(body, dict):
+            raise GraphFormatError(f"not a plan: a {type(body).__name__}, not an object. Write one with plan.save().")
+        version = body.pop("version", None)
+        if "decisions" not in body and "events" in body:
+            raise GraphFormatError("not a plan: this is a traced step (a graph). Plan it with lowtide.solve().")
         try:
-            body["decisions"] = tuple(Decision(*d) for d in body["decisions"])
-            body["frames"] = tuple(Frame(*f) for f in body["frames"])
-            body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), *rest) for name, frame, dyn, *rest in body["ops"])
-            body["calls"] = tuple(body["calls"])
-            plan = Plan(**body)
-            read_evidence(plan.evidence)
-            read_links(plan.evidence)
+            if any(f'"{action}"' in text for action in _LOSSY):
+                raise GraphFormatError(
+                    "not a plan: it stores tensors inexactly (save_int8 or save_fp8), which lowtide no longer does. "
+                    "Make the plan again."
+                )
+            if version not in (1, VERSION):
+                raise GraphFormatError(
+                    f"not a plan: field 'version' is {version!r}, not 1 or {VERSION}. Make the plan again with this "
+                    "lowtide."
+                )
+            if version == 1:
+                body = _upgraded(body)
+            for table, row in _TABLES.items():
+                columns, rows = body[table]["columns"], body[table]["rows"]
+                body[table] = [row(**dict(zip(columns, values, strict=True))) for values in rows]
+            if body.get("evidence") is not None:
+                body["evidence"] = Evidence.from_dict(body["evidence"])
+            arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in body.items()}
+            plan = Plan(**arguments)
+        except GraphFormatError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
-        for name, good in (("frames", plan._frame_is_good), ("ops", plan._op_is_good), ("decisions", plan._is_good)):
-            for i, entry in enumerate(body[name]):
+        checks: dict[str, Callable[[int, Any], bool]] = {
+            "frames": plan._frame_is_good,
+            "ops": plan._op_is_good,
+            "decisions": plan._decision_is_good,
+        }
+        for name, good in checks.items():
+            for i, entry in enumerate(getattr(plan, name)):
                 if not good(i, entry):
                     raise GraphFormatError(f"not a plan: field '{name}[{i}]' is {entry}. Make the plan again.")
         return plan
@@ -234,10 +253,11 @@ class Plan:
         completes_inplace = op.completes_inplace is None or (
             isinstance(op.completes_inplace, int) and 0 <= op.completes_inplace < i
         )
-        needs = isinstance(op.needs, int) and op.needs >= 0
-        return isinstance(op.name, str) and _index(op.frame, self.frames) and completes_inplace and needs
+        num_dropped = isinstance(op.num_dropped_inputs, int) and op.num_dropped_inputs >= 0
+        typed = isinstance(op.name, str) and isinstance(op.dynamic, bool)
+        return typed and _index(op.frame, self.frames) and completes_inplace and num_dropped
 
-    def _is_good(self, _: int, decision: Decision) -> bool:
+    def _decision_is_good(self, _: int, decision: Decision) -> bool:
         counts = (decision.storage, decision.bytes, decision.output)
         at_least_0 = all(isinstance(n, int) and n >= 0 for n in counts)
         at_least_0 &= isinstance(decision.replays, int) and decision.replays >= 1
@@ -254,6 +274,30 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         return Plan.from_json(Path(path).read_text())
+
+
+_TABLES: dict[str, type] = {"decisions": Decision, "frames": Frame, "ops": PlannedOp}  # fields that are rows of a file
+
+
+def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 as version 2: rows had no column names, evidence was nested, some names were others."""
+    body = {("max_inflight_bytes" if name == "window_bytes" else name): value for name, value in body.items()}
+    for table, entry in _TABLES.items():
+        columns = [field.name for field in fields(entry)]
+        width = max(map(len, body[table]), default=0)  # earlier files lack the last columns
+        body[table] = {"columns": columns[:width], "rows": body[table]}
+    for row in body["ops"]["rows"]:
+        row[2:3] = map(bool, row[2:3])  # ``dynamic`` was 0 or 1
+    evidence = body.pop("evidence", None)
+    if evidence:
+        groups, uses = [f.name for f in fields(PeakGroup)], [f.name for f in fields(LinkUse)]
+        body["evidence"] = {
+            **evidence.pop("peak"),
+            **evidence,
+            "holders": [dict(zip(groups, row, strict=True)) for row in evidence["holders"]],
+            "links": [dict(zip(uses, row, strict=True)) for row in evidence.get("links", ())],
+        }
+    return body
 
 
 def _index(number: object, of: tuple) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.available_memory import available_bytes
 from lowtide.measurement.op_times import measure
+from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
 from lowtide.reports.progress import Stages
@@ -42,12 +43,18 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
+_ATTEMPTS = 3  # plans, at most, until every replay of one gives the same bits
 _REHEARSALS = 4  # at most, to audit every dropped tensor when memory holds only some beside their recipes
 
 
 @dataclass
-class Planned:
-    """One input shape: its graph, costs and plan, and the tape that carries it out."""
+class PlannedShape:
+    """One input shape: its graph, costs and plan, and the tape that carries it out.
+
+    Attributes:
+        group: Ranks that were planned for together.
+        seen_mismatches, calls, replans: What the training loop has met so far.
+    """
 
     graph: StepGraph
     costs: Costs
@@ -55,43 +62,41 @@ class Planned:
     tape: Tape
     trace_s: float
     measure_s: float
-    replans: int = 0
+    group: dist.ProcessGroup | None = None
     seen_mismatches: int = 0
     calls: int = 0
-    group: dist.ProcessGroup | None = None  # ranks that were planned for together
+    replans: int = 0
 
     @property
     def program(self) -> PlanProgram:
         return self.tape.program
 
 
-@dataclass
-class Settings:
-    """What ``fit`` was asked for."""
-
-    budget: int | float | str
-    optimizer: Any
-    method: str
-    options: dict[str, Any] = field(default_factory=dict)
-    places: TierSettings = field(default_factory=TierSettings)
-    tiers_automatic: bool = False  # the tiers are ours to choose, so a plan without them is as good as asked for
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        return tuple(self.options.get("offload", ()))
-
-
 class Planner:
     """Makes plans for one model.
 
     Attributes:
+        options: What ``fit`` was asked for.
+        tier_settings: Where its tiers are. ``capacities``: most bytes of each tier that a plan may use; emptied where
+            tiers that nobody named cannot be used.
         warnings: What you should know, one line each.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: FitOptions,
+        tier_settings: TierSettings,
+        capacities: Mapping[str, int],
+        *,
+        tiers_automatic: bool,
+    ) -> None:
         self._model = weakref.ref(model)
-        self.settings = settings
+        self.options = options
+        self.tier_settings = tier_settings
+        self.capacities = dict(capacities)
         self.warnings: list[str] = []
+        self._tiers_automatic = tiers_automatic
         self._tiers: dict[str, Tier] = {}  # shared by all plans
 
     @property
@@ -106,21 +111,21 @@ class Planner:
             self.warnings.append(text)
             logger.warning("lowtide: %s", text)
 
-    def differed(self, slot: PlannedOp) -> None:
+    def on_replay_difference(self, op: PlannedOp) -> None:
         """A replay gave other bits."""
-        self.warn(f"{slot.name} in {slot.where or 'the model'} gives other bits when it runs again: saved from now on")
+        self.warn(f"{op.name} in {op.where or 'the model'} gives other bits when it runs again: saved from now on")
 
-    def make(self, batch: Any, step: Step | None, *, fall_back: bool = False) -> Planned:
+    def make(self, batch: Any, step: Step | None, *, allow_least: bool = False) -> PlannedShape:
         """Trace, measure, solve, and rehearse until every replay is proven.
 
         Args:
-            fall_back: A shape met in mid-training: where no plan fits, take the least there is.
+            allow_least: A shape met in mid-training: where no plan fits, take the one with the least peak.
         """
-        model, settings, batch = self.model, self.settings, without_history(batch)
+        model, batch = self.model, without_history(batch)
         with Stages("trace", "measure", "solve", "rehearse") as stages:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.
-            group = None if fall_back else group_of(model)
+            group = None if allow_least else group_of(model)
             graph = run_on_all_ranks(
                 group,
                 "tracing",
@@ -128,7 +133,7 @@ class Planner:
                     model,
                     batch,
                     step,
-                    settings.optimizer,
+                    self.options.optimizer,
                     forward=lambda run: run_on_all_ranks(group, "the forward pass", run),
                 ),
             )
@@ -137,74 +142,71 @@ class Planner:
             costs = run_on_all_ranks(group, "measuring", lambda: self._measure(graph))
             measured = time.perf_counter()
             stages.next()
-            graph, plan = self._solve(graph, costs, group, fall_back)
+            graph, plan = self._solve(graph, costs, group, allow_least)
             stages.next()
-            for _ in range(3):  # a replay that differs is saved, and the rest planned anew
+            for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
-                    tiers = run_on_all_ranks(group, "opening tiers", partial(settings.places.open, plan, self._tiers))
+                    tiers = run_on_all_ranks(
+                        group, "opening tiers", partial(self.tier_settings.open, plan, self._tiers)
+                    )
                     tape = Tape(program_of(plan), model, tiers)
-                    planned = Planned(graph, costs, plan, tape, traced - start, measured - traced, group=group)
+                    planned = PlannedShape(graph, costs, plan, tape, traced - start, measured - traced, group)
                     differed = union_over_ranks(group, self._rehearse(planned, batch, step))
                 except TierError as error:
                     if group is not None:
                         raise
-                    self._do_without(error)
-                    graph, plan = self._solve(graph, costs, group, fall_back)
+                    self._drop_tiers(error)
+                    graph, plan = self._solve(graph, costs, group, allow_least)
                     continue
                 self._tiers.update(tiers)
                 if not differed:
                     break
-                graph = _with_fixed(graph, differed)
-                graph, plan = self._solve(graph, costs, group, fall_back)
+                graph = _with_fixed_storages(graph, differed)
+                graph, plan = self._solve(graph, costs, group, allow_least)
         return planned
 
     def _measure(self, graph: StepGraph) -> Costs:
-        settings = self.settings
         try:
-            return measure(graph, tiers=settings.tiers, scratch_dir=settings.places.scratch_dir)
+            return measure(graph, tiers=tuple(self.capacities), scratch_dir=self.tier_settings.scratch_dir)
         except TierError as error:
-            self._do_without(error)
-            return measure(graph, tiers=settings.tiers)
+            self._drop_tiers(error)
+            return measure(graph, tiers=())
 
-    def _do_without(self, error: TierError) -> None:
+    def _drop_tiers(self, error: TierError) -> None:
         """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
-        settings = self.settings
-        if not settings.tiers_automatic or "offload" not in settings.options:
+        if not self._tiers_automatic or not self.capacities:
             raise error
         self.warn(f"planned without other tiers: {str(error).splitlines()[0]}")
-        settings.options = {k: v for k, v in settings.options.items() if k != "offload"}
+        self.capacities.clear()
         self._tiers.clear()
 
     def _solve(
-        self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, fall_back: bool
+        self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, allow_least: bool
     ) -> tuple[StepGraph, Plan]:
-        settings = self.settings
-        budget: int | str
-        if settings.budget == "auto":
-            budget = _auto_budget(self.model, graph)
-        elif isinstance(settings.budget, float):
-            budget = f"{settings.budget * 100!r}%"
-        else:
-            assert isinstance(settings.budget, int)
-            budget = settings.budget
+        options = self.options
+        budget = _auto_budget(self.model, graph) if options.is_auto else options.budget
+
+        def solved(graph: StepGraph, budget: int | str) -> Plan:
+            return solve(graph, costs, budget, method=options.method, offload=self.capacities, **options.solver)
+
         if group is not None:
-            budget_bytes = absolute_bytes(graph, costs, budget)
-            return agree_on_plan(
-                group, graph, budget_bytes, lambda g, b: solve(g, costs, b, method=settings.method, **settings.options)
-            )
+            return agree_on_plan(group, graph, absolute_bytes(graph, costs, budget), solved)
         try:
-            return graph, solve(graph, costs, budget, method=settings.method, **settings.options)
+            return graph, solved(graph, budget)
         except BudgetInfeasibleError as error:
-            if not fall_back:
+            if not allow_least:
                 raise
             self.warn(
                 f"no plan fits {format_bytes(error.budget_bytes)} for {graph.provenance.get('batch', 'this input')}: "
                 f"running at the least there is, {format_bytes(error.least_bytes)}"
             )
-            return graph, solve(graph, costs, error.least_bytes, **settings.options)
+            return graph, solved(graph, error.least_bytes)
 
-    def _rehearse(self, planned: Planned, batch: Any, step: Step | None) -> set[int]:
-        """Audit: keep what is dropped beside its recipe, compare bitwise at replay. Returns storages that differed.
+    def _rehearse(self, planned: PlannedShape, batch: Any, step: Step | None) -> set[int]:
+        """Run the step under the plan and compare every replay bitwise; the ids of storages that differed.
+
+        An audited tensor is kept beside its recipe until its replay. What memory cannot hold beside waits for the next
+        rehearsal.
 
         Raises:
             TierError: what was moved came back with other bits, or not at all.
@@ -241,7 +243,7 @@ class Planner:
                 differed += foreign
             stuck, unproven = len(program.unaudited()) == waiting, False
         for slot in differed:
-            self.differed(slot)
+            self.on_replay_difference(slot)
         by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}
         return {d.storage for d in planned.plan.decisions if any(d.output == o for o, _ in by_op.get(d.op, ()))}
 
@@ -263,6 +265,6 @@ def _auto_budget(model: nn.Module, graph: StepGraph) -> int:
     return now + int((1 - AUTO_MARGIN) * available_bytes(device))
 
 
-def _with_fixed(graph: StepGraph, storages: set[int]) -> StepGraph:
+def _with_fixed_storages(graph: StepGraph, storages: set[int]) -> StepGraph:
     fixed = tuple(replace(s, fixed="its replay differed") if s.id in storages else s for s in graph.storages)
     return replace(graph, storages=fixed)

@@ -1,7 +1,8 @@
-"""One plan for all ranks that train a model together, replicated or sharded: the rank with the least memory decides.
+"""One plan for all ranks that train a model together, replicated or sharded.
 
-Ranks that ran different operators cannot share a plan; they still share the least budget. What a rank cannot do no
-rank does: an error on one is raised on all, so that none waits for the others.
+The rank with the least room above its resident memory solves, and all ranks adopt its plan. Ranks that ran different
+operators cannot share a plan; each solves its own within the least budget of all ranks. An error on one rank is raised
+on every rank: otherwise the others would wait in their next collective.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from lowtide.tracing.data_parallel import wrapper_of
 from lowtide.tracing.subclasses import shards_in
 
 T = TypeVar("T")
-
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -42,12 +42,12 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
-    """Whether it is so on some rank: all then go on together."""
+    """Whether ``flag`` is set on at least one rank; the same answer on all."""
     return flag if group is None else any(_gather(group, flag))
 
 
 def union_over_ranks(group: dist.ProcessGroup | None, mine: set[int]) -> set[int]:
-    """What is in some rank's set."""
+    """The union of every rank's set."""
     return mine if group is None else set().union(*_gather(group, mine))
 
 
@@ -64,10 +64,10 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, run: Callable[[
         result = run()
     except Exception as caught:
         error = caught
-    told = _gather(group, None if error is None else f"{type(error).__name__}: {error}")
+    errors = _gather(group, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = [(rank, text) for rank, text in enumerate(told) if text is not None]
+    failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
     if failed:
         rank, text = failed[0]
         raise LowtideError(f"{what} failed on rank {rank}, so no rank goes on:\n{text}")
@@ -77,16 +77,16 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, run: Callable[[
 def agree_on_plan(
     group: dist.ProcessGroup, graph: StepGraph, budget_bytes: int, solve: Callable[[StepGraph, int], Plan]
 ) -> tuple[StepGraph, Plan]:
-    """The graph and the plan to go by.
+    """The plan of the rank with the least room, and the graph it was made for.
 
     Raises:
         BudgetInfeasibleError: the deciding rank found none; on all ranks.
     """
-    alike = _what_a_plan_goes_by(graph)
-    told = _gather(group, (alike, budget_bytes, budget_bytes - graph.resident_bytes))
-    decider = min(range(len(told)), key=lambda rank: (told[rank][2], rank))
-    if any(other != alike for other, _, _ in told):
-        least_bytes = min(budget for _, budget, _ in told)
+    identity = _plan_identity(graph)
+    ranks = _gather(group, (identity, budget_bytes, budget_bytes - graph.resident_bytes))
+    decider = min(range(len(ranks)), key=lambda rank: (ranks[rank][2], rank))
+    if any(other != identity for other, _, _ in ranks):
+        least_bytes = min(budget for _, budget, _ in ranks)
         return graph, run_on_all_ranks(group, "solving", lambda: solve(graph, least_bytes))
     answer: list[Any] = [None]  # a plan and the graph it was made for, or why there is none
     if dist.get_rank(group) == decider:
@@ -107,14 +107,14 @@ def agree_on_plan(
     raise AssertionError(answer)
 
 
-def _what_a_plan_goes_by(graph: StepGraph) -> str:
-    """Equal where one plan suits both: not the moment a sending thread lets go of a buffer, nor whose rank is which."""
+def _plan_identity(graph: StepGraph) -> str:
+    """Equal where one plan suits both graphs: excludes the timing of events and rank-specific sizes."""
     ops = tuple(replace(op, workspace_bytes=0) for op in graph.ops)
     storages = tuple(replace(s, bytes=0) if s.op is None else s for s in graph.storages)  # shards may be uneven
     return replace(graph, resident={}, signatures=(), events=(), ops=ops, storages=storages).fingerprint
 
 
 def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    return told
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered

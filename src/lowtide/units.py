@@ -15,29 +15,32 @@ _WAY_OUT = (
 )
 
 
-def parse_budget(budget: int | str) -> int | float | str:
+def parse_budget(budget: int | str, name: str = "budget") -> int | float | str:
     """Return ``budget`` as bytes (int), a fraction of plain activation memory (float), or ``"auto"``.
+
+    Args:
+        name: Of the argument, for error messages.
 
     Raises:
         TypeError: ``budget`` is neither an int nor a string.
         ValueError: it is not positive, or not in a known unit.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, str)):
-        raise TypeError(f"budget={budget!r} is a {type(budget).__name__}. {_WAY_OUT}")
+        raise TypeError(f"{name}={budget!r} is a {type(budget).__name__}. {_WAY_OUT}")
     if isinstance(budget, int):
         if budget <= 0:
-            raise ValueError(f"budget={budget} bytes is not positive. {_WAY_OUT}")
+            raise ValueError(f"{name}={budget} bytes is not positive. {_WAY_OUT}")
         return budget
     if budget.strip().lower() == "auto":
         return "auto"
     match = _NUMBER_UNIT.match(budget)
     if match is None:
-        raise ValueError(f"budget={budget!r} is not an amount of memory. {_WAY_OUT}")
+        raise ValueError(f"{name}={budget!r} is not an amount of memory. {_WAY_OUT}")
     number, unit = float(match[1]), match[2].lower()
     if unit != "%" and unit not in _UNITS:
-        raise ValueError(f"budget={budget!r}: {match[2]!r} is not a unit of memory. {_WAY_OUT}")
+        raise ValueError(f"{name}={budget!r}: {match[2]!r} is not a unit of memory. {_WAY_OUT}")
     if number <= 0:
-        raise ValueError(f"budget={budget!r} is not positive. {_WAY_OUT}")
+        raise ValueError(f"{name}={budget!r} is not positive. {_WAY_OUT}")
     return number / 100 if unit == "%" else int(number * _UNITS[unit])
 
 

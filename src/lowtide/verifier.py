@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.measurement.available_memory import available_bytes
 from lowtide.measurement.timing import compare_times
+from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape import attach
 from lowtide.tape.counts import Counts
@@ -27,7 +27,7 @@ from lowtide.tracing.restore import rehearsal, same_bits
 from lowtide.tracing.subclasses import parts, shards_in
 from lowtide.tracing.tracer import Step, device_of, run_step
 
-_PEAKS_OF_SENDERS = 3  # measurements of the peak of a step that communicates
+_PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def verify(
     *,
     step: Step | None = None,
     rounds: int = 3,
-    scratch_dir: str | Path | None = None,
+    offload: Offload | None = None,
+    **deprecated: Unpack[DeprecatedOffload],
 ) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
@@ -83,19 +84,20 @@ def verify(
             compared, under a plan of the same fraction made for it, and ``note`` says so.
         step: As for ``trace``; the step the plan was made with.
         rounds: Interleaved timings of both steps, medians compared; 0 times nothing.
-        scratch_dir: As for ``apply``.
+        offload: As for ``apply``.
 
     Raises:
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``.
     """
-    return verify_in(TierSettings(scratch_dir), model, batch, plan, step=step, rounds=rounds)
+    settings = TierSettings.of(offload_policy(verify, offload, deprecated))
+    return verify_in(settings, model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
-    places: TierSettings, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
+    tiers: TierSettings, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
 ) -> Verification:
-    """``verify``, with all that may be said of tiers."""
+    """``verify`` with tiers that may be open already."""
     note = ""
     model, batch = unwrapped(model), without_history(batch)
     with suspended(model):
@@ -104,34 +106,22 @@ def verify_in(
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        places = places.kept_open(plan)
-        plain, _ = _outcome(model, batch, step, None, places, plan.provenance)
-        ours, counts = _outcome(model, batch, step, plan, places, plan.provenance)
-        differing = [name for name in plain if not _same(plain[name], ours.get(name))]
-        del plain, ours
-        measured = _peak(model, batch, step, plan, places, device, plan.provenance)
-        plain_measured = _peak(model, batch, step, None, places, device, plan.provenance)
-        overhead = float("nan")
-        if rounds:
-            with rehearsal(model, batch, provenance=plan.provenance):
-                times = compare_times(
-                    {
-                        "plain": lambda: _run(model, batch, step, None, places),
-                        "plan": lambda: _run(model, batch, step, plan, places),
-                    },
-                    rounds=rounds,
-                    device=device,
-                )
-            overhead = times["plan"].median_ms / times["plain"].median_ms - 1
-    dropped = [s for s in program_of(plan).ops if s.drops]
+        steps = _Steps(model, batch, step, plan, tiers.kept_open(plan))
+        plain, _ = steps.outcome(planned=False)
+        planned, counts = steps.outcome(planned=True)
+        differing = [name for name in plain if not _same(plain[name], planned.get(name))]
+        del plain, planned
+        measured_bytes, plain_bytes = steps.peak_bytes(planned=True), steps.peak_bytes(planned=False)
+        overhead = steps.overhead(rounds) if rounds else float("nan")
+    dropped = [op for op in program_of(plan).ops if op.drops]
     return Verification(
         loss_bitwise_equal=not any(n == "loss" for n in differing),
         gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),
         buffers_bitwise_equal=not any(n.startswith("buffer") for n in differing),
         differing=tuple(differing),
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=plan.resident_bytes + measured,
-        plain_peak_bytes=plan.resident_bytes + plain_measured,
+        measured_peak_bytes=plan.resident_bytes + measured_bytes,
+        plain_peak_bytes=plan.resident_bytes + plain_bytes,
         overhead=overhead,
         predicted_overhead=plan.predicted_overhead,
         audited_ops=sum(s.audited for s in dropped),
@@ -158,32 +148,53 @@ def suspended(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings) -> None:
-    """One step as a training loop runs it: forward taped, backward outside."""
-    with torch.enable_grad():
-        with attach.applied(model, plan, places) if plan is not None else nullcontext():
-            loss, output = run_step(model, batch, step)
-        loss.backward()
-        del output
+@dataclass(frozen=True)
+class _Steps:
+    """The plain and the planned step of one model on one batch."""
 
+    model: nn.Module
+    batch: Any
+    step: Step | None
+    plan: Plan
+    tiers: TierSettings
 
-def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings, provenance: dict[str, str]
-) -> tuple[dict[str, Any], Counts]:
-    """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
-    counts = Counts()
-    with rehearsal(model, batch, zero_grads=False, provenance=provenance):
+    def outcome(self, *, planned: bool) -> tuple[dict[str, Any], Counts]:
+        """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
+        with self._rehearsal(zero_grads=False):
+            loss, counts = self._run(planned=planned)
+            found: dict[str, Any] = {"loss": loss.detach().clone()}
+            found |= {f"gradient of {n}": p.grad for n, p in self.model.named_parameters()}
+            found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
+        return found, counts
+
+    def peak_bytes(self, *, planned: bool) -> int:
+        """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
+        # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
+        times = _PEAK_REPEATS if shards_in(self.model) else 1
+        with self._rehearsal():
+            return min(peak_bytes(lambda: self._run(planned=planned), device_of(self.model)) for _ in range(times))
+
+    def overhead(self, rounds: int) -> float:
+        """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
+        steps: dict[str, Callable[[], Any]] = {
+            "plain": lambda: self._run(planned=False),
+            "planned": lambda: self._run(planned=True),
+        }
+        with self._rehearsal():
+            times = compare_times(steps, rounds=rounds, device=device_of(self.model))
+        return times["planned"].median_ms / times["plain"].median_ms - 1
+
+    def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:
+        return rehearsal(self.model, self.batch, zero_grads=zero_grads, provenance=self.plan.provenance)
+
+    def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
+        """One step as a training loop runs it: forward taped, backward outside."""
         with torch.enable_grad():
-            with attach.applied(model, plan, places) if plan is not None else nullcontext() as applied:
-                loss, output = run_step(model, batch, step)
+            with attach.applied(self.model, self.plan, self.tiers) if planned else nullcontext() as applied:
+                loss, output = run_step(self.model, self.batch, self.step)
             loss.backward()
             del output
-        if applied is not None:
-            counts = applied.counts
-        found: dict[str, Any] = {"loss": loss.detach().clone()}
-        found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
-        found |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
-    return found, counts
+        return loss, Counts() if applied is None else applied.counts
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -194,22 +205,6 @@ def _same(a: Any, b: Any) -> bool:
     if a.layout is not torch.strided:
         return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
     return same_bits(a, b)
-
-
-def _peak(
-    model: nn.Module,
-    batch: Any,
-    step: Step | None,
-    plan: Plan | None,
-    places: TierSettings,
-    device: torch.device,
-    provenance: dict[str, str],
-) -> int:
-    """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
-    # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-    times = _PEAKS_OF_SENDERS if shards_in(model) else 1
-    with rehearsal(model, batch, provenance=provenance):
-        return min(peak_bytes(lambda: _run(model, batch, step, plan, places), device) for _ in range(times))
 
 
 def _cut_down(
@@ -226,5 +221,5 @@ def _cut_down(
         left //= 2
     cut = first_rows(batch, left)
     graph = trace(model, cut, step=step)
-    small = solve(graph, measure(graph), budget=f"{100 * plan.predicted_fraction:.4f}%")
+    small = solve(graph, measure(graph), budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")
     return cut, small, f"the plain step does not fit: compared on {left} of {have} rows, at the same fraction"

@@ -8,6 +8,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import nn
 import lowtide
 from lowtide import BudgetInfeasibleError, GraphFormatError, LowtideError, Plan, PlanMismatchError
 from lowtide.errors import StepError, TierError
+from lowtide.graph import json_format
 
 WAY_OUT = 'Write bytes as an int, "6GiB" (2^30), "6GB" (10^9), "40%" of the plain step\'s activation memory, or "auto".'
 
@@ -279,6 +281,14 @@ def body(**changes: Any) -> str:
     return json.dumps({k: v for k, v in fields.items() if v is not ...})
 
 
+def rows(columns: str, *values: list) -> dict[str, Any]:
+    return {"columns": columns.split(), "rows": list(values)}
+
+
+def decision(*values: Any) -> dict[str, Any]:
+    return rows("storage action bytes op output stored recompute_ms", [*values, True, 0.0])
+
+
 DAMAGED: dict[str, Callable[[], str]] = {
     "empty": lambda: "",
     "cut short": lambda: body()[:200],
@@ -287,15 +297,19 @@ DAMAGED: dict[str, Callable[[], str]] = {
     "no version": lambda: body(version=...),
     "no ops": lambda: body(ops=...),
     "unknown field": lambda: body(surprise=1),
-    "unknown action": lambda: body(decisions=[[0, "forget", 8, 0, 0, True, 0.0]]),
-    "op out of range": lambda: body(decisions=[[0, "save", 8, 10**6, 0, True, 0.0]]),
-    "negative bytes": lambda: body(decisions=[[0, "save", -8, 0, 0, True, 0.0]]),
-    "bytes as text": lambda: body(decisions=[[0, "recompute", "8", 0, 0, True, 0.0]]),
-    "output as text": lambda: body(decisions=[[0, "recompute", 8, 0, "0", True, 0.0]]),
-    "short decision": lambda: body(decisions=[[0, "save"]]),
-    "op in no frame": lambda: body(ops=[["aten.sin.default", 10**6, 0]], decisions=[]),
-    "frame before its parent": lambda: body(frames=[[-1, "", 0], [7, "0", 0]], ops=[], decisions=[]),
-    "op without a name": lambda: body(ops=[[3, 0, 0]], decisions=[]),
+    "unknown column": lambda: body(frames=rows("parent path ordinal surprise", [-1, "", 0, 1])),
+    "unknown action": lambda: body(decisions=decision(0, "forget", 8, 0, 0)),
+    "op out of range": lambda: body(decisions=decision(0, "save", 8, 10**6, 0)),
+    "negative bytes": lambda: body(decisions=decision(0, "save", -8, 0, 0)),
+    "bytes as text": lambda: body(decisions=decision(0, "recompute", "8", 0, 0)),
+    "output as text": lambda: body(decisions=decision(0, "recompute", 8, 0, "0")),
+    "short decision": lambda: body(decisions=rows("storage action", [0, "save"])),
+    "short row": lambda: body(decisions=rows("storage action bytes op output stored", [0, "save"])),
+    "op in no frame": lambda: body(ops=rows("name frame", ["aten.sin.default", 10**6]), decisions=rows("storage")),
+    "frame before its parent": lambda: body(
+        frames=rows("parent path ordinal", [-1, "", 0], [7, "0", 0]), ops=rows("name"), decisions=rows("storage")
+    ),
+    "op without a name": lambda: body(ops=rows("name frame", [3, 0]), decisions=rows("storage")),
     "decisions as a number": lambda: body(decisions=3),
 }
 
@@ -310,6 +324,42 @@ def test_a_damaged_plan_file_is_refused(case, tmp_path):
 
     assert isinstance(error.value, (LowtideError, ValueError))
     assert error.value.__doc__
+
+
+def test_a_version_that_nobody_knows_is_refused_by_its_number():
+    with pytest.raises(GraphFormatError) as error:
+        Plan.from_json(body(version=99))
+
+    assert str(error.value) == ("not a plan: field 'version' is 99, not 1 or 2. Make the plan again with this lowtide.")
+
+
+def test_a_lossy_plan_of_an_earlier_version_is_refused_by_name():
+    with pytest.raises(GraphFormatError, match=r"stores tensors inexactly \(save_int8 or save_fp8\)"):
+        Plan.from_json(body(decisions=[[0, "save_int8", 8, 0, 0, True, 0.0]]))
+
+
+def test_a_graph_in_place_of_a_plan_is_named(tmp_path):
+    json_format.save(lowtide.trace(mlp(2), torch.randn(4, 16)), tmp_path / "graph.json")
+
+    with pytest.raises(GraphFormatError, match=r"^not a plan: this is a traced step \(a graph\)"):
+        Plan.load(tmp_path / "graph.json")
+
+
+def test_a_plan_of_version_1_is_read():
+    """Written by lowtide at commit dd7423e, of Linear and GELU three times, with the disk tier."""
+    path = Path(__file__).parent / "files" / "plan_version_1.json"
+    body = json.loads(path.read_text())
+
+    plan = Plan.load(path)
+
+    assert (body["version"], len(body["decisions"])) == (1, len(plan.decisions))
+    assert plan.max_inflight_bytes == body["window_bytes"] > 0
+    assert [op.num_dropped_inputs for op in plan.ops] == [row[4] for row in body["ops"]]
+    assert [op.completes_inplace for op in plan.ops] == [row[3] for row in body["ops"]]
+    assert plan.evidence is not None and plan.evidence.when == body["evidence"]["peak"]["when"]
+    assert [group.bytes for group in plan.explain().holders] == [row[4] for row in body["evidence"]["holders"]]
+    assert [link.tier for link in plan.explain().links] == ["disk", "disk"]
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_plan_that_has_been_applied_can_be_copied_and_pickled():

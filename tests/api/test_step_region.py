@@ -173,17 +173,22 @@ def test_a_batch_that_the_model_rejects_raises_the_models_own_error_while_traini
     model(torch.randn(4, 16)).sum().backward()
 
 
-def test_a_second_shape_whose_loss_only_the_step_knows_is_saved_not_refused(drops_all):
-    class Out:
-        def __init__(self, score: torch.Tensor) -> None:
-            self.score = score
+class Scored:
+    """An output whose loss only a step knows."""
 
-    model = Net(lambda self, x: Out(self.layers[1](self.layers[0](x).sin()).sin()))
+    def __init__(self, score: torch.Tensor) -> None:
+        self.score = score
 
+
+def scoring() -> nn.Module:
+    return Net(lambda self, x: Scored(self.layers[1](self.layers[0](x).sin()).sin()))
+
+
+def test_a_second_shape_is_planned_by_the_step_where_the_call_shows_its_batch(drops_all):
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).score.square().mean()
 
-    fit = lowtide.fit(model, torch.randn(8, 8), step=step, budget="100%")
+    fit = lowtide.fit(model := scoring(), torch.randn(8, 8), step=step, budget="100%")
     x = torch.randn(6, 8)
     expected = plain(model, x, step)
 
@@ -191,7 +196,23 @@ def test_a_second_shape_whose_loss_only_the_step_knows_is_saved_not_refused(drop
     loss.backward()
 
     assert differing(expected, outcome(model, loss)) == []
-    assert any("saved" in line for line in fit.warnings)
+    assert fit._planned[1].tape.counts.dropped and fit.warnings == []
+
+
+def test_a_second_shape_whose_loss_only_the_step_knows_is_saved_not_refused(drops_all):
+    def step(model: nn.Module, batch: tuple[torch.Tensor, float]) -> torch.Tensor:
+        return model(batch[0]).score.square().mean() * batch[1]
+
+    fit = lowtide.fit(model := scoring(), (torch.randn(8, 8), 0.5), step=step, budget="100%")
+    batch = (torch.randn(6, 8), 0.5)
+    expected = plain(model, batch, step)
+
+    loss = step(model, batch)
+    loss.backward()
+
+    assert differing(expected, outcome(model, loss)) == []
+    (warning,) = fit.warnings
+    assert "everything is saved (the model returned no floating-point tensor" in warning
 
 
 def test_a_second_shape_under_apply_is_saved_where_it_differs_and_right():

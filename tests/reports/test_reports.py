@@ -10,16 +10,18 @@ import pytest
 from support.toy_graphs import decoder, decoder_costs
 
 from lowtide.errors import LowtideError, PlanMismatchError
+from lowtide.explanation import collapse_path, short_op
 from lowtide.graph.step_graph import Frame
 from lowtide.plan import Decision, Plan, PlannedOp
 from lowtide.reports.curves import memory_curves
 from lowtide.reports.html import html_report
 from lowtide.reports.plots import plot_memory
-from lowtide.reports.summary import Measured, by_module, by_op, collapse_path, short_op, summary, warnings
-from lowtide.reports.svg import round_ticks
+from lowtide.reports.summary import TrainingCounts, by_module, by_op, overhead_text, summary, warnings
+from lowtide.reports.svg import decimal_ticks, round_ticks
 from lowtide.reports.terminal import fit_report
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.dispatch import solve
+from lowtide.verifier import Verification
 
 MIB = 2**20
 
@@ -55,13 +57,19 @@ def handmade(**changes) -> Plan:
     return dataclasses.replace(plan, **changes)
 
 
-def test_the_report_says_all_of_this():
-    measured = Measured(
-        peak_bytes=149 * MIB, plain_peak_bytes=200 * MIB, overhead=0.081, bitwise_equal=True, steps=7,
-        mismatched_ops=0, unplanned_ops=1, audited_ops=2, dropped_ops=2, shapes=1, trace_s=0.5, measure_s=1.25,
+def verification(**changes) -> Verification:
+    found = Verification(
+        loss_bitwise_equal=True, gradients_bitwise_equal=True, buffers_bitwise_equal=True, differing=(),
+        predicted_peak_bytes=149 * MIB, measured_peak_bytes=149 * MIB, plain_peak_bytes=200 * MIB, overhead=0.081,
+        predicted_overhead=0.145, audited_ops=2, dropped_ops=2, mismatched_ops=0, unplanned_ops=0,
     )  # fmt: skip
+    return dataclasses.replace(found, **changes)
 
-    text = fit_report(handmade(), measured=measured, warnings=("something else to know",))
+
+def test_the_report_says_all_of_this():
+    counts = TrainingCounts(steps=7, unplanned_ops=1, audited_ops=2, dropped_ops=2, trace_s=0.5, measure_s=1.25)
+
+    text = fit_report(handmade(), None, verification(), counts, warnings=("something else to know",))
 
     assert (
         text
@@ -115,14 +123,14 @@ def test_no_line_is_wider_than_a_terminal(deep):
     ops = tuple(dataclasses.replace(o, name=f"custom.{'operator_' * deep}.default") for o in plan.ops)
     plan = dataclasses.replace(plan, frames=frames, ops=ops)
 
-    text = fit_report(plan, decoder(), Measured(overhead=float("nan")), warnings=("word " * 60,))
+    text = fit_report(plan, decoder(), verification(overhead=float("nan")), warnings=("word " * 60,))
 
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_timing_that_was_not_taken_is_a_dash():
-    assert Measured().overhead_text == Measured(overhead=float("nan")).overhead_text == "-"
-    assert Measured(overhead=-0.011).overhead_text == "-1.1 %"
+    assert overhead_text(None) == overhead_text(verification(overhead=float("nan"))) == "-"
+    assert overhead_text(verification(overhead=-0.011)) == "-1.1 %"
 
 
 @pytest.mark.parametrize(
@@ -166,19 +174,21 @@ def test_groups_add_up_to_the_plan(view, method):
 def test_the_summary_is_plain_json_also_without_a_bound():
     plan = handmade(bound_ms=None)
 
-    body = json.loads(json.dumps(summary(plan, Measured(overhead=float("nan")), ["w"]), allow_nan=False))
+    body = json.loads(json.dumps(summary(plan, verification(overhead=float("nan")), None, ["w"]), allow_nan=False))
 
     assert body["gap"] is None and body["measured"]["overhead"] is None and body["warnings"] == ["w"]
     assert body["counts"] == plan.counts and body["kept_for_replays"] == {"count": 2, "bytes": 8 * MIB}
 
 
 def test_each_warning_fires_on_its_own_cause_and_on_nothing_else():
-    good = Measured(peak_bytes=149 * MIB, bitwise_equal=True)
-
-    assert warnings(handmade(), good) == []
-    assert len(warnings(handmade(status="feasible"), good)) == 1
-    for bad in ({"peak_bytes": 151 * MIB}, {"bitwise_equal": False}, {"mismatched_ops": 1}, {"unplanned_ops": 1}):
-        assert len(warnings(handmade(), dataclasses.replace(good, **bad))) == 1
+    assert warnings(handmade(), verification(), TrainingCounts()) == []
+    assert len(warnings(handmade(status="feasible", bound_ms=110.0), verification())) == 1
+    assert len(warnings(handmade(status="feasible", bound_ms=None), verification())) == 1
+    assert warnings(handmade(status="feasible"), verification()) == []  # a gap of 0.44 % alarms nobody
+    for bad in ({"measured_peak_bytes": 151 * MIB}, {"loss_bitwise_equal": False}, {"mismatched_ops": 1}):
+        assert len(warnings(handmade(), verification(**bad))) == 1
+    for drift in ({"mismatched_ops": 1}, {"unplanned_ops": 1}):
+        assert len(warnings(handmade(), None, TrainingCounts(**drift))) == 1
 
 
 class Page(HTMLParser):
@@ -208,7 +218,7 @@ def test_the_page_needs_no_other_file_and_shows_the_memory_curve():
     plan = solve(graph, costs, method="full")
     page = Page()
 
-    page.feed(html_report(plan, graph, Measured(peak_bytes=plan.predicted_peak_bytes, overhead=0.05), costs=costs))
+    page.feed(html_report(plan, graph, verification(overhead=0.05), costs=costs))
     page.close()
 
     assert page.fetched == [] and page.open == []
@@ -281,3 +291,10 @@ def test_axis_ticks_are_few_and_round(top):
     ticks = round_ticks(top)
     assert ticks[0] == 0 and len(ticks) <= 7 and ticks[-1] <= top
     assert all(tick % ticks[1] == 0 for tick in ticks[1:])
+
+
+@pytest.mark.parametrize("end", [0.013, 1.0, 37.0, 999.0, 12345.6])
+def test_time_ticks_are_few_and_round(end):
+    ticks = decimal_ticks(end)
+    assert ticks[0] == 0 and 5 <= len(ticks) <= 11 and ticks[-1] <= end
+    assert all(len(f"{tick:g}".replace(".", "").strip("0")) <= 2 for tick in ticks[1:])

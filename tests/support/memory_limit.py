@@ -15,7 +15,8 @@ resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]) * 2**20,) * 2)
 try:
     if len(sys.argv) > 2:
         options = dict(option.split("=") for option in sys.argv[2:])
-        fit = lowtide.fit(model, x, **options)
+        offload = lowtide.Offload(scratch_dir=options.get("scratch_dir"))
+        fit = lowtide.fit(model, x, budget=options["budget"], offload=offload)
         assert fit.plan.plain_peak_bytes - fit.plan.resident_bytes > 1.4 * 2**30
         assert "scratch_dir" not in options or fit.plan.bytes_by_action["disk_offload"] > 2**29
     loss = model(x).square().mean()

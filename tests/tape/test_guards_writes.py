@@ -171,7 +171,7 @@ def written_after_forward(model: Net, x: torch.Tensor) -> dict[str, torch.Tensor
     plan = replace(
         plan,
         decisions=tuple(replace(d, action=SAVE) if d.op in keep else d for d in plan.decisions),
-        ops=tuple(replace(op, needs=0) for op in plan.ops),
+        ops=tuple(replace(op, num_dropped_inputs=0) for op in plan.ops),
     )  # the replay of the addition starts at the kept linear
     assert plan.counts[RECOMPUTE]
     with lowtide.apply(model, plan):

@@ -56,8 +56,8 @@ class Table:
     solve_s: float
 
 
-class Steps(Protocol):
-    """Who watches the progress."""
+class StepProgress(Protocol):
+    """Counts the steps that are run."""
 
     def expect(self, count: int) -> None:
         """``count`` more steps will run."""
@@ -128,7 +128,7 @@ class Methods:
         return activation_bytes, {"loss": losses[0], **found}
 
 
-def measure_table(case: Case, seconds: float, steps: Steps) -> Table:
+def measure_table(case: Case, seconds: float, steps: StepProgress) -> Table:
     """Plan for each budget of the case and for the peak of full checkpointing, and measure all methods.
 
     Args:

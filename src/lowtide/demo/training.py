@@ -14,14 +14,14 @@ from torch import nn
 
 import lowtide
 from lowtide.demo.case import Case, shape_of
-from lowtide.demo.table import Steps, affordable
+from lowtide.demo.table import StepProgress, affordable
 from lowtide.tracing.restore import same_bits
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LEAST_STEPS = 20
 
 
-class PausableSteps(Steps, Protocol):
+class PausableProgress(StepProgress, Protocol):
     """Progress that can leave the terminal to somebody else for a while."""
 
     def paused(self) -> AbstractContextManager[None]: ...
@@ -46,7 +46,7 @@ class Training:
     weights_bitwise_equal: bool
 
 
-def train_both(case: Case, budget: int | str, seconds: float, steps: PausableSteps) -> Training:
+def train_both(case: Case, budget: int | str, seconds: float, steps: PausableProgress) -> Training:
     """Train with AdamW from the same weights and random states, as many steps as fit into ``seconds``.
 
     Args:

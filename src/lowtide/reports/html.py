@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from html import escape
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.curves import memory_curves
-from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, percent
+from lowtide.reports.summary import (
+    ActionTotals,
+    TrainingCounts,
+    by_module,
+    by_op,
+    checks,
+    fraction,
+    kept_for_replays,
+    percent,
+)
 from lowtide.reports.summary import warnings as own_warnings
 from lowtide.reports.svg import bar_chart, memory_chart
 from lowtide.units import format_bytes
+from lowtide.verifier import Verification
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6570; --paper: #fff; --line: #d8dde3; --tile: #f4f6f8;
@@ -57,7 +68,8 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 def html_report(
     plan: Plan,
     graph: StepGraph | None = None,
-    measured: Measured | None = None,
+    verification: Verification | None = None,
+    counts: TrainingCounts | None = None,
     *,
     costs: Costs | None = None,
     warnings: Sequence[str] = (),
@@ -71,17 +83,17 @@ def html_report(
     body = [
         f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
-        _tiles(plan, measured),
-        _warnings([*own_warnings(plan, measured), *warnings]),
+        _tiles(plan, verification),
+        _warnings([*own_warnings(plan, verification, counts), *warnings]),
         "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
-        _picture(plan, graph, measured, costs),
+        _picture(plan, graph, verification, costs),
         *_explanation(plan),
         "<h2>Decisions by module</h2>",
         _table("module", by_module(plan)),
         "<h2>Decisions by operator</h2>",
         _table("operator", by_op(plan)),
         "<h2>Evidence</h2>",
-        _evidence(plan, graph, measured),
+        _evidence(plan, graph, verification, counts),
     ]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -102,7 +114,7 @@ def _lead(plan: Plan, graph: StepGraph | None) -> str:
     )
 
 
-def _tiles(plan: Plan, measured: Measured | None) -> str:
+def _tiles(plan: Plan, verification: Verification | None) -> str:
     share = f"{100 * plan.predicted_fraction:.1f} % of plain activations"
     budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     gap = "no bound known" if math.isnan(plan.gap) else f"{plan.gap:.2%}"
@@ -116,11 +128,12 @@ def _tiles(plan: Plan, measured: Measured | None) -> str:
         ),
         (gap, "from the time bound", "no plan within the budget is faster than the bound"),
     ]
-    if measured is not None and measured.peak_bytes is not None:
-        share = f"{100 * fraction(plan, measured.peak_bytes):.1f} % of plain activations"
-        tiles.append((format_bytes(measured.peak_bytes), "measured peak", share))
-    if measured is not None and measured.overhead_text != "-":
-        tiles.append((measured.overhead_text, "measured step time", "beside the plain step, in one process"))
+    if verification is not None:
+        share = f"{100 * fraction(plan, verification.measured_peak_bytes):.1f} % of plain activations"
+        tiles.append((format_bytes(verification.measured_peak_bytes), "measured peak", share))
+        if not math.isnan(verification.overhead):
+            overhead = percent(verification.overhead)
+            tiles.append((overhead, "measured step time", "beside the plain step, in one process"))
     cells = [
         f'<div class="tile"><span>{name}</span><b>{escape(v)}</b><span>{note}</span></div>' for v, name, note in tiles
     ]
@@ -133,7 +146,7 @@ def _warnings(found: list[str]) -> str:
     return f'<div class="warn"><ul>{items}</ul></div>' if found else ""
 
 
-def _picture(plan: Plan, graph: StepGraph | None, measured: Measured | None, costs: Costs | None) -> str:
+def _picture(plan: Plan, graph: StepGraph | None, verification: Verification | None, costs: Costs | None) -> str:
     if graph is not None:
         legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
         if plan.budget_bytes is not None:
@@ -141,8 +154,8 @@ def _picture(plan: Plan, graph: StepGraph | None, measured: Measured | None, cos
         chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
         return f'<p class="legend">{legend}</p>\n{chart}'
     bars = [("plain", "plain", plan.plain_peak_bytes), ("planned", "planned", plan.predicted_peak_bytes)]
-    if measured is not None and measured.peak_bytes is not None:
-        bars.append(("measured", "measured", measured.peak_bytes))
+    if verification is not None:
+        bars.append(("measured", "measured", verification.measured_peak_bytes))
     bars.append(("before the step", "plain", plan.resident_bytes))
     note = "" if plan.budget_bytes is None else '<p class="legend"><i class="swatch-budget"></i>budget</p>\n'
     return note + bar_chart(bars, plan.budget_bytes)
@@ -152,20 +165,22 @@ def _explanation(plan: Plan) -> list[str]:
     return ["<h2>What binds</h2>", f"<pre>{escape(str(plan.explain()))}</pre>"] if plan.evidence else []
 
 
-def _table(what: str, groups: tuple[Group, ...]) -> str:
+def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
     largest = max((g.save_bytes + g.recompute_bytes + g.other_bytes for g in groups), default=0) or 1
     offload = any(g.other_count for g in groups)
     names = ["save", "recompute", *(["offload"] if offload else [])]
-    head = f"<tr><th>{what}</th><th></th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
+    head = (
+        f"<tr><th>{what}</th><th>size</th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
+    )
     rows = [_row(g, names, largest) for g in groups]
     legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
-    total = Group("all", *(sum(getattr(g, f) for g in groups) for f in list(Group.__dataclass_fields__)[1:]))
+    sums = [sum(getattr(g, f.name) for g in groups) for f in fields(ActionTotals)[1:]]
     if len(groups) > 1:
-        rows.append(_row(total, names, 0))
+        rows.append(_row(ActionTotals("all", *sums), names, 0))
     return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 
-def _row(group: Group, names: list[str], largest: int) -> str:
+def _row(group: ActionTotals, names: list[str], largest: int) -> str:
     kinds = {"save": "save", "recompute": "recompute", "offload": "other"}
     cells, stack = [], []
     for name in names:
@@ -179,7 +194,9 @@ def _row(group: Group, names: list[str], largest: int) -> str:
     return f"<tr{css}><td>{escape(group.name)}</td>{bar}{''.join(cells)}<td>{ms}</td></tr>"
 
 
-def _evidence(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> str:
+def _evidence(
+    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
+) -> str:
     kept, kept_bytes = kept_for_replays(plan)
     facts = {
         "plain step": f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms",
@@ -193,7 +210,6 @@ def _evidence(plan: Plan, graph: StepGraph | None, measured: Measured | None) ->
     if graph is not None:
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
         facts["before the step"] += f" ({parts})" if parts else ""
-    if measured is not None:
-        facts.update(measured.evidence)
+    facts.update(checks(verification, counts))
     facts.update(plan.provenance)
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"

@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 
 from lowtide.explanation import collapse_path, short_op
 from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
+from lowtide.verifier import Verification
+
+_WIDE_GAP = 0.01  # a plan this near its bound needs no warning that it may not be the fastest
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What real steps under a plan showed; None is an honest "not measured".
+class TrainingCounts:
+    """What the tapes met in training, over all steps and input shapes.
 
     Attributes:
-        peak_bytes, plain_peak_bytes: Absolute allocated peaks, under the plan and of the plain step.
-        overhead: Step time under the plan / plain step time - 1; NaN where nothing was timed.
-        bitwise_equal: Loss, gradients and buffers against the plain step's.
-        steps: Steps that ran under the plan, of all shapes.
+        steps: Steps that ran under a plan.
         mismatched_ops: Planned ops that did not come as planned; what they make was saved.
         unplanned_ops: Ops that no plan knew; what they make was saved.
         audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
@@ -29,10 +29,6 @@ class Measured:
         trace_s, measure_s: How long those took.
     """
 
-    peak_bytes: int | None = None
-    plain_peak_bytes: int | None = None
-    overhead: float | None = None
-    bitwise_equal: bool | None = None
     steps: int = 0
     mismatched_ops: int = 0
     unplanned_ops: int = 0
@@ -42,29 +38,34 @@ class Measured:
     trace_s: float | None = None
     measure_s: float | None = None
 
-    @property
-    def overhead_text(self) -> str:
-        """``+4.9 %``, or a dash where nothing was timed."""
-        return "-" if self.overhead is None or math.isnan(self.overhead) else percent(self.overhead)
 
-    @property
-    def evidence(self) -> list[tuple[str, str]]:
-        """Facts beyond peaks and times, as lines of a name and a sentence."""
-        audited = f"{self.audited_ops} of {self.dropped_ops} dropped ops replayed and compared bit by bit"
-        rows = [("audit", audited)]
-        if self.bitwise_equal is not None:
-            equal = "bitwise equal" if self.bitwise_equal else "DIFFERENT"
-            rows.append(("against plain", f"loss, gradients and buffers {equal}"))
-        drift = f"{self.mismatched_ops} ops not as planned, {self.unplanned_ops} unknown to the plan"
-        rows.append(("drift", f"{drift}, in {_count(self.steps, 'step')} of {_count(self.shapes, 'input shape')}"))
-        if self.trace_s is not None and self.measure_s is not None:
-            rows.append(("preparation", f"trace {self.trace_s:.1f} s, measure {self.measure_s:.1f} s"))
-        return rows
+def overhead_text(verification: Verification | None) -> str:
+    """``+4.9 %``, or a dash where nothing was timed."""
+    return "-" if verification is None or math.isnan(verification.overhead) else percent(verification.overhead)
+
+
+def checks(verification: Verification | None, counts: TrainingCounts | None) -> list[tuple[str, str]]:
+    """Facts beyond peaks and times, as rows of a name and a sentence."""
+    rows = []
+    tape = counts or verification
+    if tape is not None:
+        audited = f"{tape.audited_ops} of {tape.dropped_ops} dropped ops replayed and compared bit by bit"
+        rows.append(("audit", audited))
+    if verification is not None:
+        equal = "bitwise equal" if verification.equal else "DIFFERENT"
+        rows.append(("against plain", f"loss, gradients and buffers {equal}"))
+    if counts is not None:
+        drift = f"{counts.mismatched_ops} ops not as planned, {counts.unplanned_ops} unknown to the plan"
+        where = f"{_count(counts.steps, 'step')} of {_count(counts.shapes, 'input shape')}"
+        rows.append(("drift", f"{drift}, in {where}"))
+        if counts.trace_s is not None and counts.measure_s is not None:
+            rows.append(("preparation", f"trace {counts.trace_s:.1f} s, measure {counts.measure_s:.1f} s"))
+    return rows
 
 
 @dataclass(frozen=True)
-class Group:
-    """The decisions that share a module path or an operator.
+class ActionTotals:
+    """Totals of the decisions that share a module path or an operator.
 
     Counts and bytes are of storages that the plain step stores, ``other`` those offloaded; ``recompute_ms`` is of
     every replay in the group, also of what only other replays need.
@@ -80,7 +81,7 @@ class Group:
     recompute_ms: float
 
 
-def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[Group, ...]:
+def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[ActionTotals, ...]:
     """One group per name, most bytes first, then by name; what is only kept for replays forms no group."""
     members: dict[str, list[Decision]] = {}
     for decision in decisions:
@@ -92,21 +93,21 @@ def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision],
     return tuple(groups)
 
 
-def _group(name: str, decisions: list[Decision]) -> Group:
+def _group(name: str, decisions: list[Decision]) -> ActionTotals:
     stored = [d for d in decisions if d.stored]
     save = [d.bytes for d in stored if d.action == SAVE]
     recompute = [d.bytes for d in stored if d.action == RECOMPUTE]
     other = [d.bytes for d in stored if d.action not in (SAVE, RECOMPUTE)]
     ms = sum(d.recompute_ms * d.replays for d in decisions)
-    return Group(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
+    return ActionTotals(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
 
 
-def by_module(plan: Plan) -> tuple[Group, ...]:
+def by_module(plan: Plan) -> tuple[ActionTotals, ...]:
     """Decisions by module path, numbered siblings together."""
     return group_decisions(plan.decisions, lambda d: collapse_path(plan.scope(d)))
 
 
-def by_op(plan: Plan) -> tuple[Group, ...]:
+def by_op(plan: Plan) -> tuple[ActionTotals, ...]:
     """Decisions by the operator that makes the storage."""
     return group_decisions(plan.decisions, lambda d: short_op(plan.ops[d.op].name))
 
@@ -127,25 +128,32 @@ def fraction(plan: Plan, peak_bytes: int) -> float:
     return (peak_bytes - plan.resident_bytes) / max(plan.plain_peak_bytes - plan.resident_bytes, 1)
 
 
-def warnings(plan: Plan, measured: Measured | None) -> list[str]:
+def warnings(plan: Plan, verification: Verification | None = None, counts: TrainingCounts | None = None) -> list[str]:
     """What a user should know before trusting the numbers, each with the way out; empty when all is well."""
     found = []
-    if plan.status == "feasible":
+    # "feasible" alone is no warning: the gap, beside it in every report, says what it may cost.
+    if plan.status == "feasible" and not plan.gap <= _WIDE_GAP:
         found.append(
             "The solver stopped before it had a proof: the plan holds the budget, the gap says what it may cost."
         )
-    if measured is None:
-        return found
-    if measured.mismatched_ops or measured.unplanned_ops:
+    tapes = [tape for tape in (verification, counts) if tape is not None]
+    if any(tape.mismatched_ops or tape.unplanned_ops for tape in tapes):
         found.append("Steps differ from the traced one: what did not match was saved, so the peak may be higher.")
-    if measured.bitwise_equal is False:
+    if verification is None:
+        return found
+    if not verification.equal:
         found.append("Gradients differ from the plain step's: do not train with this plan; report the model, please.")
-    if plan.budget_bytes is not None and measured.peak_bytes is not None and measured.peak_bytes > plan.budget_bytes:
+    if plan.budget_bytes is not None and verification.measured_peak_bytes > plan.budget_bytes:
         found.append("The measured peak is over the budget: lower the budget by the difference.")
     return found
 
 
-def summary(plan: Plan, measured: Measured | None = None, more_warnings: Sequence[str] = ()) -> dict:
+def summary(
+    plan: Plan,
+    verification: Verification | None = None,
+    counts: TrainingCounts | None = None,
+    more_warnings: Sequence[str] = (),
+) -> dict:
     """The report as one JSON object; NaN and unknown are null."""
     kept_count, kept_bytes = kept_for_replays(plan)
     return {
@@ -171,14 +179,24 @@ def summary(plan: Plan, measured: Measured | None = None, more_warnings: Sequenc
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
         "by_module": [asdict(g) for g in by_module(plan)],
         "by_op": [asdict(g) for g in by_op(plan)],
-        "measured": None if measured is None else _json_numbers(asdict(measured)),
-        "warnings": [*warnings(plan, measured), *more_warnings],
+        "measured": _measured(verification, counts),
+        "warnings": [*warnings(plan, verification, counts), *more_warnings],
         "provenance": dict(plan.provenance),
     }
 
 
-def _json_numbers(values: dict) -> dict:
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
+def _measured(verification: Verification | None, counts: TrainingCounts | None) -> dict | None:
+    if verification is None and counts is None:
+        return None
+    measured = {} if counts is None else asdict(counts)
+    if verification is not None:
+        measured |= {
+            "peak_bytes": verification.measured_peak_bytes,
+            "plain_peak_bytes": verification.plain_peak_bytes,
+            "overhead": None if math.isnan(verification.overhead) else verification.overhead,
+            "bitwise_equal": verification.equal,
+        }
+    return measured
 
 
 def _count(number: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -26,15 +27,18 @@ def memory_chart(curves: Curves, budget_bytes: int | None) -> str:
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory over one training step">']
     for tick in round_ticks(top):
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{format_bytes(tick)}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{_amount(tick)}</text>')
+    for at in decimal_ticks(end):
+        parts.append(f'<line class="grid" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{y(0):.1f}" y2="{y(0) + 5:.1f}"/>')
+        parts.append(f'<text x="{x(at):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{at:g}</text>')
     for name, series in (("plain", curves.plain_bytes), ("planned", curves.planned_bytes)):
         line = _steps([(x(at), y(count)) for at, count in zip(curves.at, series)])
         area = f"{line} V{y(0):.1f} H{x(curves.at[0]):.1f} Z"
         parts.append(f'<path class="area {name}" d="{area}"/><path class="line {name}" d="{line}"/>')
     middle = x(curves.backward_at)
     parts.append(f'<line class="divide" x1="{middle:.1f}" x2="{middle:.1f}" y1="{_TOP}" y2="{y(0):.1f}"/>')
-    parts.append(f'<text x="{middle - 8:.1f}" y="{y(0) + 18}" text-anchor="end">forward</text>')
-    parts.append(f'<text x="{middle + 8:.1f}" y="{y(0) + 18}">backward</text>')
+    parts.append(f'<text x="{middle - 8:.1f}" y="{_HEIGHT - 6}" text-anchor="end">forward</text>')
+    parts.append(f'<text x="{middle + 8:.1f}" y="{_HEIGHT - 6}">backward</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(curves.axis)}</text>')
     if budget_bytes is not None:
         at = y(budget_bytes)
@@ -68,6 +72,18 @@ def round_ticks(top: float) -> list[int]:
     while top / step > 6:
         step *= 2
     return [step * i for i in range(int(top / step) + 1)]
+
+
+def decimal_ticks(end: float) -> list[float]:
+    """Five to eleven round numbers from 0 up to at most ``end``: multiples of 1, 2 or 5 times a power of ten."""
+    step = 10.0 ** math.floor(math.log10(end))
+    step *= next(factor for factor in (0.1, 0.2, 0.5, 1.0) if end / (step * factor) <= 10)
+    return [round(step * i, 12) for i in range(int(end / step) + 1)]
+
+
+def _amount(tick: int) -> str:
+    """``64 MiB``: ticks are round."""
+    return format_bytes(tick).replace(".00 ", " ")
 
 
 def _steps(points: list[tuple[float, float]]) -> str:

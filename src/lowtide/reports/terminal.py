@@ -9,11 +9,23 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from lowtide.explanation import shorten
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.reports.summary import Group, Measured, by_module, by_op, fraction, kept_for_replays, percent
+from lowtide.reports.summary import (
+    ActionTotals,
+    TrainingCounts,
+    by_module,
+    by_op,
+    checks,
+    fraction,
+    kept_for_replays,
+    overhead_text,
+    percent,
+)
 from lowtide.reports.summary import warnings as own_warnings
 from lowtide.units import format_bytes
+from lowtide.verifier import Verification
 
 WIDTH = 100
 _GROUP_ROWS = 12
@@ -27,7 +39,8 @@ _TAPED = {
 def fit_report(
     plan: Plan,
     graph: StepGraph | None = None,
-    measured: Measured | None = None,
+    verification: Verification | None = None,
+    counts: TrainingCounts | None = None,
     *,
     warnings: Sequence[str] = (),
 ) -> str:
@@ -36,15 +49,16 @@ def fit_report(
     Args:
         plan: Decisions and their evidence; enough for everything but the parts of resident memory.
         graph: The traced step, if at hand: names the device and what lives through the whole step.
-        measured: What real steps showed.
+        verification: What comparing with the plain step showed.
+        counts: What the tape met in training.
         warnings: More of them, one line each.
     """
-    blocks = [_headline(plan, graph), _peaks(plan, measured), _facts(plan, graph, measured)]
+    blocks = [_headline(plan, graph), _peaks(plan, verification), _facts(plan, graph, verification, counts)]
     blocks.append(_groups("by module", by_module(plan)))
     blocks.append(_groups("by operator", by_op(plan)))
     if plan.evidence:
         blocks.append(str(plan.explain()))
-    found = [*own_warnings(plan, measured), *warnings]
+    found = [*own_warnings(plan, verification, counts), *warnings]
     if found:
         blocks.append("\n".join(["warnings", *(line for text in found for line in _wrapped("  -", text, indent=4))]))
     return "\n\n".join(blocks)
@@ -60,21 +74,13 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
     return lines
 
 
-def shorten(text: str, width: int) -> str:
-    """Cut the middle out of a long name: both its ends tell."""
-    if len(text) <= width:
-        return text
-    head = (width - 3) // 2
-    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
-
-
 def _headline(plan: Plan, graph: StepGraph | None) -> str:
     device = graph.device_name if graph is not None else plan.device
     status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
     return f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}"
 
 
-def _peaks(plan: Plan, measured: Measured | None) -> str:
+def _peaks(plan: Plan, verification: Verification | None) -> str:
     def row(name: str, peak: int | None, step: str = "", overhead: str = "") -> list[str]:
         if peak is None:
             return [name, "-", "-", step, overhead]
@@ -82,17 +88,19 @@ def _peaks(plan: Plan, measured: Measured | None) -> str:
 
     rows = [["", "peak", "activations", "step", "overhead"]]
     rows.append(row("plain", plan.plain_peak_bytes, f"{plan.plain_step_ms:.1f} ms"))
-    if measured is not None and measured.plain_peak_bytes is not None:
-        rows.append(row("plain, measured", measured.plain_peak_bytes))
+    if verification is not None:
+        rows.append(row("plain, measured", verification.plain_peak_bytes))
     rows.append(row("budget", plan.budget_bytes))
     overhead = percent(plan.predicted_overhead)
     rows.append(row("predicted", plan.predicted_peak_bytes, f"{plan.predicted_step_ms:.1f} ms", overhead))
-    if measured is not None:
-        rows.append(row("measured", measured.peak_bytes, "", measured.overhead_text))
+    if verification is not None:
+        rows.append(row("measured", verification.measured_peak_bytes, "", overhead_text(verification)))
     return "\n".join(columns(rows))
 
 
-def _facts(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> str:
+def _facts(
+    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
+) -> str:
     rows = []
     if plan.bound_ms is None:
         rows.append(("time bound", "none known for this method"))
@@ -100,9 +108,9 @@ def _facts(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> st
         rows.append(("time bound", f"{plan.bound_ms:.1f} ms"))
     else:
         rows.append(("time bound", f"no plan within the budget is under {plan.bound_ms:.1f} ms; gap {plan.gap:.2%}"))
-    counts = {action: count for action, count in plan.counts.items() if count}
+    by_action = {action: count for action, count in plan.counts.items() if count}
     amounts = plan.bytes_by_action
-    decided = [f"{action} {count} ({format_bytes(amounts[action])})" for action, count in counts.items()]
+    decided = [f"{action} {count} ({format_bytes(amounts[action])})" for action, count in by_action.items()]
     rows.append(("storages", ", ".join(decided) or "the step stores nothing for backward"))
     kept, kept_bytes = kept_for_replays(plan)
     if kept:
@@ -117,8 +125,7 @@ def _facts(plan: Plan, graph: StepGraph | None, measured: Measured | None) -> st
             ("optimizer.step()", f"{format_bytes(graph.optimizer_step_bytes)} more for a moment, beside the peak")
         )
     rows.append(("taped", _TAPED.get(plan.region, plan.region)))
-    if measured is not None:
-        rows.extend(measured.evidence)
+    rows.extend(checks(verification, counts))
     return "\n".join(line for name, text in rows for line in _wrapped(name, text))
 
 
@@ -128,7 +135,7 @@ def _wrapped(name: str, text: str, indent: int = 19) -> list[str]:
     return [f"{name:<{indent - 1}} {lines[0]}".rstrip(), *(" " * indent + line for line in lines[1:])]
 
 
-def _groups(title: str, groups: tuple[Group, ...]) -> str:
+def _groups(title: str, groups: tuple[ActionTotals, ...]) -> str:
     shown, rest = groups[:_GROUP_ROWS], groups[_GROUP_ROWS:]
     if len(rest) == 1:
         shown, rest = groups, ()
@@ -143,7 +150,7 @@ def _groups(title: str, groups: tuple[Group, ...]) -> str:
     return "\n".join(columns(rows))
 
 
-def _group_row(name: str, groups: list[Group], offload: bool) -> list[str]:
+def _group_row(name: str, groups: list[ActionTotals], offload: bool) -> list[str]:
     def amount(kind: str) -> list[str]:
         count = sum(getattr(g, f"{kind}_count") for g in groups)
         size = sum(getattr(g, f"{kind}_bytes") for g in groups)

@@ -15,16 +15,17 @@ from lowtide.solvers.dispatch import solve
 from lowtide.solvers.pareto_front import FrontierPoint, frontier
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
 
-_SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets at which the methods that make the most of one are asked
+_SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets for the methods that need one
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """Points of (peak bytes, step ms), by method.
+    """Peak memory against step time, of lowtide and of the published methods.
 
     Attributes:
-        front: Of plans that save and recompute. ``moving``: of plans that move storages as well, to tiers whose links
-            are known.
+        front: Plans that save and recompute.
+        moving: Plans that offload too; empty where the costs know no link.
+        classics: Method -> its points of (peak bytes, step ms).
     """
 
     front: list[FrontierPoint]
@@ -70,15 +71,15 @@ def trade_off(
     tiers = [tier for tier in costs.links if tier in TIERS]
     total = points * 2 if tiers else points
 
-    def told(done: int, _: int) -> None:
+    def report_progress(done: int, _: int) -> None:
         if progress is not None:
             progress(done, total)
 
-    front = frontier(graph, costs, points=points, progress=told)
+    front = frontier(graph, costs, points=points, progress=report_progress)
     moving = []
     if tiers:
         moving = frontier(
-            graph, costs, points=points, offload=tiers, progress=lambda done, _: told(points + done, total)
+            graph, costs, points=points, offload=tiers, progress=lambda done, _: report_progress(points + done, total)
         )
     return TradeOff(front, classics, moving)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lowtide.explanation import collapse_path, short_op
+from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
@@ -22,8 +22,8 @@ def evidence(
     candidate: Candidate,
     timeline: Timeline,
     ms_per_byte: float | None,
-) -> dict[str, Any]:
-    """The peak's moment, what fills it, the price of memory, what links carry: plain JSON types.
+) -> Evidence:
+    """The peak's moment, what fills it, the price of memory, what links carry.
 
     Args:
         timeline: What the simulator says of ``candidate``.
@@ -32,26 +32,23 @@ def evidence(
     peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
     holders = _holders(graph, candidate.actions, peak)
     shown = holders[:_MOST_HOLDERS]
-    other = peak.peak_bytes - graph.resident_bytes - sum(row[-1] for row in shown)
+    other = peak.peak_bytes - graph.resident_bytes - sum(group.bytes for group in shown)
     op = None if peak.op is None else graph.ops[peak.op]
     when = "forward"
     if op is not None and (peak.replay or op.backward):
         when = "replay" if peak.replay else "backward"
-    return {
-        "peak": {
-            "when": when,
-            "module": "" if op is None else module_of(graph, op) or "the step itself",
-            "op": "" if op is None else short_op(op.name),
-        },
-        "holders": shown,
-        "other_bytes": other,
-        "ms_per_byte": ms_per_byte,
-        "links": _links(timeline),
-    }
+    return Evidence(
+        when=when,
+        module="" if op is None else module_of(graph, op) or "the step itself",
+        op="" if op is None else short_op(op.name),
+        holders=tuple(shown),
+        other_bytes=other,
+        ms_per_byte=ms_per_byte,
+        links=_links(timeline),
+    )
 
 
-def _links(timeline: Timeline) -> list[list[Any]]:
-    """By link and direction: tier, direction, bytes, busy ms, ms waited, busy share of each slice of the step."""
+def _links(timeline: Timeline) -> tuple[LinkUse, ...]:
     slice_ms = timeline.step_ms / _SLICES
     rows: dict[tuple[str, str], list[Any]] = {}
     for t in timeline.transfers:
@@ -62,11 +59,14 @@ def _links(timeline: Timeline) -> list[list[Any]]:
         for i in range(_SLICES):
             shared_ms = min(t.end_ms, (i + 1) * slice_ms) - max(t.start_ms, i * slice_ms)
             row[5][i] += max(shared_ms, 0.0) / slice_ms if slice_ms else 0.0
-    return [[*row[:5], [round(min(share, 1.0), 3) for share in row[5]]] for row in rows.values()]
+    return tuple(
+        LinkUse(tier, direction, size, busy_ms, waited_ms, tuple(round(min(share, 1.0), 3) for share in shares))
+        for tier, direction, size, busy_ms, waited_ms, shares in rows.values()
+    )
 
 
-def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -> list[list[Any]]:
-    """Kind, module, operator, count and bytes of each group of storages, most bytes first."""
+def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -> list[PeakGroup]:
+    """What fills memory at the peak, most bytes first."""
     freed = {s for s, event in step_facts(graph).death.items() if event < peak.event}
     rows: list[tuple[str, int, int]] = []
     for s, size in peak.replayed.items():
@@ -80,8 +80,8 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -
     for kind, s, size in rows:
         op = graph.ops[graph.storages[s].op or 0]
         groups.setdefault((kind, collapse_path(module_of(graph, op)), short_op(op.name)), []).append(size)
-    found = [[*key, len(sizes), sum(sizes)] for key, sizes in groups.items()]
-    return sorted(found, key=lambda row: (-row[4], row[:3]))
+    found = [PeakGroup(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
+    return sorted(found, key=lambda group: (-group.bytes, group.kind, group.module, group.op))
 
 
 def bottleneck(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> str:

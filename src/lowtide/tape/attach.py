@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from lowtide.errors import PlanMismatchError
+from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
@@ -125,15 +125,14 @@ def apply(
     model: nn.Module,
     plan: Plan,
     *,
-    scratch_dir: str | Path | None = None,
-    checksums: bool = False,
+    offload: Offload | None = None,
+    **deprecated: Unpack[DeprecatedOffload],
 ) -> Iterator[Applied]:
     """Carry out ``plan`` for everything that runs forward inside, the loss too; backward may run inside or after.
 
     Args:
-        scratch_dir: Where a plan that moves storages to disk keeps them; by default the system's directory for
-            temporary files.
-        checksums: Compare what is read from disk with what was written.
+        offload: Where a plan that moves storages to disk or host memory keeps them, and how many bytes at most;
+            by default as many as the plan needs, on disk in the system's directory for temporary files.
 
     Yields:
         An ``Applied``; its ``counts`` say what was dropped, moved and saved.
@@ -143,7 +142,8 @@ def apply(
         UnsupportedModelError: see ``trace``.
         TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
-    with applied(model, plan, TierSettings(scratch_dir, checksums=checksums)) as found:
+    policy = offload_policy(apply, offload, deprecated, stacklevel=4)  # contextlib's frame is between
+    with applied(model, plan, TierSettings.of(policy)) as found:
         yield found
 
 

@@ -120,7 +120,8 @@ class PlanProgram:
                 self.calls[frame.parent].children.setdefault(frame.path, []).append(self.calls[number])
         self.ops: list[PlannedOp] = []
         for recorded in plan.ops:
-            op = PlannedOp(recorded.name, plan.frames[recorded.frame].path, recorded.dynamic, recorded.needs)
+            path = plan.frames[recorded.frame].path
+            op = PlannedOp(recorded.name, path, recorded.dynamic, recorded.num_dropped_inputs)
             self.calls[recorded.frame].ops.append(op)
             self.ops.append(op)
         for d in plan.decisions:

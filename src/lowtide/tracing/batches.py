@@ -20,13 +20,28 @@ class Call:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """A mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``."""
+    call = call_of(batch)
+    return model(*call.args, **call.kwargs)
+
+
+def call_of(batch: Any) -> Call:
+    """The arguments that ``call_model`` passes."""
     if isinstance(batch, Call):
-        return model(*batch.args, **batch.kwargs)
+        return batch
     if isinstance(batch, (tuple, list)):
-        return model(*batch)
+        return Call(tuple(batch), {})
     if _is_mapping(batch):
-        return model(**batch)
-    return model(batch)
+        return Call((), {**batch})
+    return Call((batch,), {})
+
+
+def batch_of(call: Call, like: type) -> Any:
+    """The batch of type ``like`` that ``call_model`` passes as ``call``; ``call`` itself where there is none."""
+    if issubclass(like, (tuple, list)) and not call.kwargs:
+        return like(*call.args) if hasattr(like, "_fields") else like(call.args)
+    if hasattr(like, "keys") and not call.args:
+        return like(call.kwargs)
+    return call.args[0] if len(call.args) == 1 and not call.kwargs else call
 
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:

@@ -27,18 +27,13 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     Raises:
         TypeError: neither an ``Optimizer`` nor a known name.
     """
+    optimizer = checked_optimizer(optimizer)
     if optimizer is None:
         return 0, 0
     if isinstance(optimizer, str):
-        if optimizer.lower() not in _BY_NAME:
-            raise ValueError(f"optimizer={optimizer!r} is not one of {sorted(_BY_NAME)}. Pass the optimizer itself.")
         kind, settings = _BY_NAME[optimizer.lower()], {}
-    elif hasattr(optimizer, "param_groups") and hasattr(optimizer, "state"):
-        kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     else:
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'."
-        )
+        kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     sizes = [local_elements(p) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
     state_each, one = _probe(kind, settings, like, 1)
@@ -47,6 +42,24 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     existing = 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
     state = existing or round(state_each * sum(sizes))
     return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
+
+
+def checked_optimizer(optimizer: Any) -> Any:
+    """The optimizer that keeps the state: what Accelerate and DeepSpeed wrap has it as ``.optimizer``.
+
+    Raises:
+        TypeError: neither an ``Optimizer`` nor a name. ValueError: the name is unknown.
+    """
+    while hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
+        optimizer = inner
+    if isinstance(optimizer, str) and optimizer.lower() not in _BY_NAME:
+        raise ValueError(f"optimizer={optimizer!r} is not one of {sorted(_BY_NAME)}. Pass the optimizer itself.")
+    keeps_state = hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")
+    if optimizer is not None and not isinstance(optimizer, str) and not keeps_state:
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'."
+        )
+    return optimizer
 
 
 def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[float, float]:

@@ -190,6 +190,10 @@ def record(
                     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
                         with recorder.idle():
                             loss, output = forward(partial(_recorded, recorder, model, batch, step))
+                    if received:
+                        raise StepError(
+                            "the step called backward itself.\nReturn the loss and leave its backward to the caller."
+                        )
                     recorder.start_backward()
                     loss.backward()
             finally:

@@ -267,7 +267,7 @@ def accelerator(gpu, monkeypatch):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
     monkeypatch.setattr("lowtide.planner.measure", costs)
-    monkeypatch.setattr("lowtide.api.usable", lambda device, **settings: usable("cuda", **settings))
+    monkeypatch.setattr("lowtide.api.usable", lambda device, policy: usable("cuda", policy))
     monkeypatch.setattr("lowtide.tape.offload.tier_settings.check_tier", lambda tier, device: None)
     return gpu
 
@@ -323,10 +323,10 @@ def test_none_moves_nothing_and_an_amount_that_was_asked_for_is_not_done_without
     model, batch = mlp(8, 64), torch.randn(512, 64)
     accelerator.most_pinned = 1
 
-    with lowtide.fit(model, batch, budget="50%", host_budget=None) as fit:
+    with lowtide.fit(model, batch, budget="50%", offload=lowtide.Offload(host_budget=None)) as fit:
         assert fit.plan.tiers == frozenset() and fit.warnings == []
     with pytest.raises(TierError, match="could not be pinned"):
-        lowtide.fit(model, batch, budget="50%", host_budget="1GiB")
+        lowtide.fit(model, batch, budget="50%", offload=lowtide.Offload(host_budget="1GiB"))
 
 
 def test_what_is_taken_by_itself_is_a_share_of_what_is_free_split_among_ranks(monkeypatch):
@@ -336,8 +336,8 @@ def test_what_is_taken_by_itself_is_a_share_of_what_is_free_split_among_ranks(mo
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert automatic_host_bytes() == 50
-    settings = {"scratch_dir": None, "disk_budget": None, "checksums": False, "host_budget": "auto"}
-    assert usable("cuda", **settings)[1] == {"host": 50} and usable("cpu", **settings)[1] == {}
+    policy = lowtide.Offload()
+    assert usable("cuda", policy)[1] == {"host": 50} and usable("cpu", policy)[1] == {}
 
 
 def test_ops_whose_memory_the_allocator_rounds_up_are_dropped_and_moved_all_the_same(monkeypatch):

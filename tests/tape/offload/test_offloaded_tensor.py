@@ -407,9 +407,9 @@ def test_a_bit_that_flips_on_disk_is_found_by_the_checksum(monkeypatch):
     with monkeypatch.context() as patch:
         flip_a_bit(patch)
         with pytest.raises(TierError, match="the checksum of what came back from byte 0|from byte \\d+ is not that"):
-            under(model, batch, plan, checksums=True)
+            under(model, batch, plan, offload=lowtide.Offload(checksums=True))
 
-    ours, _ = under(model, batch, plan, checksums=True)
+    ours, _ = under(model, batch, plan, offload=lowtide.Offload(checksums=True))
     assert differing(plain(model, batch), ours) == []
 
 
@@ -457,7 +457,9 @@ def test_a_scratch_directory_that_is_not_there_leaves_the_model_untouched(tmp_pa
     before = state_of(model)
 
     with pytest.raises(TierError, match="cannot hold a scratch file: No such file or directory"):
-        with lowtide.apply(model, moving(graph, movable(graph)), scratch_dir=tmp_path / "missing"):
+        with lowtide.apply(
+            model, moving(graph, movable(graph)), offload=lowtide.Offload(scratch_dir=tmp_path / "missing")
+        ):
             pytest.fail("applied")
 
     assert is_clean(model) and same_state(before, state_of(model))

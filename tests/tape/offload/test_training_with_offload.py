@@ -46,7 +46,7 @@ def test_a_decoder_trains_bitwise_under_a_budget_that_recomputing_cannot_reach(t
         lowtide.fit(model, batch, budget=budget)
     theirs = plain(model, batch)
 
-    with lowtide.fit(model, batch, budget=budget, scratch_dir=tmp_path, checksums=True) as fit:
+    with lowtide.fit(model, batch, budget=budget, offload=lowtide.Offload(scratch_dir=tmp_path, checksums=True)) as fit:
         proof = fit.verify(rounds=0)
         torch.manual_seed(7)
         loss, _ = run_step(model, batch, None)
@@ -62,7 +62,7 @@ def test_a_decoder_trains_bitwise_under_a_budget_that_recomputing_cannot_reach(t
 def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept(dear):
     model, batch = mlp(8, 64), torch.randn(512, 64)
 
-    with lowtide.fit(model, batch, budget="40%", disk_budget="1MiB") as fit:
+    with lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(disk_budget="1MiB")) as fit:
         model(batch).square().mean().backward()
         moved = sum(d.bytes for d in fit.plan.decisions if d.action == "disk_offload")
         space = fit._planned[0].tape.tiers["disk"].space if moved else None
@@ -81,7 +81,7 @@ def test_a_new_input_shape_moves_too():
     model, batch = mlp(8, 64), torch.randn(512, 64)
     other = torch.randn(256, 64)
 
-    with lowtide.fit(model, batch, budget=int(2.5 * 2**20), disk_budget="1GiB") as fit:
+    with lowtide.fit(model, batch, budget=int(2.5 * 2**20), offload=lowtide.Offload(disk_budget="1GiB")) as fit:
         theirs = plain(model, other)
         torch.manual_seed(7)
         model.zero_grad()
@@ -108,7 +108,9 @@ def test_a_tier_that_cannot_be_used_is_refused_by_name_and_the_model_is_untouche
     before = state_of(model)
 
     with pytest.raises(error) as caught:
-        lowtide.fit(model, batch, budget="50%", **options)
+        method = {"method": options["method"]} if "method" in options else {}
+        policy = lowtide.Offload(**{name: value for name, value in options.items() if name not in method})
+        lowtide.fit(model, batch, budget="50%", offload=policy, **method)
 
     assert message in str(caught.value)
     assert is_clean(model) and same_state(before, state_of(model))
@@ -119,7 +121,7 @@ def test_a_disk_that_is_full_is_refused_with_numbers(dear, monkeypatch, tmp_path
     monkeypatch.setattr("lowtide.scratch_file.free_bytes", lambda path: 10_000)
 
     with pytest.raises(TierError, match=r"has 9.77 KiB free, the plan moves .* there\.\nMake room"):
-        lowtide.fit(model, batch, budget="40%", scratch_dir=tmp_path, disk_budget="1GiB")
+        lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(scratch_dir=tmp_path, disk_budget="1GiB"))
     assert is_clean(model)
 
 
@@ -128,7 +130,7 @@ def test_a_scratch_directory_in_memory_is_warned_about_and_works(dear, monkeypat
     monkeypatch.setattr("lowtide.scratch_file.file_system", lambda path: "tmpfs")
 
     with pytest.warns(ScratchInMemoryWarning, match="which is memory"):
-        fit = lowtide.fit(model, batch, budget="40%", scratch_dir=tmp_path)
+        fit = lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(scratch_dir=tmp_path))
     fit.remove()
     assert fit.plan.counts["disk_offload"] > 0
 
@@ -145,18 +147,18 @@ def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeyp
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (TierSettings(), {"disk": 2**30}))
 
-    def full(self, storage, dtype):
+    def full(self, storage):
         raise TierError("64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are.\nLower host_budget=.")
 
     monkeypatch.setattr("lowtide.tape.offload.disk_tier.DiskTier.store", full)
 
-    with lowtide.fit(model, batch, budget="50%", host_budget="auto") as fit:
+    with lowtide.fit(model, batch, budget="50%", offload=lowtide.Offload(host_budget="auto")) as fit:
         assert fit.plan.tiers == frozenset() and fit.plan.counts["recompute"] > 0
         assert fit.warnings == [
             "planned without other tiers: 64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are."
         ]
     with pytest.raises(TierError, match="could not be pinned"):
-        lowtide.fit(model, batch, budget="50%", host_budget=None)
+        lowtide.fit(model, batch, budget="50%", offload=lowtide.Offload(host_budget=None))
 
 
 def test_a_link_that_cannot_be_measured_and_was_left_to_us_is_done_without(monkeypatch):
@@ -169,7 +171,7 @@ def test_a_link_that_cannot_be_measured_and_was_left_to_us_is_done_without(monke
 
     monkeypatch.setattr("lowtide.measurement.links._disk", unpinned)
 
-    with lowtide.fit(model, batch, budget="50%", host_budget="auto") as fit:
+    with lowtide.fit(model, batch, budget="50%", offload=lowtide.Offload(host_budget="auto")) as fit:
         assert fit.plan.tiers == frozenset() and "could not be pinned" in fit.warnings[0]
 
 
@@ -179,5 +181,5 @@ def test_fit_compares_what_comes_back_with_what_was_moved_before_it_attaches(dea
     flip_a_bit(monkeypatch)
 
     with pytest.raises(TierError, match=r"the disk tier gave back other bits than it was given, for a tensor of shape"):
-        lowtide.fit(model, batch, budget="40%", disk_budget="1GiB")
+        lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(disk_budget="1GiB"))
     assert is_clean(model) and same_state(before, state_of(model))

@@ -10,6 +10,7 @@ from pathlib import Path
 from lowtide.graph.costs import DISK, HOST
 from lowtide.measurement.available_memory import available_bytes
 from lowtide.measurement.links import check_tier
+from lowtide.options import Offload
 from lowtide.plan import TIER_OF, Plan
 from lowtide.scratch_file import free_bytes, open_scratch
 from lowtide.tape.offload.disk_tier import DiskTier, disk_bytes
@@ -38,6 +39,17 @@ class TierSettings:
     host_budget_bytes: int | None = None
     checksums: bool = False
     open_tiers: Tiers | None = None
+
+    @staticmethod
+    def of(offload: Offload) -> TierSettings:
+        """For a plan that exists already: a budget left to lowtide is what the plan needs."""
+        disk, host = offload.disk_budget, offload.host_budget
+        return TierSettings(
+            offload.scratch_dir,
+            disk_budget_bytes=None if disk is None else _amount("disk_budget", disk),
+            host_budget_bytes=None if host in (None, "auto") else _amount("host_budget", host),
+            checksums=offload.checksums,
+        )
 
     def kept_open(self, plan: Plan) -> TierSettings:
         """Settings with the tiers of ``plan`` open, so that many steps open them once. Raises: see ``open``."""
@@ -83,19 +95,16 @@ class TierSettings:
 
 def usable(
     device: str,
-    *,
-    scratch_dir: str | Path | None,
-    disk_budget: int | str | None,
-    checksums: bool,
-    host_budget: int | str | None,
+    policy: Offload,
 ) -> tuple[TierSettings, dict[str, int]]:
-    """The tiers that a user's settings allow on ``device``, and the most bytes that a plan may offload to each.
+    """The tiers that ``policy`` allows on ``device``, and the most bytes that a plan may offload to each.
 
     Raises:
         TierError: a tier does not exist for this device, or its directory cannot be used.
         ValueError, TypeError: a budget is not an amount of memory.
     """
-    settings = TierSettings(scratch_dir, checksums=checksums)
+    scratch_dir, disk_budget, host_budget = policy.scratch_dir, policy.disk_budget, policy.host_budget
+    settings = TierSettings(scratch_dir, checksums=policy.checksums)
     capacities: dict[str, int] = {}
     if scratch_dir is not None or disk_budget is not None:
         check_tier(DISK, device)

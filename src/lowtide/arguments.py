@@ -1,0 +1,89 @@
+"""Checks of what ``fit`` is given, made before anything runs: one sentence each, with the value and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import StepError
+from lowtide.options import did_you_mean
+from lowtide.solvers.dispatch import METHODS
+from lowtide.tracing.optimizer_state import checked_optimizer
+from lowtide.units import format_bytes, parse_budget
+
+_SMALL_BUDGET_BYTES = 2**20  # an int below is more likely meant in GiB
+_USERS = {"n": ("every_n", "revolve"), "ratio": ("knapsack",)}  # methods that take an option
+_USERS |= dict.fromkeys(("gap", "time_limit_s", "node_limit", "offload"), ("exact",))
+
+
+def check_arguments(model: Any, batch: Any, budget: int | str, step: Any, optimizer: Any) -> None:
+    """Refuse what cannot be planned whatever the model computes.
+
+    Raises:
+        TypeError, ValueError: an argument is of a wrong type or value. StepError: there is nothing to train.
+    """
+    if not isinstance(model, nn.Module):
+        if isinstance(batch, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__} and batch is a {type(batch).__name__}: they are swapped. "
+                "Call fit(model, batch)."
+            )
+        raise TypeError(
+            f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
+        )
+    if next(model.parameters(), None) is None:
+        raise StepError(
+            f"the {type(model).__name__} has no parameter: there is nothing to train.\nPass the module that is trained."
+        )
+    kinds = {kind.__name__ for kind in type(batch).__mro__}
+    if isinstance(batch, Iterator) or "DataLoader" in kinds or ("Dataset" in kinds and step is None):
+        raise TypeError(f"batch is a {type(batch).__name__}, not one batch. Pass one: next(iter(...)).")
+    if step is not None and not callable(step):
+        raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass a function (model, batch) -> loss.")
+    check_budget(budget)
+    checked_optimizer(optimizer)
+
+
+def check_budget(budget: int | str) -> None:
+    """Raises: TypeError, ValueError: ``budget`` is no amount of memory, or more than the plain step's."""
+    parsed = parse_budget(budget)
+    if isinstance(parsed, float) and parsed > 1:
+        raise ValueError(
+            f'budget={budget!r} is more activation memory than the plain step\'s. Pass 100% or less; "100%" changes '
+            "nothing."
+        )
+
+
+def budget_hint(budget: int | str) -> str:
+    """What to say of an int that looks like GiB; "" of any other budget."""
+    if not isinstance(budget, int) or budget >= _SMALL_BUDGET_BYTES:
+        return ""
+    return f"budget={budget} means {format_bytes(budget)}. Did you mean '{budget}GiB'?"
+
+
+def check_method(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown method, and options that the method does not take.
+
+    Args:
+        options: Those that were given, by name.
+
+    Raises:
+        ValueError: with the nearest name, or what takes the option.
+    """
+    if method not in METHODS:
+        raise ValueError(
+            f"method={method!r} is not known.{did_you_mean(str(method), METHODS)} Use one of {', '.join(METHODS)}."
+        )
+    for name, value in options.items():
+        if method not in _USERS[name]:
+            instead = " or ".join(f'method="{user}"' for user in _USERS[name])
+            raise ValueError(f"{name}={value!r} has no meaning for method={method!r}. Leave it out, or use {instead}.")
+
+
+def eval_warning(model: nn.Module) -> str:
+    """What to know of a model in eval mode; "" of one that trains."""
+    if model.training:
+        return ""
+    return "the model is in eval mode: dropout and BatchNorm are off in this plan. Call model.train() first to train"

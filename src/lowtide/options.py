@@ -1,0 +1,121 @@
+"""What ``fit`` is asked for: the budget and method, and where tensors may be stored outside device memory."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+from lowtide.units import parse_budget
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where a plan may store tensors outside device memory, and how many bytes of them.
+
+    A model on CPU may use a file on disk; a model on an accelerator may use pinned host memory.
+
+    Attributes:
+        scratch_dir: Directory of the disk file. Default: the system's directory for temporary files where
+            ``disk_budget`` is given; without both no tensor goes to disk.
+        disk_budget: Most bytes on disk, an int or ``"20GiB"``. Default: nine tenths of what is free in ``scratch_dir``.
+        host_budget: Most bytes of pinned host memory, an int or ``"20GiB"``; None: none. ``"auto"``: half of the
+            available memory, shared among the ranks of this machine; none where pinned memory cannot be used (a
+            warning then says why), where several ranks train the model together, or with another method than exact.
+        checksums: Compare every tensor that is read back from disk with what was written.
+
+    Raises:
+        ValueError, TypeError: a budget is not an amount of memory.
+    """
+
+    scratch_dir: str | Path | None = None
+    disk_budget: int | str | None = None
+    host_budget: int | str | None = "auto"
+    checksums: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("disk_budget", "host_budget"):
+            amount = getattr(self, name)
+            if amount is None or (name == "host_budget" and amount == "auto"):
+                continue
+            if not isinstance(parse_budget(amount, name), int):
+                raise ValueError(f'{name}={amount!r} is not an amount of memory. Pass bytes as an int, or "20GiB".')
+
+    @property
+    def is_automatic(self) -> bool:
+        """No tier is named: a plan without any is as good as asked for."""
+        return self.host_budget == "auto" and self.scratch_dir is None and self.disk_budget is None
+
+
+class DeprecatedOffload(TypedDict, total=False):
+    """The arguments that ``offload=lowtide.Offload(...)`` replaces."""
+
+    scratch_dir: str | Path | None
+    disk_budget: int | str | None
+    host_budget: int | str | None
+    checksums: bool
+
+
+def offload_policy(
+    function: Callable[..., Any], offload: Offload | None, deprecated: Mapping[str, Any], *, stacklevel: int = 3
+) -> Offload:
+    """``offload``, or the policy that the deprecated keyword arguments of ``function`` spell.
+
+    Args:
+        stacklevel: Of the warning, as seen from this function: the line that called ``function``.
+
+    Raises:
+        TypeError: ``offload`` is no ``Offload``, an argument is unknown (the nearest name is shown), or both spellings
+            are used at once.
+    """
+    name = function.__name__
+    known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    for argument in deprecated:
+        if argument not in DeprecatedOffload.__annotations__:
+            near = did_you_mean(argument, [*known, *DeprecatedOffload.__annotations__])
+            raise TypeError(f"{name}() has no argument {argument!r}.{near or ' Use one of ' + ', '.join(known) + '.'}")
+    if offload is not None and not isinstance(offload, Offload):
+        raise TypeError(f"offload={offload!r} is a {type(offload).__name__}. Pass lowtide.Offload(...).")
+    if not deprecated:
+        return offload or Offload()
+    spelling = ", ".join(f"{argument}={value!r}" for argument, value in deprecated.items())
+    if offload is not None:
+        raise TypeError(f"{name}(): {spelling} beside offload=. Pass them inside: offload=lowtide.Offload({spelling}).")
+    warnings.warn(
+        f"{name}({spelling}) is deprecated. Write offload=lowtide.Offload({spelling}).",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+    return Offload(**deprecated)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest of ``known``, after a space; "" where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What ``fit`` was asked for; never changes.
+
+    Attributes:
+        budget: As given: an int in bytes, ``"6GiB"``, ``"40%"`` or ``"auto"``.
+        step: ``(model, batch) -> loss``; None: the loss is the model's own output.
+        solver: Keyword arguments of ``solve`` beyond budget, method and tiers.
+    """
+
+    budget: int | str = "auto"
+    optimizer: Any = None
+    step: Callable[..., Any] | None = None
+    method: str = "exact"
+    solver: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_auto(self) -> bool:
+        """The budget is what the device has free."""
+        return parse_budget(self.budget) == "auto"

@@ -1,0 +1,290 @@
+"""What cannot be planned is refused before anything runs, in one sentence with the value and the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.training_steps import deep, is_clean, mlp
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lowtide
+from lowtide.errors import BudgetInfeasibleError, StepError
+from lowtide.tracing.optimizer_state import optimizer_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+METHODS = "exact, none, full, every_n, sqrt_n, selective, revolve, rotor, knapsack"
+X = torch.randn(4, 16)
+DATA = TensorDataset(X, X)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    def runs(*_: Any, **__: Any) -> None:
+        raise AssertionError("the step ran")
+
+    monkeypatch.setattr("lowtide.planner.record", runs)
+
+
+def refused(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(kind) as error:
+        lowtide.fit(*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"budgte": 1}, TypeError, "fit() has no argument 'budgte'. Did you mean 'budget'?"),
+        ({"scrach_dir": "."}, TypeError, "fit() has no argument 'scrach_dir'. Did you mean 'scratch_dir'?"),
+        (
+            {"method": "ful"},
+            ValueError,
+            f"method='ful' is not known. Did you mean 'full'? Use one of {METHODS}.",
+        ),
+        ({"method": "magic"}, ValueError, f"method='magic' is not known. Use one of {METHODS}."),
+        (
+            {"method": "full", "n": 2},
+            ValueError,
+            'n=2 has no meaning for method=\'full\'. Leave it out, or use method="every_n" or method="revolve".',
+        ),
+        (
+            {"method": "rotor", "ratio": 0.5},
+            ValueError,
+            "ratio=0.5 has no meaning for method='rotor'. Leave it out, or use method=\"knapsack\".",
+        ),
+        (
+            {"method": "full", "gap": 0.0},
+            ValueError,
+            "gap=0.0 has no meaning for method='full'. Leave it out, or use method=\"exact\".",
+        ),
+        (
+            {"budget": "150%"},
+            ValueError,
+            "budget='150%' is more activation memory than the plain step's. Pass 100% or less; \"100%\" changes "
+            "nothing.",
+        ),
+        ({"step": 3}, TypeError, "step=3 is a int. Pass a function (model, batch) -> loss."),
+        ({"offload": "disk"}, TypeError, "offload='disk' is a str. Pass lowtide.Offload(...)."),
+    ],
+    ids=str,
+)
+def test_an_argument_is_refused_before_anything_runs(arguments, kind, message):
+    assert refused(kind, mlp(2), X, **arguments) == message
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [(DataLoader(DATA), "DataLoader"), (iter([X]), "list_iterator"), (DATA, "TensorDataset")],
+    ids=["loader", "iterator", "dataset"],
+)
+def test_what_holds_batches_is_no_batch(batch, name):
+    assert refused(TypeError, mlp(2), batch) == f"batch is a {name}, not one batch. Pass one: next(iter(...))."
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_swapped_arguments_are_named():
+    assert refused(TypeError, X, mlp(2)) == (
+        "model is a Tensor and batch is a Sequential: they are swapped. Call fit(model, batch)."
+    )
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_model_without_parameters_has_nothing_to_train():
+    assert refused(StepError, nn.Tanh(), X).startswith("the Tanh has no parameter: there is nothing to train.")
+
+
+def test_a_small_int_is_asked_about():
+    text = refused(BudgetInfeasibleError, mlp(2), X, budget=6)
+
+    assert text.endswith("\nbudget=6 means 6 B. Did you mean '6GiB'?")
+
+
+def test_a_model_in_eval_mode_is_warned_about():
+    with lowtide.fit(mlp().eval(), X, budget="100%") as fit:
+        assert fit.warnings == [
+            "the model is in eval mode: dropout and BatchNorm are off in this plan. Call model.train() first to train"
+        ]
+    with lowtide.fit(mlp(), X, budget="100%") as fit:
+        assert fit.warnings == []
+
+
+def test_a_step_that_calls_backward_itself_is_refused():
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    model = mlp(2)
+
+    assert refused(StepError, model, X, step=step) == (
+        "the step called backward itself.\nReturn the loss and leave its backward to the caller."
+    )
+    assert is_clean(model) and all(p.grad is None for p in model.parameters())
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class Wrapped:
+    """As DeepSpeed wraps an optimizer: its groups pass through, its constructor takes something else."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict:
+        return self.optimizer.state
+
+
+@pytest.fixture
+def accelerated() -> Iterator[Callable[[Any], Any]]:
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate.Accelerator(cpu=True).prepare_optimizer
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_an_optimizer_prepared_by_accelerate_counts_as_the_one_inside(accelerated):
+    optimizer = torch.optim.AdamW((model := mlp()).parameters())
+    prepared = accelerated(optimizer)
+
+    assert type(prepared) is not torch.optim.AdamW
+    assert optimizer_bytes(prepared, list(model.parameters())) == optimizer_bytes(optimizer, list(model.parameters()))
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda o: Wrapped(Wrapped(o))], ids=["once", "twice"])
+def test_a_wrapped_optimizer_counts_as_the_one_inside(wrap):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = list(model.parameters())
+
+    assert optimizer_bytes(wrap(optimizer), parameters) == optimizer_bytes(optimizer, parameters)
+    with lowtide.fit(model, X, budget="100%", optimizer=wrap(optimizer)) as fit:
+        assert fit.graph.resident["optimizer"] == 2 * 4 * sum(p.numel() for p in parameters)
+
+
+# -- one policy for tiers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_old_arguments_of_tiers_still_work_and_show_the_new_spelling(tmp_path):
+    text = f"fit(scratch_dir={str(tmp_path)!r}) is deprecated. Write offload=lowtide.Offload(scratch_dir="
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(AssertionError, match="the step ran"):
+            lowtide.fit(mlp(2), X, scratch_dir=str(tmp_path))
+
+    assert str(seen[0].message).startswith(text) and seen[0].category is DeprecationWarning
+    assert seen[0].filename == __file__
+
+
+def test_both_spellings_at_once_are_refused():
+    text = refused(TypeError, mlp(2), X, offload=lowtide.Offload(), checksums=True)
+
+    assert text == ("fit(): checksums=True beside offload=. Pass them inside: offload=lowtide.Offload(checksums=True).")
+
+
+@pytest.mark.parametrize("verb", ["apply", "verify"])
+def test_apply_and_verify_take_the_same_policy(verb, tmp_path):
+    model = mlp(2)
+    plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.Costs((1.0,) * len(graph.ops)), method="none")
+
+    def act(**arguments: Any) -> None:
+        if verb == "verify":
+            lowtide.verify(model, X, plan, rounds=0, **arguments)
+        else:
+            with lowtide.apply(model, plan, **arguments):
+                model(X)
+
+    act(offload=lowtide.Offload(scratch_dir=tmp_path, checksums=True))
+    with pytest.warns(DeprecationWarning, match=rf"^{verb}\(scratch_dir=") as seen:
+        act(scratch_dir=tmp_path)
+    assert seen[0].filename == __file__
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) has no argument 'offlod'. Did you mean 'offload'\?"):
+        act(offlod=1)
+
+
+@pytest.mark.parametrize("amount", ["40%", "auto"])
+def test_a_disk_budget_is_an_amount(amount):
+    with pytest.raises(ValueError, match=f"^disk_budget='{amount}' is not an amount of memory"):
+        lowtide.Offload(disk_budget=amount)
+
+
+# -- a replan keeps what was asked for --------------------------------------------------------------------------------
+
+
+def test_a_new_shape_is_planned_by_the_method_that_was_asked_for(monkeypatch):
+    model = deep()
+    asked = []
+    solve = lowtide.solve
+    monkeypatch.setattr("lowtide.planner.solve", lambda *a, **k: asked.append(k) or solve(*a, **k))
+    # The second shape is larger and does not fit: it runs at the least that the method reaches.
+    with lowtide.fit(model, torch.randn(16, 32), budget="100%", method="revolve", n=2) as fit:
+        absolute = fit.plan.plain_peak_bytes
+    asked.clear()
+    with lowtide.fit(model, torch.randn(16, 32), budget=absolute, method="revolve", n=2) as fit:
+        model(torch.randn(256, 32)).square().mean().backward()
+
+        assert [plan.method for plan in fit.plans.values()] == ["revolve", "revolve"]
+    assert len(asked) == 3 and all((k["method"], k["n"]) == ("revolve", 2) for k in asked)
+    assert any(line.startswith("no plan fits") for line in fit.warnings)
+
+
+def test_a_new_shape_is_planned_by_the_users_step_where_its_call_shows_the_batch(drops_all):
+    losses = []
+
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        losses.append(len(batch["input"]))
+        return model(**batch).exp().sum()
+
+    model = mlp()
+    with lowtide.fit(model, {"input": X}, step=step, budget="100%") as fit:
+        losses.clear()
+        model(input=torch.randn(6, 16)).exp().sum().backward()
+
+        assert set(losses) == {6}
+        assert [planned.plan.region for planned in fit._planned] == ["step", "step"]
+        assert fit._planned[1].tape.counts.mismatched == 0 and fit._planned[1].tape.counts.dropped
+        assert fit.warnings == []
+
+
+def test_a_new_shape_of_a_step_that_takes_more_is_said_not_to_count_what_is_outside(drops_all):
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    model = mlp()
+    with lowtide.fit(model, (X, X), step=step, budget="100%") as fit:
+        y = torch.randn(6, 16)
+        nn.functional.mse_loss(model(y), y).backward()
+
+        assert len(fit.warnings) == 1
+        assert fit.warnings[0].startswith("planned for train float32[6,16] from the call of the model alone: step= ")
+        assert fit._planned[1].tape.counts.dropped
+
+        fit.add((torch.randn(8, 16), torch.randn(8, 16)))
+        model(torch.randn(8, 16)).sum().backward()
+        assert len(fit.warnings) == 1
+
+
+def test_an_error_of_lowtides_own_does_not_end_training(monkeypatch, drops_all):
+    model = mlp()
+    with lowtide.fit(model, X, budget="100%") as fit:
+
+        def fails(*_: Any) -> None:
+            raise lowtide.ReplayError("a replay failed.")
+
+        monkeypatch.setattr(fit._planner, "_rehearse", fails)
+        model(torch.randn(6, 16)).sum().backward()
+
+        assert fit.warnings[-1].endswith("everything is saved (a replay failed.)")
