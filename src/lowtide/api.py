@@ -198,12 +198,12 @@ class Fit:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
         logger.info("lowtide plans again: %s (%s)", reason, signature)
         region, self._region = self._region, None
-        watcher, module_calls.active.watcher = module_calls.active.watcher, None
+        watcher, module_calls.thread_state.observer = module_calls.thread_state.observer, None
         try:
             with suspended(self.model):
                 planned = self._planner.make(call, None, fall_back=True)
         finally:
-            module_calls.active.watcher, self._region = watcher, region
+            module_calls.thread_state.observer, self._region = watcher, region
         planned.replans = before.replans + 1 if before else 0
         self._remember(planned, signature)
         return planned

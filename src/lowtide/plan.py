@@ -89,6 +89,7 @@ class Plan:
         bound_ms: No plan within the budget has a shorter step; None without a budget. ``bound_model``: which plans that
             speaks of, in words.
         max_inflight_bytes: Most bytes of moved storages that may be on their way out at once.
+        written_parameters: Names of the parameters that the step itself writes.
         evidence: What ``explain`` needs beyond the decisions; empty in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
@@ -113,6 +114,7 @@ class Plan:
     bound_model: str = ""
     max_inflight_bytes: int = 0
     evidence: dict[str, Any] = field(default_factory=dict)
+    written_parameters: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -216,6 +218,7 @@ class Plan:
             body["frames"] = tuple(Frame(*f) for f in body["frames"])
             body["ops"] = tuple(PlannedOp(name, frame, bool(dyn), *rest) for name, frame, dyn, *rest in body["ops"])
             body["calls"] = tuple(body["calls"])
+            body["written_parameters"] = tuple(body.get("written_parameters", ()))
             plan = Plan(**body)
             read_evidence(plan.evidence)
             read_links(plan.evidence)

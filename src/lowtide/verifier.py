@@ -20,7 +20,7 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import wraps
-from lowtide.tracing.restore import rehearsal, same_bits
+from lowtide.tracing.restore import preserve_training_state, same_bits
 from lowtide.tracing.subclasses import parts, shards_in
 from lowtide.tracing.tracer import Step, device_of, run_step
 
@@ -102,15 +102,15 @@ def verify_in(
         if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
         places = places.held(plan)
-        plain, _ = _outcome(model, batch, step, None, places, plan.provenance)
-        ours, counts = _outcome(model, batch, step, plan, places, plan.provenance)
+        plain, _ = _outcome(model, batch, step, None, places, plan.written_parameters)
+        ours, counts = _outcome(model, batch, step, plan, places, plan.written_parameters)
         differing = [name for name in plain if not _same(plain[name], ours.get(name))]
         del plain, ours
-        measured = _peak(model, batch, step, plan, places, device, plan.provenance)
-        plain_measured = _peak(model, batch, step, None, places, device, plan.provenance)
+        measured = _peak(model, batch, step, plan, places, device, plan.written_parameters)
+        plain_measured = _peak(model, batch, step, None, places, device, plan.written_parameters)
         overhead = float("nan")
         if rounds:
-            with rehearsal(model, batch, provenance=plan.provenance):
+            with preserve_training_state(model, batch, written_parameters=plan.written_parameters):
                 times = compare_times(
                     {
                         "plain": lambda: _run(model, batch, step, None, places),
@@ -145,7 +145,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module) or not getattr(model._compiled_call_impl, "lowtide", False):
         yield
         return
-    calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_ours(m._compiled_call_impl)]
+    calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_lowtide_call(m._compiled_call_impl)]
     for module, call in calls:
         module._compiled_call_impl = getattr(call, "before", None)
     try:
@@ -165,11 +165,16 @@ def _run(model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, pla
 
 
 def _outcome(
-    model: nn.Module, batch: Any, step: Step | None, plan: Plan | None, places: TierSettings, provenance: dict[str, str]
+    model: nn.Module,
+    batch: Any,
+    step: Step | None,
+    plan: Plan | None,
+    places: TierSettings,
+    written_parameters: tuple[str, ...],
 ) -> tuple[dict[str, Any], Counts]:
     """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
     counts = Counts()
-    with rehearsal(model, batch, zero_grads=False, provenance=provenance):
+    with preserve_training_state(model, batch, zero_grads=False, written_parameters=written_parameters):
         with torch.enable_grad():
             with attach.applied(model, plan, places) if plan is not None else nullcontext() as applied:
                 loss, output = run_step(model, batch, step)
@@ -200,12 +205,12 @@ def _peak(
     plan: Plan | None,
     places: TierSettings,
     device: torch.device,
-    provenance: dict[str, str],
+    written_parameters: tuple[str, ...],
 ) -> int:
     """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
     # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
     times = _PEAKS_OF_SENDERS if shards_in(model) else 1
-    with rehearsal(model, batch, provenance=provenance):
+    with preserve_training_state(model, batch, written_parameters=written_parameters):
         return min(peak_bytes(lambda: _run(model, batch, step, plan, places), device) for _ in range(times))
 
 

@@ -17,7 +17,7 @@ from support.training_steps import differing, drop_everything, outcome, plain, p
 import lowtide
 from lowtide.plan import RECOMPUTE
 from lowtide.tape import recipes, tape, values
-from lowtide.tracing.metadata_guard import MetadataGuard
+from lowtide.tracing.data_assignment import DataAssignmentGuard
 
 EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
     "equal", "differs", "refused by name", "plain PyTorch refuses it too", "fails only here", "nothing to recompute",
@@ -73,7 +73,7 @@ def no_random_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_looks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MetadataGuard, "before", lambda self, tensor: None)
+    patch.setattr(DataAssignmentGuard, "check", lambda self, tensor: None)
 
 
 def no_strides(patch: pytest.MonkeyPatch) -> None:

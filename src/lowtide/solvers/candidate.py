@@ -123,6 +123,7 @@ def build_plan(
         bound_model="" if bound is None else MOVES_HOLD_FOR if candidate.capacities else HOLDS_FOR,
         max_inflight_bytes=candidate.moves.max_inflight_bytes,
         evidence=evidence(graph, candidate.actions, candidate.replays, timeline, bound, candidate.moves),
+        written_parameters=graph.written_parameters,
         provenance={**graph.provenance, **candidate.provenance, **searched},
     )
 

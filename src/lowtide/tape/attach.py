@@ -16,8 +16,9 @@ from lowtide.plan import Plan
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import Node, Program
 from lowtide.tape.tape import Counts, Tape
-from lowtide.tracing import fsdp_recording, module_calls
+from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
 
 
@@ -31,7 +32,7 @@ class GuardedCall:
 
     def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, Node] | None]) -> None:
         self._model = weakref.ref(model)
-        self._compiled = module_calls.call_of(model)
+        self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self.choose = choose
 
@@ -39,14 +40,14 @@ class GuardedCall:
         model = self._model()
         assert model is not None
         call = self._compiled or model._call_impl
-        watcher = module_calls.active.watcher
+        watcher = module_calls.thread_state.observer
         if watcher is not None:
             return _inside(watcher, call, args, kwargs)
         if not torch.is_grad_enabled() or steps_aside():
             return call(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
-            opened = module_calls.active.watcher  # choosing may have begun a region for the whole step
+            opened = module_calls.thread_state.observer  # choosing may have begun a region for the whole step
             return call(*args, **kwargs) if opened is None else _inside(opened, call, args, kwargs)
         tape, node = chosen
         if not tape.free.acquire(blocking=False):  # another thread is in this very tape: here all is saved
@@ -58,7 +59,7 @@ class GuardedCall:
             tape.free.release()
 
 
-def _inside(watcher: module_calls.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def _inside(watcher: module_calls.CallObserver, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """The model is called in a region that is taped already."""
     if not torch.is_grad_enabled() and isinstance(watcher, Tape):
         watcher.pause()

@@ -39,7 +39,7 @@ from lowtide.tape.values import (
     views_a_leaf,
 )
 from lowtide.tracing import module_calls
-from lowtide.tracing.fsdp import PauseDuringFsdp
+from lowtide.tracing.fsdp.observer import PauseDuringFsdp
 from lowtide.tracing.operators import allocated_bytes, draws, storage_of, wraps, written_arguments, written_tensors
 from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
 
@@ -205,7 +205,7 @@ class Tape(TorchDispatchMode):
         self._off -= 1
 
     @property
-    def gathering(self) -> PauseDuringFsdp:
+    def fsdp_observer(self) -> PauseDuringFsdp:
         """FSDP's own work, in forward and in backward, is no part of the step."""
         return PauseDuringFsdp(self)
 
@@ -418,15 +418,15 @@ class _Region:
         except BaseException:
             self.hooks.__exit__()
             raise
-        self.before = module_calls.active.watcher
-        module_calls.active.watcher = tape
+        self.before = module_calls.thread_state.observer
+        module_calls.thread_state.observer = tape
         return tape
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         tape = self.tape
-        module_calls.active.watcher = self.before
+        module_calls.thread_state.observer = self.before
         try:
             tape.__exit__(kind, error, trace)
         finally:
