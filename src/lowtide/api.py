@@ -25,8 +25,8 @@ from lowtide.tape.program import Node
 from lowtide.tape.tape import Audit, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors
-from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.subclasses import shards_in
+from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of
 from lowtide.units import parse_budget
 from lowtide.verifier import Verification, suspended, verify_in
@@ -155,7 +155,7 @@ class Fit:
         planned = self._by_call.get(signature)
         if signature in self._unplanned:
             return None
-        if planned is None and shards_in(model):
+        if planned is None and wrapped_parameters(model):
             self._unplanned.add(signature)
             self._planner.warn(
                 f"no plan for {signature}: everything is saved (rehearsals of a sharded model need all ranks: call "
@@ -192,7 +192,7 @@ class Fit:
         planned.seen_mismatches = met.mismatched
         many = new > 0.02 * max(1, sum(bool(s.drops) for s in planned.program.slots))
         # What a sharded model ran elsewhere is not known here, and planning anew needs all ranks.
-        return many and planned.replans < _REPLANS and not shards_in(self.model)
+        return many and planned.replans < _REPLANS and not wrapped_parameters(self.model)
 
     def _plan_again(self, signature: str, call: Call, before: Planned | None) -> Planned:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
@@ -294,7 +294,7 @@ def fit(
         StepError, UnsupportedModelError: the step cannot be planned; the model is as it was.
         TierError: a tier that was asked for is not on this machine, or cannot be used; likewise.
     """
-    model = unwrapped(model)
+    model = unwrap_ddp(model)
     settings = Settings(parse_budget(budget), optimizer, method, options)
     fitted = Fit(model, settings, step)
     if not isinstance(model, nn.Module):

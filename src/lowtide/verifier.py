@@ -18,10 +18,10 @@ from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.tape import Counts
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
-from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.operators import wraps
+from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.restore import preserve_training_state, same_bits
-from lowtide.tracing.subclasses import parts, shards_in
+from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, run_step
 
 _PEAKS_OF_SENDERS = 3  # measurements of the peak of a step that communicates
@@ -94,12 +94,12 @@ def verify_in(
 ) -> Verification:
     """``verify``, with all that may be said of tiers."""
     note = ""
-    model, batch = unwrapped(model), without_history(batch)
+    model, batch = unwrap_ddp(model), without_history(batch)
     with suspended(model):
         attach.check_plan_fits(model, plan)
         device = device_of(model)
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
-        if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
+        if short and not wrapped_parameters(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
         places = places.held(plan)
         plain, _ = _outcome(model, batch, step, None, places, plan.written_parameters)
@@ -191,8 +191,10 @@ def _outcome(
 def _same(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
-    if wraps(type(a)):
-        return type(a) is type(b) and all(same_bits(*pair) for pair in zip(parts(a), parts(b), strict=True))
+    if is_wrapper_type(type(a)):
+        return type(a) is type(b) and all(
+            same_bits(*pair) for pair in zip(plain_tensors(a), plain_tensors(b), strict=True)
+        )
     if a.layout is not torch.strided:
         return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
     return same_bits(a, b)
@@ -209,7 +211,7 @@ def _peak(
 ) -> int:
     """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
     # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-    times = _PEAKS_OF_SENDERS if shards_in(model) else 1
+    times = _PEAKS_OF_SENDERS if wrapped_parameters(model) else 1
     with preserve_training_state(model, batch, written_parameters=written_parameters):
         return min(peak_bytes(lambda: _run(model, batch, step, plan, places), device) for _ in range(times))
 

@@ -286,7 +286,7 @@ def shifted(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_weight_in_parts_that_only_replays_read_must_not_change_either(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(subclasses.Versions, "catch_up", lambda self: None)
+        monkeypatch.setattr(subclasses.WrapperVersions, "catch_up", lambda self: None)
     plain, model = Parts(shifted), Parts(shifted)
     plan = harshest(model, X)
     right = parts_step(plain, between=lambda: plain.shift.data.mul_(2))
@@ -310,7 +310,7 @@ def drifting(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_an_in_place_write_that_only_the_wrapper_counts_is_seen(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(tape, "count_writes", lambda *call: [])
+        monkeypatch.setattr(tape, "bump_versions_of_parts", lambda *call: [])
     plain, model = Parts(drifting), Parts(drifting)
     plan = harshest(model, X)
     plain.extra = model.extra = True
@@ -348,7 +348,7 @@ def summed_in_place(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_a_collective_is_given_counts_as_written(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(signature_probe, "writes_unsaid", lambda func: False)
+        monkeypatch.setattr(signature_probe, "may_write_undeclared", lambda func: False)
     graph = lowtide.trace(Parts(summed_in_place), X)
     given = {s for op in graph.ops if op.name.startswith("c10d.allreduce_") for s in op.reads}
 

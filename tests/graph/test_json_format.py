@@ -198,7 +198,8 @@ def test_a_version_that_is_not_known_is_refused_by_name():
         json_format.from_dict(to_dict(linear_and_relu()) | {"version": 3})
 
     assert str(caught.value) == (
-        "not a graph: field 'version' is 3, not 1 to 2, the ones known here. Trace the step again, or restore the file."
+        "not a graph: field 'version' is 3, not 1 or 2, the versions known here. "
+        "Trace the step again, or restore the file."
     )
 
 

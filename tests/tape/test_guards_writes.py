@@ -44,9 +44,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def statistics_are_handed_over(patch: pytest.MonkeyPatch) -> None:
     """Replays pass the running statistics on, as the forward call did."""
-    patch.setattr(operators, "LEFT_OUT_OF_REPLAYS", {})
-    patch.setattr(recorder, "left_out", lambda func, args: ())
-    patch.setattr(recipes, "left_out", lambda func, args: ())
+    patch.setattr(operators, "OMITTED_IN_REPLAYS", {})
+    patch.setattr(recorder, "omitted_in_replay", lambda func, args: ())
+    patch.setattr(recipes, "omitted_in_replay", lambda func, args: ())
 
 
 def no_list(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Graphs and costs from JSON, checked before anything believes them.
 
-Whatever is wrong is a ``GraphFormatError`` that names the field: a solver fed a damaged graph would answer, wrongly.
-Beyond types and ranges this checks what solvers and the simulator take for granted: ops run once, in the order of
-their ids; a storage is read, freed or packed only after it was made; a saved tensor is unpacked after it was packed.
+What is wrong is a ``GraphFormatError`` that names the field: from a damaged graph a solver would return a wrong plan.
+Beyond types and ranges this checks what solvers and the simulator rely on: ops run once, in the order of their ids; a
+storage is read, freed or packed only after it was made; a saved tensor is unpacked after it was packed.
+Writes version 2; reads versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -334,7 +335,7 @@ class _Checker:
             raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
         # The version first: a file of another version misses fields too, and this says why.
         self.that(
-            body.get("version") == version, "version", body.get("version"), f"1 to {version}, the ones known here"
+            body.get("version") == version, "version", body.get("version"), f"1 or {version}, the versions known here"
         )
         for name in names:
             if name not in body:

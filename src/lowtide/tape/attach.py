@@ -17,7 +17,7 @@ from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import Node, Program
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
-from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing.data_parallel import unwrap_ddp
 from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
 
@@ -139,7 +139,7 @@ def apply(
 @contextmanager
 def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Applied]:
     """``apply``, with all that may be said of tiers."""
-    model = unwrapped(model)
+    model = unwrap_ddp(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)

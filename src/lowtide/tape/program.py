@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.plan import RECOMPUTE, TIER_OF, Plan
-from lowtide.tracing.operators import draws_random_numbers, may_leave_out
+from lowtide.tracing.operators import draws_random_numbers, may_omit_arguments
 
 
 class Move(NamedTuple):
@@ -79,7 +79,7 @@ class Slot:
         self.func = func
         self.kernel = getattr(func, "_op", func)
         self.random = func is not None and draws_random_numbers(func)
-        self.spares = func is not None and may_leave_out(func)
+        self.spares = func is not None and may_omit_arguments(func)
 
 
 class Node:

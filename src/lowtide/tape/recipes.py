@@ -24,7 +24,7 @@ from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import Slot
 from lowtide.tape.values import Kept, Shape, Value, View, placeholder_for, value_of
-from lowtide.tracing.operators import left_out, tensors_in
+from lowtide.tracing.operators import omitted_in_replay, tensors_in
 from lowtide.tracing.restore import same_bits
 
 _AS_THEY_ARE = frozenset({int, float, bool, type(None)})
@@ -54,7 +54,7 @@ class Recipe(Value):
         self.rng: GeneratorState | None = None
         self.on_audit: Callable[[bool], None] | None = None
         self._finish: tuple[_Finish, ...] = ()
-        if slot.spares and (spared := left_out(slot.func, tuple(args))):
+        if slot.spares and (spared := omitted_in_replay(slot.func, tuple(args))):
             args = [None if i in spared else a for i, a in enumerate(args)]
         inputs: tuple[Value, ...] = ()
         # In line for what nearly every argument is: this runs for each dropped op of every step.

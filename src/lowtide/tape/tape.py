@@ -40,8 +40,15 @@ from lowtide.tape.values import (
 )
 from lowtide.tracing import module_calls
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
-from lowtide.tracing.operators import allocated_bytes, draws, storage_of, wraps, written_arguments, written_tensors
-from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
+from lowtide.tracing.operators import (
+    allocated_bytes,
+    draws,
+    is_wrapper_type,
+    storage_of,
+    written_arguments,
+    written_tensors,
+)
+from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _FRESH = 2  # references to the memory of a tensor nobody else has: its own and that of the storage's Python object
 
@@ -130,7 +137,7 @@ class Tape(TorchDispatchMode):
         self._off = 0
         self._step_over = False  # in a region that holds whole steps: backward has begun
         self._whole_step = False
-        self._wrapped = bool(shards_in(model))
+        self._wrapped = bool(wrapped_parameters(model))
 
     # -- regions ------------------------------------------------------------------------------------------------
 
@@ -216,10 +223,12 @@ class Tape(TorchDispatchMode):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if types and not on_fakes() and any(map(wraps, types)):  # what it does to their parts comes here by itself
-            count_writes(func, args, kwargs or {})
+        if (
+            types and not fake_mode_is_on() and any(map(is_wrapper_type, types))
+        ):  # what it does to their parts comes here by itself
+            bump_versions_of_parts(func, args, kwargs or {})
             return NotImplemented
-        if graph_task() != -1 or self._off or (self._wrapped and on_fakes()):
+        if graph_task() != -1 or self._off or (self._wrapped and fake_mode_is_on()):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._step_over:
             if not torch.is_grad_enabled():  # the optimizer's own work between two steps
@@ -356,7 +365,7 @@ class Tape(TorchDispatchMode):
         if type(tensor) is torch.nn.Parameter or views_a_leaf(tensor):
             return Kept(tensor)
         # An output that is saved gets its history only after this: it looks like a leaf now.
-        return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
+        return PackedWrapper(tensor, self.pack) if is_wrapper_type(type(tensor)) else Kept(detached(tensor))
 
     @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -381,7 +390,7 @@ class Tape(TorchDispatchMode):
             if packed.changed():
                 raise _modified_in_place(packed)
             return packed.tensor
-        if isinstance(packed, Packed):
+        if isinstance(packed, PackedWrapper):
             return packed.unpack(self.unpack)
         return packed.unpack() if isinstance(packed, _Outer) else packed
 

@@ -18,7 +18,7 @@ import torch
 
 from lowtide.graph.step_graph import FREE, RUN, Op, StepGraph
 from lowtide.tracing.live_storages import LiveStorages
-from lowtide.tracing.operators import FILLERS, fills_its_storage
+from lowtide.tracing.operators import SCATTERS, fills_its_storage
 
 
 class GradientSums:
@@ -47,7 +47,7 @@ class GradientSums:
             # A node's own formula may add two temporaries of its own; the engine adds what an earlier node left.
             if any(n is not None and self._made_by.get(n) not in (None, self._current_node()) for n in terms):
                 self.targets[op] = tuple(n for n in terms if n is not None)
-        elif func in FILLERS:
+        elif func in SCATTERS:
             filled = self._live.id_of(args[0])
             if filled is not None and self._made_by.get(filled) == self._current_node():
                 self.targets[op] = (filled,)

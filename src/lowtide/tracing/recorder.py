@@ -32,13 +32,13 @@ from lowtide.tracing.operators import (
     draws,
     draws_random_numbers,
     fills_its_storage,
-    left_out,
+    is_wrapper_type,
+    omitted_in_replay,
     packet_name,
     shape_depends_on_values,
     storage_of,
     tensors_in,
     why_not_replayed,
-    wraps,
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
@@ -104,10 +104,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         builder, id_of = self.builder, self.live.id_of
-        if builder.ops_ignored or not builder.recording or func.namespace == "profiler" or subclasses.on_fakes():
+        if builder.ops_ignored or not builder.recording or func.namespace == "profiler" or subclasses.fake_mode_is_on():
             return func(*args, **kwargs)
-        if types and any(map(wraps, types)):
-            for part in subclasses.count_writes(func, args, kwargs):
+        if types and any(map(is_wrapper_type, types)):
+            for part in subclasses.bump_versions_of_parts(func, args, kwargs):
                 if (number := id_of(part)) is not None:
                     builder.end_completion(number)
             return NotImplemented
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
                 )
         reads = tuple(dict.fromkeys(n for n in map(id_of, inputs) if n is not None))
         opaque = any(storage_of(t) is None for t in inputs)
-        not_replayed = [id_of(args[i]) for i in left_out(func, args) if isinstance(args[i], torch.Tensor)]
+        not_replayed = [id_of(args[i]) for i in omitted_in_replay(func, args) if isinstance(args[i], torch.Tensor)]
         reads = tuple(n for n in reads if n not in not_replayed)
         to_write = written_tensors(func, args, kwargs)
         writes = tuple(dict.fromkeys(n for n in map(id_of, to_write) if n is not None))
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
             return reason
         if opaque:
             return "reads a tensor without one plain storage"
-        if any(map(builder.changes_during_step, reads)):
+        if any(builder.changes_during_step(s) for s in reads):
             return "reads memory that is written during the step"
         if builder.region == "model" and builder.frame == 0:
             return "runs outside the model"

@@ -15,7 +15,7 @@ from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import preserve_ddp_state
 from lowtide.tracing.fsdp.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
-from lowtide.tracing.subclasses import parts
+from lowtide.tracing.subclasses import plain_tensors
 
 
 def rng_state(cuda: bool) -> tuple:
@@ -66,7 +66,7 @@ def _preserve(model: nn.Module, batch: Any, zero_grads: bool, written_parameters
         *batch_tensors(batch),
         *(p for n, p in model.named_parameters() if n in written_parameters),
     ]
-    data = [t for whole in data for t in parts(whole) if storage_of(t) is not None]
+    data = [t for whole in data for t in plain_tensors(whole) if storage_of(t) is not None]
     homes = [
         (p, p.data) for p in parameters if storage_of(p) is not None
     ]  # a step may give a parameter other memory (``p.data = ...``)

@@ -15,7 +15,7 @@ from lowtide.tracing.fsdp.recording import FsdpRecording
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
-from lowtide.tracing.operators import wraps
+from lowtide.tracing.operators import is_wrapper_type
 
 _SMALL_BYTES = 1024
 
@@ -70,8 +70,8 @@ class SavedTensorHooks:
         builder = self._builder
         if not builder.recording:
             return tensor.detach()
-        if wraps(type(tensor)):
-            return subclasses.Packed(tensor, self.pack)
+        if is_wrapper_type(type(tensor)):
+            return subclasses.PackedWrapper(tensor, self.pack)
         compiled = self._compiled.current
         number = self._live.id_of(tensor) if compiled is None else compiled.id_of(tensor)
         if number is None:
@@ -82,7 +82,7 @@ class SavedTensorHooks:
             self.fsdp.check_reads((number,))
         if builder.region == "model" and builder.frame == 0:
             builder.fix(number, "stored outside the model")
-        with builder.ignoring_ops(), torch.no_grad():
+        with builder.ignoring_ops():
             if builder.storages[number].op is None:
                 return HeldTensor(tensor.detach(), saved, builder.add_release)
             # Backward uses integers as indices: a blank would be another step.
@@ -94,7 +94,7 @@ class SavedTensorHooks:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        if isinstance(packed, subclasses.Packed):
+        if isinstance(packed, subclasses.PackedWrapper):
             return packed.unpack(self.unpack)
         self._builder.add_event(UNPACK, packed.saved)
         if isinstance(packed, HeldTensor):

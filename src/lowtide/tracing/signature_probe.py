@@ -14,7 +14,7 @@ import torch
 from lowtide.measurement.allocator import run_with_workspace
 from lowtide.measurement.op_inputs import describe
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.operators import SENDERS, fingerprint, writes_unsaid
+from lowtide.tracing.operators import COMMUNICATES, fingerprint, may_write_undeclared
 
 
 class SignatureProbe:
@@ -47,8 +47,8 @@ class SignatureProbe:
             return self._first_run(signature, func, args, kwargs, inputs)
 
     def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
-        if func.namespace in SENDERS:  # what they write may come after the call has returned: no use looking
-            self.undeclared_writes[signature] = list(range(len(inputs))) if writes_unsaid(func) else []
+        if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
+            self.undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
             self.workspace_bytes[signature] = 0
             return func(*args, **kwargs)
         before = [fingerprint(t) for t in inputs]

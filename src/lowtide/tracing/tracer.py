@@ -1,7 +1,7 @@
-"""``trace``: one rehearsal of a training step, as a StepGraph.
+"""``trace``: records one training step as a StepGraph.
 
-Runs the step once on the real tensors, with everything autograd stores left out (see ``recorder``), so it works
-where the plain step would not fit. Leaves gradients, buffers, batch and random generators as it found them.
+Runs the step once on the real tensors without holding what autograd stores (see ``recorder``), so it works where the
+plain step would not fit. Gradients, buffers, batch and random generators are afterwards as they were before.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.data_parallel import bucket_bytes, unwrapped, wrapper_of
+from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrap_ddp
 from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_supported
 from lowtide.tracing.gradient_sums import fold
-from lowtide.tracing.operators import storage_of, wraps
+from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.restore import preserve_training_state
-from lowtide.tracing.subclasses import local_bytes, parts, shards_in
+from lowtide.tracing.subclasses import local_bytes, plain_tensors, wrapped_parameters
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
@@ -101,13 +101,13 @@ def check_supported(model: nn.Module) -> None:
             )
     if reason := why_not_supported(model):
         raise UnsupportedModelError(f"{reason}, which the tape does not carry out yet.\nTrain without lowtide.")
-    if wrapper_of(model) is not None and shards_in(model):
+    if ddp_wrapper_of(model) is not None and wrapped_parameters(model):
         raise UnsupportedModelError(
             "DistributedDataParallel around DTensor parameters is not carried out: ranks that rehearse together would "
             "be two groups.\nUse fully_shard on a mesh of two dimensions, or train without lowtide."
         )
     for name, parameter in model.named_parameters():
-        inner = [type(t.data) for t in parts(parameter)]
+        inner = [type(t.data) for t in plain_tensors(parameter)]
         if unknown := [kind for kind in inner if kind is not torch.Tensor]:
             raise UnsupportedModelError(
                 f"parameter {name} is a {unknown[0].__name__}: subclass parameters other than DTensors are not taped "
@@ -164,7 +164,7 @@ def record(
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
-    model, batch = unwrapped(model), without_history(batch)
+    model, batch = unwrap_ddp(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")
@@ -182,7 +182,9 @@ def record(
         resident=_resident_bytes(model, batch, device, received | with_gradient) | {"optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
         written_parameters=tuple(
-            name for name, p in model.named_parameters() if any(recorder.live.find(t) in writes for t in parts(p))
+            name
+            for name, p in model.named_parameters()
+            if any(recorder.live.find(t) in writes for t in plain_tensors(p))
         ),
         provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
     )
@@ -256,7 +258,7 @@ class _RootCall:
         finally:
             builder.leave()
         # Outside, a wrapper may be written in place, which its parts do not count: no replay may read them.
-        for part in (p for t in batch_tensors(output) if wraps(type(t)) for p in parts(t)):
+        for part in (p for t in batch_tensors(output) if is_wrapper_type(type(t)) for p in plain_tensors(t)):
             if (number := live.id_of(part)) is not None:
                 builder.mark_written(number)
         return output
@@ -265,14 +267,14 @@ class _RootCall:
 def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
     live = recorder.live
     for p in model.parameters():
-        for t in parts(p):
+        for t in plain_tensors(p):
             live.id_of(t, "parameter")
-        for t in parts(p.grad) if p.grad is not None else ():
+        for t in plain_tensors(p.grad) if p.grad is not None else ():
             live.id_of(t, "gradient")
     for b in model.buffers():
-        for t in parts(b):
+        for t in plain_tensors(b):
             live.id_of(t, "buffer")
-    for t in (part for whole in batch_tensors(batch) for part in parts(whole)):
+    for t in (part for whole in batch_tensors(batch) for part in plain_tensors(whole)):
         number = live.id_of(t, "input")
         storage = storage_of(t)
         if number is not None and storage is not None and not storage.resizable():
@@ -285,7 +287,7 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
 
     def total(tensors: Any) -> int:
         count = 0
-        for t in (part for whole in tensors for part in parts(whole)):
+        for t in (part for whole in tensors for part in plain_tensors(whole)):
             storage = storage_of(t)
             if storage is None or storage.device != device or storage._cdata in seen:
                 continue
@@ -300,7 +302,7 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
     }
     grads = [local_bytes(p) for name, p in model.named_parameters() if name in with_grad]
     by_part["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
-    by_part["other"] = bucket_bytes(model)
+    by_part["other"] = ddp_bucket_bytes(model)
     if device.type == "cuda":
         existing = total(p.grad for p in model.parameters() if p.grad is not None)
         known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.tracing.fsdp.units import units_of, was_gathered, whole_tensors
-from lowtide.tracing.subclasses import parts
+from lowtide.tracing.subclasses import plain_tensors
 
 
 class FsdpObserver(Protocol):
@@ -142,7 +142,7 @@ class _ObservedUnit:
             return
         for param in self.fsdp_params:
             if was_gathered(param):
-                for tensor in parts(param._unsharded_param):
+                for tensor in plain_tensors(param._unsharded_param):
                     if id(tensor) not in self._lowtide_stamps and not tensor.is_inference():
                         self._lowtide_stamps[id(tensor)] = tensor._version, _stamp(param)
                         _set_version(tensor, tensor._version + 1)
@@ -154,7 +154,7 @@ class _ObservedUnit:
 
     def _restore_versions(self) -> None:
         for param in filter(was_gathered, self.fsdp_params):
-            for tensor in parts(param._unsharded_param):
+            for tensor in plain_tensors(param._unsharded_param):
                 version, stamp = self._lowtide_stamps.pop(id(tensor), (None, None))
                 if version is not None and stamp == _stamp(param):
                     _set_version(tensor, version)
