@@ -310,13 +310,13 @@ def dump(name: str, case: Case, folder: Path) -> str:
     import lowtide
     from lowtide.graph import json_format
     from lowtide.measurement.allocator import peak_bytes
-    from lowtide.tracing.restore import rehearsal
+    from lowtide.tracing.restore import preserve_training_state
 
     traced = lowtide.trace(case.model, case.batch, step=case.step)
     costs = lowtide.measure(traced)
     # Signatures say how to time an op, and are most of the file. Their numbers stay: equal ones take equal time.
     graph = replace(traced, signatures=tuple({} for _ in traced.signatures))
-    with rehearsal(case.model, case.batch):
+    with preserve_training_state(case.model, case.batch):
         measured = peak_bytes(lambda: case.step(case.model, case.batch).backward())
     folder.mkdir(parents=True, exist_ok=True)
     json_format.save(graph, folder / f"{name}.json.gz")

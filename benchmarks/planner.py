@@ -119,7 +119,7 @@ class Outcome:
 
         import lowtide
         from lowtide.measurement.allocator import peak_bytes
-        from lowtide.tracing.restore import rehearsal
+        from lowtide.tracing.restore import preserve_training_state
 
         def run() -> None:
             with lowtide.apply(case.model, plan) if plan is not None else nullcontext() as applied:
@@ -130,7 +130,7 @@ class Outcome:
 
         self.left: dict[str, Any] = {}
         torch.manual_seed(SEED)
-        with rehearsal(case.model, case.batch):
+        with preserve_training_state(case.model, case.batch):
             self.peak_bytes = resident_bytes + peak_bytes(run)
             self.left |= {f"gradient of {n}": p.grad for n, p in case.model.named_parameters()}
             self.left |= {f"buffer {n}": b.clone() for n, b in case.model.named_buffers()}

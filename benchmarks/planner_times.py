@@ -76,7 +76,7 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
     import torch
 
     import lowtide
-    from lowtide.tracing.restore import rehearsal
+    from lowtide.tracing.restore import preserve_training_state
 
     torch.set_num_threads(1)
     case = build(name, quick=quick)
@@ -94,7 +94,7 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
             yield shared | {"budget": budget, "status": "infeasible"}
         except Exception as error:
             yield shared | {"budget": budget} | failed(error)
-    with rehearsal(case.model, case.batch):
+    with preserve_training_state(case.model, case.batch):
         plain, _, ratios = compared(case, plans, rounds)
     for budget, plan in plans.items():
         ratio = ratios[budget]

@@ -28,8 +28,8 @@ from lowtide.tape.region import TapedRegion
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_of, batch_tensors, call_of
-from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.subclasses import shards_in
+from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of
 from lowtide.verifier import Verification, suspended, verify_in
 
@@ -179,7 +179,7 @@ class Fit:
         planned = self._by_signature.get(signature)
         if signature in self._refused_signatures:
             return None
-        if planned is None and shards_in(model):
+        if planned is None and wrapped_parameters(model):
             self._refuse(signature, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
             return None
         if planned is None or self._drifted(planned):
@@ -216,7 +216,7 @@ class Fit:
         planned.seen_mismatches = mismatched
         many = new > _DRIFT * max(1, sum(bool(s.drops) for s in planned.program.ops))
         # Other ranks of a sharded model would have to plan again too, and do not know of this.
-        return many and planned.replans < _MAX_REPLANS and not shards_in(self.model)
+        return many and planned.replans < _MAX_REPLANS and not wrapped_parameters(self.model)
 
     def _plan_again(self, signature: str, call: Call, before: PlannedShape | None) -> PlannedShape:
         reason = "the step ran other ops than those traced" if before else "an input shape not seen before"
@@ -225,12 +225,12 @@ class Fit:
         batch = call if step is None or self._batch_type is None else batch_of(call, self._batch_type)
         shows_batch = not isinstance(batch, Call)
         region, self._region = self._region, None
-        watcher, module_calls.active.watcher = module_calls.active.watcher, None
+        observer, module_calls.thread_state.observer = module_calls.thread_state.observer, None
         try:
             with suspended(self.model):
                 planned = self._planner.make(batch, step if shows_batch else None, allow_least=True)
         finally:
-            module_calls.active.watcher, self._region = watcher, region
+            module_calls.thread_state.observer, self._region = observer, region
         if step is not None and not shows_batch:
             self._planner.warn(
                 f"planned for {signature} from the call of the model alone: step= takes more than the call shows, so "
@@ -323,7 +323,7 @@ def fit(
         TierError: a tier that was asked for is not on this machine, or cannot be used; the model is as it was.
     """
     policy = offload_policy(fit, offload, deprecated)
-    model = unwrapped(model)
+    model = unwrap_ddp(model)
     check_arguments(model, batch, budget, step, optimizer)
     given = {"n": n, "ratio": ratio, "gap": gap, "time_limit_s": time_limit_s, "node_limit": node_limit}
     given = {name: value for name, value in given.items() if value is not None}

@@ -91,6 +91,7 @@ class Plan:
         bound_ms: No plan within the budget has a shorter step; None without a budget.
         bound_model: The set of plans that ``bound_ms`` holds for, in words.
         max_inflight_bytes: Most bytes of offloaded storages in flight at once.
+        written_parameters: Names of the parameters that the step itself writes.
         evidence: What ``explain`` needs beyond the decisions; None in plans made before there was any.
         status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
     """
@@ -115,6 +116,7 @@ class Plan:
     bound_model: str = ""
     max_inflight_bytes: int = 0
     evidence: Evidence | None = None
+    written_parameters: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -36,7 +36,7 @@ from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
-from lowtide.tracing.restore import rehearsal
+from lowtide.tracing.restore import preserve_training_state
 from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes
 
@@ -229,7 +229,10 @@ class Planner:
             share_bytes = max(allowance, 0) // (3 if unproven else 2)
             tape.audit = Audit(program, share_bytes, differed.append)
             tape.comparison_bytes = share_bytes if unproven else 0
-            with rehearsal(model, batch, provenance=planned.plan.provenance), _installed(model):
+            with (
+                preserve_training_state(model, batch, written_parameters=planned.plan.written_parameters),
+                _installed(model),
+            ):
                 with torch.enable_grad(), TapedRegion(tape, program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]

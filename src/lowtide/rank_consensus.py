@@ -17,8 +17,8 @@ from torch import nn
 from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.tracing.data_parallel import wrapper_of
-from lowtide.tracing.subclasses import shards_in
+from lowtide.tracing.data_parallel import ddp_wrapper_of
+from lowtide.tracing.subclasses import wrapped_parameters
 
 T = TypeVar("T")
 
@@ -27,10 +27,10 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that train ``model`` together; None if there is one only."""
-    wrapper = wrapper_of(model)
+    wrapper = ddp_wrapper_of(model)
     if wrapper is not None:
         return None if dist.get_world_size(wrapper.process_group) == 1 else wrapper.process_group
-    meshes = {id(p.device_mesh): p.device_mesh for p in shards_in(model)}.values()
+    meshes = {id(p.device_mesh): p.device_mesh for p in wrapped_parameters(model)}.values()
     ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
     if len(ranks) < 2:
         return None

@@ -21,10 +21,10 @@ from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import program_of
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
-from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.operators import wraps
-from lowtide.tracing.restore import rehearsal, same_bits
-from lowtide.tracing.subclasses import parts, shards_in
+from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.operators import is_wrapper_type
+from lowtide.tracing.restore import preserve_training_state, same_bits
+from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, run_step
 
 _PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
@@ -99,12 +99,12 @@ def verify_in(
 ) -> Verification:
     """``verify`` with tiers that may be open already."""
     note = ""
-    model, batch = unwrapped(model), without_history(batch)
+    model, batch = unwrap_ddp(model), without_history(batch)
     with suspended(model):
         attach.check_plan_fits(model, plan)
         device = device_of(model)
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
-        if short and not shards_in(model):  # the ranks of a sharded model run the same steps, or wait for ever
+        if short and not wrapped_parameters(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
         steps = _Steps(model, batch, step, plan, tiers.kept_open(plan))
         plain, _ = steps.outcome(planned=False)
@@ -138,7 +138,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module) or not getattr(model._compiled_call_impl, "lowtide", False):
         yield
         return
-    calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_ours(m._compiled_call_impl)]
+    calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_lowtide_call(m._compiled_call_impl)]
     for module, call in calls:
         module._compiled_call_impl = getattr(call, "before", None)
     try:
@@ -170,7 +170,7 @@ class _Steps:
     def peak_bytes(self, *, planned: bool) -> int:
         """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
         # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-        times = _PEAK_REPEATS if shards_in(self.model) else 1
+        times = _PEAK_REPEATS if wrapped_parameters(self.model) else 1
         with self._rehearsal():
             return min(peak_bytes(lambda: self._run(planned=planned), device_of(self.model)) for _ in range(times))
 
@@ -185,7 +185,9 @@ class _Steps:
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
     def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:
-        return rehearsal(self.model, self.batch, zero_grads=zero_grads, provenance=self.plan.provenance)
+        return preserve_training_state(
+            self.model, self.batch, zero_grads=zero_grads, written_parameters=self.plan.written_parameters
+        )
 
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""
@@ -200,8 +202,10 @@ class _Steps:
 def _same(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
-    if wraps(type(a)):
-        return type(a) is type(b) and all(same_bits(*pair) for pair in zip(parts(a), parts(b), strict=True))
+    if is_wrapper_type(type(a)):
+        return type(a) is type(b) and all(
+            same_bits(*pair) for pair in zip(plain_tensors(a), plain_tensors(b), strict=True)
+        )
     if a.layout is not torch.strided:
         return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
     return same_bits(a, b)

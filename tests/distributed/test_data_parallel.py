@@ -60,7 +60,7 @@ def test_aliases_share_memory_and_leave_nothing_behind(monkeypatch):
     model[0].tied = model[0].weight
     before = dict(model.named_parameters())
     flat = list(model[1]._flat_weights)
-    monkeypatch.setattr(data_parallel, "wrapper_of", lambda model: object())
+    monkeypatch.setattr(data_parallel, "ddp_wrapper_of", lambda model: object())
 
     with data_parallel.preserve_ddp_state(model):
         inside = dict(model.named_parameters())

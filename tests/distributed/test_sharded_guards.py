@@ -22,7 +22,8 @@ from lowtide import planner
 from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.tape import tape
-from lowtide.tracing import fsdp, fsdp_recording, operators, signature_table, subclasses
+from lowtide.tracing import operators, signature_probe, subclasses
+from lowtide.tracing.fsdp import observer, recording, units
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(0, sharded_training.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -73,16 +74,14 @@ def test_everything_that_may_be_dropped_is_and_the_step_is_the_same(shard):
 def test_what_crosses_a_unit_is_saved_and_what_stays_inside_is_not():
     graph = lowtide.trace(net(), IDS)
     why = {s.fixed for s in graph.storages if s.kind == "activation"}
-    outputs = [s for s in graph.storages if s.fixed == fsdp_recording.CROSSES]
+    outputs = [s for s in graph.storages if s.fixed == recording.CROSSES]
 
-    assert fsdp_recording.CROSSES in why and len(outputs) >= 2
-    assert not any(
-        s.fixed == fsdp_recording.CROSSES for s in lowtide.trace(net(reshard_after_forward=False), IDS).storages
-    )
+    assert recording.CROSSES in why and len(outputs) >= 2
+    assert not any(s.fixed == recording.CROSSES for s in lowtide.trace(net(reshard_after_forward=False), IDS).storages)
 
 
 def test_a_recipe_that_reaches_into_a_sharded_unit_is_an_error_by_name(monkeypatch):
-    monkeypatch.setattr(fsdp_recording.FsdpRecording, "read", lambda self, storages: None)
+    monkeypatch.setattr(recording.FsdpRecording, "check_reads", lambda self, storages: None)
     model = net()
     plan = harshest(model)
 
@@ -107,7 +106,7 @@ def test_weights_changed_between_forward_and_backward_are_an_error():
 
 
 def test_without_their_stamp_changed_weights_give_other_gradients_in_silence(monkeypatch):
-    monkeypatch.setattr(fsdp, "_stamp", lambda param: ())
+    monkeypatch.setattr(observer, "_stamp", lambda param: ())
     before, model = net(), net()
     plan = harshest(model)
 
@@ -120,7 +119,7 @@ def test_the_tape_looks_away_while_the_model_is_gathered(monkeypatch):
     torch.manual_seed(3)
     with lowtide.apply(model, plan) as right:
         model(IDS).backward()
-    monkeypatch.setattr(fsdp.PauseDuringFsdp, "work", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(observer.PauseDuringFsdp, "hook", lambda self: contextlib.nullcontext())
     with lowtide.apply(model, plan) as lost:
         model(IDS).backward()
 
@@ -131,7 +130,7 @@ def test_the_tape_looks_away_while_the_model_is_gathered(monkeypatch):
 def test_gathered_bytes_come_and_go_in_the_plan():
     model = net()
     graph = lowtide.trace(model, IDS)
-    gathers = [op for op in graph.ops if op.name == fsdp_recording.NAME]
+    gathers = [op for op in graph.ops if op.name == recording.NAME]
     whole = sum(p.numel() * p.element_size() for p in model.layers[0].parameters())
 
     assert sorted(op.backward for op in gathers) == [False] * 3 + [True] * 2  # the root stays whole
@@ -149,12 +148,12 @@ def test_a_unit_that_is_not_gathered_in_backward_is_not_replayed():
 
 def test_watching_ends_with_the_plan():
     model = net()
-    types = [type(unit) for unit in fsdp.units_of(model)]
+    types = [type(unit) for unit in units.units_of(model)]
     with lowtide.apply(model, harshest(model)):
-        assert all(type(unit) is not kind for unit, kind in zip(fsdp.units_of(model), types, strict=True))
+        assert all(type(unit) is not kind for unit, kind in zip(units.units_of(model), types, strict=True))
 
-    assert [type(unit) for unit in fsdp.units_of(model)] == types
-    assert not any(name.startswith("_lowtide") for unit in fsdp.units_of(model) for name in vars(unit))
+    assert [type(unit) for unit in units.units_of(model)] == types
+    assert not any(name.startswith("_lowtide") for unit in units.units_of(model) for name in vars(unit))
 
 
 def test_a_step_that_fails_while_it_is_planned_leaves_fsdp_ready():
@@ -168,7 +167,7 @@ def test_a_step_that_fails_while_it_is_planned_leaves_fsdp_ready():
         lowtide.fit(model, IDS)
     del model.layers[1].down.forward
 
-    assert all(state._training_state.name == "IDLE" for _, state in fsdp.states_of(model))
+    assert all(state._training_state.name == "IDLE" for _, state in units.states_of(model))
     assert step(model) == step(net())
 
 
@@ -217,7 +216,7 @@ REFUSED = {
 
 def offloaded(model: nn.Module) -> None:
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    for unit in fsdp.units_of(model):
+    for unit in units.units_of(model):
         for param in unit.fsdp_params:
             param.device = torch.device("cuda")  # as where it computes elsewhere than it keeps
 
@@ -287,7 +286,7 @@ def shifted(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_weight_in_parts_that_only_replays_read_must_not_change_either(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(subclasses.Versions, "catch_up", lambda self: None)
+        monkeypatch.setattr(subclasses.WrapperVersions, "catch_up", lambda self: None)
     plain, model = Parts(shifted), Parts(shifted)
     plan = harshest(model, X)
     right = parts_step(plain, between=lambda: plain.shift.data.mul_(2))
@@ -311,7 +310,7 @@ def drifting(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_an_in_place_write_that_only_the_wrapper_counts_is_seen(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(tape, "count_writes", lambda *call: [])
+        monkeypatch.setattr(tape, "bump_versions_of_parts", lambda *call: [])
     plain, model = Parts(drifting), Parts(drifting)
     plan = harshest(model, X)
     plain.extra = model.extra = True
@@ -349,7 +348,7 @@ def summed_in_place(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_a_collective_is_given_counts_as_written(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(signature_table, "writes_unsaid", lambda func: False)
+        monkeypatch.setattr(signature_probe, "may_write_undeclared", lambda func: False)
     graph = lowtide.trace(Parts(summed_in_place), X)
     given = {s for op in graph.ops if op.name.startswith("c10d.allreduce_") for s in op.reads}
 

@@ -44,6 +44,8 @@ def linear_and_relu() -> StepGraph:
         saved=(1, 3),
         events=events,
         calls=("float32[16,16]",),
+        written_parameters=("linear.weight",),
+        recorded_ms={1: 0.25},
         provenance={"torch": "2.13.0"},
     )
 
@@ -63,7 +65,7 @@ def test_a_gz_name_means_a_gzip_file_and_equal_graphs_equal_bytes(tmp_path):
     for name in ("one.json.gz", "two.json.gz"):
         json_format.save(linear_and_relu(), tmp_path / name)
 
-    assert json.loads(gzip.decompress((tmp_path / "one.json.gz").read_bytes()))["version"] == 1
+    assert json.loads(gzip.decompress((tmp_path / "one.json.gz").read_bytes()))["version"] == 2
     assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
 
 
@@ -120,6 +122,10 @@ DEFECTS = [
     ("unknown region", ["region"], "moon", "region"),
     ("device that is no text", ["device"], None, "device"),
     ("provenance that is no text", ["provenance", "torch"], 2, "provenance.torch"),
+    ("written parameter that is no text", ["written_parameters", 0], 2, "written_parameters[0]"),
+    ("recorded time of an unknown signature", ["recorded_ms", 0, 0], 2, "recorded_ms[0].signature"),
+    ("recorded time that is none", ["recorded_ms", 0, 1], -1.0, "recorded_ms[0].ms"),
+    ("completes a later op", ["ops", 1, 10], 1, "ops[1].completes_inplace"),
     ("flag that is no flag", ["ops", 0, 2], 2, "ops[0].backward"),
 ]
 
@@ -145,6 +151,56 @@ def test_a_missing_field_is_named(field):
 
     with pytest.raises(GraphFormatError, match=f"'{field}'"):
         json_format.from_dict(body)
+
+
+def version_1(graph: StepGraph) -> dict:
+    """``graph`` as version 1 wrote it."""
+    body = to_dict(graph) | {"version": 1}
+    body["provenance"] = body["provenance"] | {"writes_parameters": " ".join(body.pop("written_parameters"))}
+    times = dict(body.pop("recorded_ms"))
+    body["signatures"] = [s | {"ms": times[i]} if i in times else s for i, s in enumerate(body["signatures"])]
+    return body
+
+
+def test_a_graph_of_version_1_is_read_with_what_it_kept_in_other_fields():
+    graph = linear_and_relu()
+
+    assert json_format.from_dict(version_1(graph)) == graph
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("provenance", {"writes_parameters": 3}, "provenance.writes_parameters"),
+        ("signatures", ["mm"], "signatures[0]"),
+        ("signatures", [{"ms": "long"}, {}], "recorded_ms[0].ms"),
+        ("ops", None, "ops"),
+    ],
+)
+def test_a_damaged_graph_of_version_1_is_refused_by_name(field, value, named):
+    with pytest.raises(GraphFormatError) as caught:
+        json_format.from_dict(version_1(linear_and_relu()) | {field: value})
+
+    assert f"field '{named}'" in str(caught.value)
+
+
+def test_costs_of_version_1_are_read():
+    costs = Costs(op_ms=(0.5, 1.25), dispatch_us=5.5)
+    body = json_format.costs_to_dict(costs) | {"version": 1}
+    body["mode_us"] = body.pop("dispatch_us")
+    del body["links"]
+
+    assert json_format.costs_from_dict(body) == costs
+
+
+def test_a_version_that_is_not_known_is_refused_by_name():
+    with pytest.raises(GraphFormatError) as caught:
+        json_format.from_dict(to_dict(linear_and_relu()) | {"version": 3})
+
+    assert str(caught.value) == (
+        "not a graph: field 'version' is 3, not 1 or 2, the versions known here. "
+        "Trace the step again, or restore the file."
+    )
 
 
 def test_the_message_says_what_the_value_is_and_the_way_out():
@@ -209,7 +265,7 @@ def test_a_time_that_is_no_time_is_refused_by_name(field, time):
     assert f"field '{field}" in str(caught.value)
 
 
-@pytest.mark.parametrize(("field", "value"), [("version", 2), ("source", "other"), ("op_ms", 3), ("device_name", 4)])
+@pytest.mark.parametrize(("field", "value"), [("version", 3), ("source", "other"), ("op_ms", 3), ("device_name", 4)])
 def test_costs_of_another_kind_are_refused_by_name(field, value):
     body = json_format.costs_to_dict(Costs(op_ms=(1.0,))) | {field: value}
 

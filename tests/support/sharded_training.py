@@ -22,8 +22,8 @@ from lowtide import planner
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.tracing.operators import wraps
-from lowtide.tracing.subclasses import parts
+from lowtide.tracing.operators import is_wrapper_type
+from lowtide.tracing.subclasses import plain_tensors
 
 VOCABULARY = 60
 
@@ -41,7 +41,7 @@ class Collectives(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(map(wraps, types)):
+        if any(map(is_wrapper_type, types)):
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func) and "wrap" not in str(func):
             self.seen[str(func)] += 1
@@ -171,7 +171,7 @@ def digest(tensors: Any) -> str:
     """Equal for equal bits of what this rank has."""
     found = hashlib.sha256()
     for tensor in tensors:
-        for part in [] if tensor is None else parts(tensor.detach()):
+        for part in [] if tensor is None else plain_tensors(tensor.detach()):
             found.update(part.flatten().view(torch.uint8).numpy().tobytes())
         found.update(b"|")
     return found.hexdigest()

@@ -124,7 +124,7 @@ def is_clean(model: nn.Module) -> bool:
         modes == 0
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
-        and module_calls.active.watcher is None
+        and module_calls.thread_state.observer is None
         and all(m._compiled_call_impl is None for m in model.modules())
     )
 

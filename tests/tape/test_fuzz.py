@@ -17,7 +17,7 @@ from support.training_steps import differing, drop_everything, outcome, plain, p
 import lowtide
 from lowtide.plan import RECOMPUTE
 from lowtide.tape import recipes, tape, values
-from lowtide.tracing.metadata_guard import MetadataGuard
+from lowtide.tracing.data_assignment import DataAssignmentGuard
 
 EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
     "equal", "differs", "refused by name", "plain PyTorch refuses it too", "fails only here", "nothing to recompute",
@@ -72,15 +72,15 @@ def no_random_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tape, "draws", lambda func, args, kwargs: False)
 
 
-def no_metadata_guard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MetadataGuard, "before", lambda self, tensor: None)
+def no_data_assignment_guard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DataAssignmentGuard, "check", lambda self, tensor: None)
 
 
 def no_strides(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(values.ViewSpec, "view_of", lambda self, base: base.flatten()[: self.size.numel()].view(self.size))
 
 
-@pytest.mark.parametrize("remove", [no_inplace_ops_in_recipes, no_random_state, no_metadata_guard, no_strides])
+@pytest.mark.parametrize("remove", [no_inplace_ops_in_recipes, no_random_state, no_data_assignment_guard, no_strides])
 def test_a_program_tells_when_a_guard_is_gone(remove, monkeypatch):
     remove(monkeypatch)
 

@@ -32,7 +32,7 @@ from lowtide import LowtideError
 from lowtide.tape import recipes, replay, values
 from lowtide.tape.execution_state import GeneratorState
 from lowtide.tracing import recorder
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +65,7 @@ def test_a_backward_may_overwrite_what_it_unpacked():
 
 
 def test_a_backward_that_overwrites_what_it_unpacked_spoils_a_replay_without_the_guard(monkeypatch):
-    monkeypatch.setattr(Recorder, "written", lambda self, storage: None)
+    monkeypatch.setattr(GraphBuilder, "mark_written", lambda self, storage: None)
 
     assert "gradient of layers.0.weight" in wrong(Net(overwritten), torch.randn(4, 8))
 
@@ -322,7 +322,7 @@ def test_in_place_chains_are_right(make):
 
 
 def no_versions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recorder, "written", lambda self, storage: None)
+    patch.setattr(GraphBuilder, "mark_written", lambda self, storage: None)
     patch.setattr(values.Kept, "__init__", _unversioned)
 
 

@@ -33,8 +33,8 @@ import lowtide
 from lowtide import ReplayError, UnsupportedModelError, planner
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.tape import recipes, replay, tape, values
-from lowtide.tracing import metadata_guard, operators, recorder, signature_table
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing import data_assignment, operators, recorder, signature_probe
+from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,9 +44,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def statistics_are_handed_over(patch: pytest.MonkeyPatch) -> None:
     """Replays pass the running statistics on, as the forward call did."""
-    patch.setattr(operators, "LEFT_OUT_OF_REPLAYS", {})
-    patch.setattr(recorder, "left_out", lambda func, args: ())
-    patch.setattr(recipes, "left_out", lambda func, args: ())
+    patch.setattr(operators, "OMITTED_IN_REPLAYS", {})
+    patch.setattr(recorder, "omitted_in_replay", lambda func, args: ())
+    patch.setattr(recipes, "omitted_in_replay", lambda func, args: ())
 
 
 def no_list(patch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def no_list(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_first_sight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature_table, "fingerprint", lambda tensor: ())
+    patch.setattr(signature_probe, "fingerprint", lambda tensor: ())
 
 
 BATCH_NORM_GUARDS = {
@@ -241,7 +241,7 @@ def test_what_read_a_parameter_before_its_data_was_written_is_saved():
 
 
 def test_what_read_a_parameter_before_its_data_was_written_is_wrong_without_the_guard(monkeypatch):
-    monkeypatch.setattr(Recorder, "written", lambda self, storage: None)
+    monkeypatch.setattr(GraphBuilder, "mark_written", lambda self, storage: None)
 
     assert "gradient of layers.1.weight" in wrong(Net(writes_a_parameter), torch.randn(4, 8))
 
@@ -346,7 +346,7 @@ def test_a_view_that_is_assigned_to_through_data_is_refused(forward):
 @pytest.mark.parametrize("forward", TURNS)
 def test_a_view_that_is_assigned_to_through_data_is_wrong_without_the_refusal(forward, monkeypatch):
     model, x = Net(forward), torch.randn(8, 8)
-    monkeypatch.setattr(metadata_guard.MetadataGuard, "returned", lambda self, tensor, storage, written: None)
+    monkeypatch.setattr(data_assignment.DataAssignmentGuard, "add_view", lambda self, tensor, storage, written: None)
 
     assert differing(plain(model, x), planned(model, x, harshest(model, x)))
 
@@ -393,7 +393,7 @@ def test_a_batch_in_memory_that_numpy_owns_may_be_refilled_before_backward():
 
 
 def test_a_refilled_batch_is_replayed_wrongly_without_the_guard(monkeypatch):
-    monkeypatch.setattr(Recorder, "fix", lambda self, number, reason: None)
+    monkeypatch.setattr(GraphBuilder, "fix", lambda self, number, reason: None)
 
     assert refilled(Net(scaled_and_shifted))
 

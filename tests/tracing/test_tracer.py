@@ -1,6 +1,8 @@
 """What ``trace`` sees of a step, and that simulating it gives the allocator's own peak."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lowtide.graph.json_format import from_dict
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, to_dict
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.simulation.simulator import simulate_actions
+from lowtide.tracing.gradient_sums import GradientSums
 
 
 def peak_of(model, batch, step=None) -> int:
@@ -129,14 +132,14 @@ def test_every_graph_reads_back_equal_from_json(name):
 
 
 def test_without_folding_the_engines_sums_the_recurrent_peak_is_wrong(monkeypatch):
-    monkeypatch.setattr("lowtide.tracing.recorder.fold", lambda step, sums: step)
+    monkeypatch.setattr("lowtide.tracing.tracer.fold", lambda graph, targets: graph)
     model, batch = Recurrent(), torch.randn(8, 12, 16)
 
     assert simulated_peak(model, batch, mean_square) > 1.01 * peak_of(model, batch)
 
 
 def test_without_workspace_the_convolutions_peak_is_wrong(monkeypatch):
-    monkeypatch.setattr("lowtide.tracing.signature_table.run_with_workspace", lambda fn, device: (fn(), 0, 0))
+    monkeypatch.setattr("lowtide.tracing.signature_probe.run_with_workspace", lambda fn, device: (fn(), 0, 0))
     model, batch = conv_net(), torch.randn(4, 3, 16, 16)
 
     assert simulated_peak(model, batch, mean_square) < 0.99 * peak_of(model, batch)
@@ -259,7 +262,63 @@ def test_what_backward_is_handed_is_held_until_its_op_has_run(forward, name):
     made = next(s.id for s in graph.storages if s.op is not None and graph.ops[s.op].name == name)
     handles = [i for i, s in enumerate(graph.saved) if s == made]
 
-    signatures_seen = [kind for kind, number in graph.events if kind == RUN or (kind != FREE and number in handles)]
-    signatures_seen = signatures_seen[signatures_seen.index(UNPACK) :]
+    kinds = [kind for kind, number in graph.events if kind == RUN or (kind != FREE and number in handles)]
+    kinds = kinds[kinds.index(UNPACK) :]
 
-    assert signatures_seen.index(RUN) < signatures_seen.index(DROP) < signatures_seen.index(RELEASE)
+    assert kinds.index(RUN) < kinds.index(DROP) < kinds.index(RELEASE)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad + grad  # the tracer asks which node runs, and holds it
+        raise ctx.error("half-way")
+
+
+@pytest.fixture
+def nodes_in_reach(monkeypatch):
+    """What autograd holds for the recorder leads to the recorder's nodes: a cycle through C++ that nobody collects."""
+
+    def lead_there(self, live):
+        before(self, live)
+        live._builder.sums = self
+
+    before = GradientSums.__init__
+    monkeypatch.setattr(GradientSums, "__init__", lead_there)
+
+
+def parameters_left_by_a_failed_backward(error: type[BaseException]) -> int:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    parameters = [weakref.ref(p) for p in model.parameters()]
+
+    def step(model, x):
+        return model[2](FailsInBackward.apply(model[:2](x), error)).square().mean()
+
+    with pytest.raises(error, match="half-way"):
+        lowtide.trace(model, torch.randn(3, 4), step=step)
+    del model
+    gc.collect()
+    return sum(p() is not None for p in parameters)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_model_is_freed_after_its_backward_has_failed_in_a_trace(error, nodes_in_reach):
+    assert parameters_left_by_a_failed_backward(error) == 0
+
+
+def test_without_forgetting_the_nodes_a_failed_trace_keeps_the_model(monkeypatch, nodes_in_reach):
+    monkeypatch.setattr(GradientSums, "forget_nodes", lambda self: None)
+
+    assert parameters_left_by_a_failed_backward(ValueError) == 4
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_autograd_holds_leads_to_no_node(error, monkeypatch):
+    monkeypatch.setattr(GradientSums, "forget_nodes", lambda self: None)
+
+    assert parameters_left_by_a_failed_backward(error) == 0

@@ -1,4 +1,4 @@
-"""Milliseconds per op and bytes per second, on one device: plain data that ``measure`` fills in."""
+"""Milliseconds per op, and bytes per second to each tier, on one device: plain data that ``measure`` fills in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIERS = (HOST, DISK)
 
 @dataclass(frozen=True)
 class Link:
-    """The way from device memory to a tier and back; each direction carries one transfer at a time.
+    """The link from device memory to a tier and back; each direction carries one transfer at a time.
 
     Attributes:
         latency_ms: Of each transfer, before its first byte.
@@ -34,11 +34,11 @@ class Costs:
 
     Attributes:
         op_ms: Milliseconds by op id, forward and backward.
-        dispatch_us: Added by the tape to every forward op it watches.
-        record_us: Added once more to each op whose output is dropped or moved.
+        dispatch_us: Microseconds that the tape adds to every forward op.
+        record_us: Added besides to each op whose output is dropped or moved.
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
-        source: ``measured``: how the times were found.
-        device_name: Where, or for what.
+        source: How the times were found: ``measured``.
+        device_name: Where the times hold.
         links: By tier (``host``, ``disk``); of those that were asked for.
     """
 

@@ -1,8 +1,9 @@
 """Graphs and costs from JSON, checked before anything believes them.
 
-Whatever is wrong is a ``GraphFormatError`` that names the field: a solver fed a damaged graph would answer, wrongly.
-Beyond types and ranges this checks what solvers and the simulator take for granted: ops run once, in the order of
-their ids; a storage is read, freed or packed only after it was made; a saved tensor is unpacked after it was packed.
+What is wrong is a ``GraphFormatError`` that names the field: from a damaged graph a solver would return a wrong plan.
+Beyond types and ranges this checks what solvers and the simulator rely on: ops run once, in the order of their ids; a
+storage is read, freed or packed only after it was made; a saved tensor is unpacked after it was packed.
+Writes version 2; reads versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 from lowtide.errors import GraphFormatError
 from lowtide.graph.costs import TIERS, Costs, Link
+from lowtide.graph.json_version_1 import upgraded_costs, upgraded_graph
 from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
@@ -31,16 +33,16 @@ from lowtide.graph.step_graph import (
     to_dict,
 )
 
-COSTS_VERSION = 1
+COSTS_VERSION = 2
 MADE_KINDS = ("activation", "backward")
 RESIDENT_KINDS = ("parameter", "gradient", "buffer", "input", "other")
 REGIONS = ("model", "step")
 
 _GRAPH_FIELDS = (
     "version", "device", "device_name", "resident", "signatures", "frames", "storages", "ops", "saved", "events",
-    "calls", "region", "optimizer_step_bytes", "provenance",
+    "calls", "region", "optimizer_step_bytes", "written_parameters", "recorded_ms", "provenance",
 )  # fmt: skip
-_COSTS_FIELDS = ("version", "op_ms", "mode_us", "record_us", "replay_us", "source", "device_name", "links")
+_COSTS_FIELDS = ("version", "op_ms", "dispatch_us", "record_us", "replay_us", "source", "device_name", "links")
 
 
 def save(graph: StepGraph, path: str | Path) -> None:
@@ -92,6 +94,7 @@ def from_dict(body: Any) -> StepGraph:
         GraphFormatError: a field is missing, unknown, of the wrong type, out of range, or contradicts another.
     """
     check = _Checker("a graph", "Trace the step again, or restore the file.")
+    body = upgraded_graph(body)
     check.fields(body, _GRAPH_FIELDS, VERSION)
     frames = _frames(check, body["frames"])
     storages = _storages(check, body["storages"], num_ops=len(check.many("ops", body["ops"])))
@@ -105,6 +108,7 @@ def from_dict(body: Any) -> StepGraph:
     for i, call in enumerate(calls):
         check.text(f"calls[{i}]", call)
     check.that(body["region"] in REGIONS, "region", body["region"], f"one of {', '.join(REGIONS)}")
+    written = check.many("written_parameters", body["written_parameters"])
     resident = check.named("resident", body["resident"])
     provenance = check.named("provenance", body["provenance"])
     for key, value in provenance.items():
@@ -122,6 +126,8 @@ def from_dict(body: Any) -> StepGraph:
         calls=tuple(calls),
         region=body["region"],
         optimizer_step_bytes=check.count("optimizer_step_bytes", body["optimizer_step_bytes"]),
+        written_parameters=tuple(check.text(f"written_parameters[{i}]", name) for i, name in enumerate(written)),
+        recorded_ms=_recorded_ms(check, body["recorded_ms"], len(signatures)),
         provenance=dict(provenance),
     )
 
@@ -131,7 +137,7 @@ def costs_to_dict(costs: Costs) -> dict:
     return {
         "version": COSTS_VERSION,
         "op_ms": list(costs.op_ms),
-        "mode_us": costs.dispatch_us,
+        "dispatch_us": costs.dispatch_us,
         "record_us": costs.record_us,
         "replay_us": costs.replay_us,
         "source": costs.source,
@@ -150,19 +156,27 @@ def costs_from_dict(body: Any) -> Costs:
         GraphFormatError: a field is missing or unknown, or a time is negative, infinite or not a number.
     """
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
-    if isinstance(body, dict):
-        body = {"links": {}, **body}  # costs written before there were links
+    body = upgraded_costs(body)
     check.fields(body, _COSTS_FIELDS, COSTS_VERSION)
     check.that(body["source"] == "measured", "source", body["source"], "measured")
     return Costs(
         op_ms=tuple(check.time(f"op_ms[{i}]", ms) for i, ms in enumerate(check.many("op_ms", body["op_ms"]))),
-        dispatch_us=check.time("mode_us", body["mode_us"]),
+        dispatch_us=check.time("dispatch_us", body["dispatch_us"]),
         record_us=check.time("record_us", body["record_us"]),
         replay_us=check.time("replay_us", body["replay_us"]),
         source=body["source"],
         device_name=check.text("device_name", body["device_name"]),
         links=_links(check, body["links"]),
     )
+
+
+def _recorded_ms(check: _Checker, rows: Any, num_signatures: int) -> dict[int, float]:
+    found = {}
+    for i, row in enumerate(check.many("recorded_ms", rows)):
+        signature, ms = check.row(f"recorded_ms[{i}]", row, "signature", "ms")
+        check.index(f"recorded_ms[{i}].signature", signature, num_signatures)
+        found[signature] = check.time(f"recorded_ms[{i}].ms", ms)
+    return found
 
 
 def _links(check: _Checker, rows: Any) -> dict[str, Link]:
@@ -222,7 +236,7 @@ def _ops(
         where = f"ops[{i}]"
         name, frame, backward, reads, makes, writes, workspace, rng, signature, dynamic, completes_inplace = check.row(
             where, row, "name", "frame", "backward", "reads", "makes", "writes",
-            "workspace_bytes", "rng_bytes", "signature", "dynamic", "finishes",
+            "workspace_bytes", "rng_bytes", "signature", "dynamic", "completes_inplace",
         )  # fmt: skip
         op = Op(
             id=i,
@@ -239,7 +253,7 @@ def _ops(
             dynamic=check.flag(f"{where}.dynamic", dynamic),
             completes_inplace=None
             if completes_inplace is None
-            else check.index(f"{where}.finishes", completes_inplace, i),
+            else check.index(f"{where}.completes_inplace", completes_inplace, i),
         )
         for s in op.makes:
             check.that(s not in made, f"{where}.makes", s, f"new: op {made.get(s)} made that storage before")
@@ -319,8 +333,10 @@ class _Checker:
     def fields(self, body: Any, names: tuple[str, ...], version: int) -> None:
         if not isinstance(body, dict):
             raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
-        # First the version: an old file misses fields too, and this says why.
-        self.that(body.get("version") == version, "version", body.get("version"), f"{version}, the one known here")
+        # The version first: a file of another version misses fields too, and this says why.
+        self.that(
+            body.get("version") == version, "version", body.get("version"), f"1 or {version}, the versions known here"
+        )
         for name in names:
             if name not in body:
                 raise GraphFormatError(f"not {self.what}: field {name!r} is missing. {self.way_out}")

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
-VERSION = 1
+VERSION = 2
 
 # Events, in the order of the step. The second number is an op, a storage or a saved-tensor id.
 RUN = 0  # op executes
@@ -56,9 +56,9 @@ class Op:
         rng_bytes: Generator state a replay must keep; 0 if the op draws nothing.
         signature: Index into ``StepGraph.signatures``; equal signatures take equal time.
         dynamic: Shapes depend on values, so the next step may show other shapes here.
-        completes_inplace: The op whose output this one finishes in place, before anything else has read it (a dropout
-            mask, an in-place activation): the two are one when replayed. What the finishing op reads and draws is
-            counted with the op that it finishes, and so is its time.
+        completes_inplace: The op whose output this one completes in place, before anything else has read it (a dropout
+            mask, an in-place activation): the two are one when replayed. What the completing op reads and draws is
+            counted with the op that it completes, and so is its time.
     """
 
     id: int
@@ -98,6 +98,9 @@ class StepGraph:
         calls: Input signature of each call of the model in the step (how a plan finds its shape again).
         region: ``model`` (what runs outside the model's own calls is not taped) or ``step``.
         optimizer_step_bytes: Temporaries of ``optimizer.step()``, reported beside the peak.
+        written_parameters: Names of the parameters that the step itself writes.
+        recorded_ms: By signature, the time of its one run while tracing, for what cannot be run again (compiled code).
+        provenance: Facts for readers; nothing is decided by them.
     """
 
     device: str
@@ -112,6 +115,8 @@ class StepGraph:
     calls: tuple[str, ...] = ()
     region: str = "model"
     optimizer_step_bytes: int = 0
+    written_parameters: tuple[str, ...] = ()
+    recorded_ms: dict[int, float] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -142,7 +147,7 @@ class StepGraph:
 
 
 def to_dict(graph: StepGraph) -> dict:
-    """Plain JSON types; ``json_format.from_dict`` reads it back and checks it."""
+    """Plain JSON types; ``json_format.from_dict`` reads them back and checks them."""
     return {
         "version": VERSION,
         "device": graph.device,
@@ -161,5 +166,7 @@ def to_dict(graph: StepGraph) -> dict:
         "calls": list(graph.calls),
         "region": graph.region,
         "optimizer_step_bytes": graph.optimizer_step_bytes,
+        "written_parameters": list(graph.written_parameters),
+        "recorded_ms": [[signature, ms] for signature, ms in graph.recorded_ms.items()],
         "provenance": dict(graph.provenance),
     }  # fmt: skip

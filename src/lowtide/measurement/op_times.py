@@ -145,8 +145,8 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     if not graph.signatures:
         raise NotRebuildableError("the graph carries no signatures.")
     signature = graph.signatures[index]
-    if "ms" in signature:  # compiled code, timed while it was traced
-        return float(signature["ms"])
+    if index in graph.recorded_ms:
+        return graph.recorded_ms[index]
     needed = tensor_bytes(signature)
     if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")

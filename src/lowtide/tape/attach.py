@@ -18,8 +18,9 @@ from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import PlannedCall, program_of
 from lowtide.tape.region import TapedRegion
 from lowtide.tape.tape import Tape
-from lowtide.tracing import fsdp_recording, module_calls
-from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing import module_calls
+from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
 
 
@@ -34,7 +35,7 @@ class GuardedCall:
 
     def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, PlannedCall] | None]) -> None:
         self._model = weakref.ref(model)
-        self._compiled = module_calls.call_of(model)
+        self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self.choose = choose
 
@@ -42,14 +43,14 @@ class GuardedCall:
         model = self._model()
         assert model is not None
         call = self._compiled or model._call_impl
-        watcher = module_calls.active.watcher
-        if watcher is not None:
-            return _call_in_open_region(watcher, call, args, kwargs)
+        observer = module_calls.thread_state.observer
+        if observer is not None:
+            return _call_in_open_region(observer, call, args, kwargs)
         if not torch.is_grad_enabled() or cannot_tape():
             return call(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
-            opened = module_calls.active.watcher  # choosing may have begun a region for the whole step
+            opened = module_calls.thread_state.observer  # choosing may have begun a region for the whole step
             return call(*args, **kwargs) if opened is None else _call_in_open_region(opened, call, args, kwargs)
         tape, planned_call = chosen
         if not tape.free.acquire(blocking=False):  # another thread uses this tape: here everything is saved
@@ -61,19 +62,21 @@ class GuardedCall:
             tape.free.release()
 
 
-def _call_in_open_region(watcher: module_calls.Watcher, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def _call_in_open_region(
+    observer: module_calls.CallObserver, call: Callable[..., Any], args: tuple, kwargs: dict
+) -> Any:
     """Call the model where a region is open already."""
-    if not torch.is_grad_enabled() and isinstance(watcher, Tape):
-        watcher.pause()
+    if not torch.is_grad_enabled() and isinstance(observer, Tape):
+        observer.pause()
         try:
             return call(*args, **kwargs)
         finally:
-            watcher.resume()
-    watcher.enter("")
+            observer.resume()
+    observer.enter("")
     try:
         return call(*args, **kwargs)
     finally:
-        watcher.leave()
+        observer.leave()
 
 
 def cannot_tape() -> bool:
@@ -150,7 +153,7 @@ def apply(
 @contextmanager
 def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Applied]:
     """``apply`` with all settings of tiers."""
-    model = unwrapped(model)
+    model = unwrap_ddp(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tracing.subclasses import Versions, shards_in
+from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
 
 
 class GeneratorState:
@@ -56,7 +56,7 @@ class ExecutionState:
         self._flags = _read()
         self._model = model
         owner = model() if wrapped else None
-        self._versions = None if owner is None else Versions(shards_in(owner))
+        self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
 
     def steps_in_backward(self) -> bool:
         """Whether an optimizer may be fused into backward.

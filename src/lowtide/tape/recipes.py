@@ -23,7 +23,7 @@ from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import PlannedOp
 from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, value_of
-from lowtide.tracing.operators import left_out, tensors_in
+from lowtide.tracing.operators import omitted_in_replay, tensors_in
 from lowtide.tracing.restore import same_bits
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
@@ -54,7 +54,7 @@ class Recipe(Value):
         self.rng: GeneratorState | None = None
         self.on_audit: Callable[[bool], None] | None = None
         self._inplace_ops: tuple[_InplaceOp, ...] = ()
-        if op.may_skip_arguments and (skipped := left_out(op.func, tuple(args))):
+        if op.may_skip_arguments and (skipped := omitted_in_replay(op.func, tuple(args))):
             args = [None if i in skipped else a for i, a in enumerate(args)]
         inputs: tuple[Value, ...] = ()
         # ``_stored`` written out for the most frequent kinds: this runs for each dropped op of every step.

@@ -34,14 +34,14 @@ class TapedRegion:
         except BaseException:
             self._hooks.__exit__()
             raise
-        self._outer_watcher = module_calls.active.watcher
-        module_calls.active.watcher = tape
+        self._outer_watcher = module_calls.thread_state.observer
+        module_calls.thread_state.observer = tape
         return tape
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        module_calls.active.watcher = self._outer_watcher
+        module_calls.thread_state.observer = self._outer_watcher
         try:
             self._tape.__exit__(kind, error, trace)
         finally:

@@ -42,9 +42,9 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
-from lowtide.tracing.fsdp import PauseDuringFsdp
-from lowtide.tracing.operators import allocated_bytes, draws, storage_of, wraps
-from lowtide.tracing.subclasses import Packed, count_writes, on_fakes, shards_in
+from lowtide.tracing.fsdp.observer import PauseDuringFsdp
+from lowtide.tracing.operators import allocated_bytes, draws, is_wrapper_type, storage_of
+from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
 _UNSHARED_REFERENCES = 2
@@ -104,7 +104,7 @@ class Tape(TorchDispatchMode):
         self._pauses = 0
         self._backward_began = False  # in a region that holds whole steps
         self._whole_step = False
-        self._wrapped = bool(shards_in(model))
+        self._wrapped = bool(wrapped_parameters(model))
 
     # -- regions ------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Tape(TorchDispatchMode):
         self._pauses -= 1
 
     @property
-    def gathering(self) -> PauseDuringFsdp:
+    def fsdp_observer(self) -> PauseDuringFsdp:
         """Pauses the tape during FSDP's own work, which is not part of the step."""
         return PauseDuringFsdp(self)
 
@@ -201,10 +201,11 @@ class Tape(TorchDispatchMode):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if types and not on_fakes() and any(map(wraps, types)):  # ops on the parts of a wrapper are dispatched again
-            count_writes(func, args, kwargs or {})
+        if types and not fake_mode_is_on() and any(map(is_wrapper_type, types)):
+            # Ops on the parts of a wrapper are dispatched again.
+            bump_versions_of_parts(func, args, kwargs or {})
             return NotImplemented
-        if graph_task() != -1 or self._pauses or (self._wrapped and on_fakes()):
+        if graph_task() != -1 or self._pauses or (self._wrapped and fake_mode_is_on()):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._backward_began:
             if not torch.is_grad_enabled():  # the optimizer's work between two steps
@@ -352,7 +353,7 @@ class Tape(TorchDispatchMode):
         if type(tensor) is torch.nn.Parameter or is_view_of_leaf(tensor):
             return Kept(tensor)
         # An op's own output gets its history only after this, and still looks like a leaf.
-        return Packed(tensor, self.pack) if wraps(type(tensor)) else Kept(detached(tensor))
+        return PackedWrapper(tensor, self.pack) if is_wrapper_type(type(tensor)) else Kept(detached(tensor))
 
     @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -377,7 +378,7 @@ class Tape(TorchDispatchMode):
             if packed.changed():
                 raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)
             return packed.tensor
-        if isinstance(packed, Packed):
+        if isinstance(packed, PackedWrapper):
             return packed.unpack(self.unpack)
         return packed.unpack() if isinstance(packed, PackedByOuterHooks) else packed
 

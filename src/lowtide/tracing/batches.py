@@ -1,4 +1,4 @@
-"""A batch, however it is spelt: how a model is called with it, which tensors it holds, its rows."""
+"""Batches of any form: how a model is called with one, which tensors it holds, its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Call:
-    """A batch that is spelt already, as one call's positional and keyword arguments."""
+    """A batch as the positional and keyword arguments of one call."""
 
     args: tuple
     kwargs: dict[str, Any]

@@ -1,7 +1,8 @@
-"""A call of compiled code, recorded as one op: what it makes is saved, what it takes inside is its workspace.
+"""A call of compiled code, recorded as one op: what it makes is saved, what it allocates besides is its workspace.
 
-Nobody sees operators in there: their kernels are called directly, on memory that no dispatcher allocated. What can be
-seen is what the call reads and returns, what autograd stores of it, and the allocator's peak, forward and backward.
+No dispatch mode sees operators in there: their kernels are called directly, on memory that no dispatcher allocated.
+What can be seen is what the call reads and returns, what autograd stores of it, and the allocator's peak, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -10,62 +11,107 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.graph.step_graph import RUN, UNPACK, Op
+from lowtide.graph.step_graph import UNPACK, Op
 from lowtide.measurement.allocator import measuring
 from lowtide.tracing.batches import batch_tensors
+from lowtide.tracing.graph_builder import GraphBuilder
+from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import fingerprint
-
-if TYPE_CHECKING:
-    from lowtide.tracing.recorder import Recorder
 
 NAME = "lowtide.compiled.region"
 MADE_HERE = "made by compiled code"
 
 
-def record(recorder: Recorder, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
-    """Run a call of compiled code as one op of the step; once more before, where it is new."""
-    recorder.enter(path)
-    try:
-        with _disable_current_modes():
-            if id(module) not in recorder.warm:
-                recorder.warm.add(id(module))
-                with recorder.idle():
-                    _warm_up(module, run)
-            first_node = _next_node()
-            result = _forward(recorder, module, run, inputs)
-    finally:
-        recorder.leave()
-    for node in _nodes_since(first_node, batch_tensors(result)):
-        _watch(recorder, node)
-    return result
+class CompiledRegions:
+    """Records the calls of compiled code in one step.
 
+    Attributes:
+        current: The op of the call that runs now.
+    """
 
-def _forward(recorder: Recorder, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
-    state = [*inputs, *module.parameters(), *module.buffers()]
-    known = {n: t for t in state if (n := recorder.know(t, "other")) is not None}
-    before = {n: fingerprint(t) for n, t in known.items() if recorder.storages[n]["kind"] != "parameter"}
-    op = recorder.compiled = CompiledOp(recorder, tuple(known))
-    try:
-        start = time.perf_counter()
-        with measuring(recorder.device) as counter:
-            result = run()
-        ms = (time.perf_counter() - start) * 1e3
-        for tensor in batch_tensors(result):
-            op.know(tensor)
-    finally:
-        recorder.compiled = None
-    op.finish(ms, counter)
-    for number, was in before.items():
-        if fingerprint(known[number]) != was:
-            recorder.written(number)
-    return result
+    def __init__(self, builder: GraphBuilder, live: LiveStorages, device: torch.device) -> None:
+        self._builder, self._live, self._device = builder, live, device
+        self.current: CompiledOp | None = None
+        self._compiled: set[int] = set()  # ids of modules that have run
+        self._in_backward = ExitStack()  # what a failed backward leaves open
+
+    def record(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
+        """Run a call of compiled code as one op of the step; a new module once more before, to compile it."""
+        self._builder.enter(path)
+        try:
+            with _disable_current_modes():
+                if id(module) not in self._compiled:
+                    self._compiled.add(id(module))
+                    with self._builder.paused():
+                        _warm_up(module, run)
+                first_node = _next_node()
+                result = self._forward(module, run, inputs)
+        finally:
+            self._builder.leave()
+        for node in _nodes_since(first_node, batch_tensors(result)):
+            self._record_backward(node)
+        return result
+
+    def stop(self) -> None:
+        """Close what a backward that failed has left open."""
+        self._in_backward.close()
+
+    def _forward(self, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
+        builder = self._builder
+        state = [*inputs, *module.parameters(), *module.buffers()]
+        known = {n: t for t in state if (n := self._live.id_of(t)) is not None}
+        before = {n: fingerprint(t) for n, t in known.items() if builder.storages[n].kind != "parameter"}
+        op = self.current = CompiledOp(builder, self._live, tuple(known))
+        try:
+            start = time.perf_counter()
+            with measuring(self._device) as counter:
+                result = run()
+            ms = (time.perf_counter() - start) * 1e3
+            for tensor in batch_tensors(result):
+                op.id_of(tensor)
+        finally:
+            self.current = None
+        op.finish(ms, counter)
+        for number, was in before.items():
+            if fingerprint(known[number]) != was:
+                builder.mark_written(number)
+        return result
+
+    def _record_backward(self, node: Any) -> None:
+        """When backward comes to ``node``, record it as one op."""
+        op: CompiledOp | None = None
+        counter: Any = None
+        start_s = 0.0
+        running = ExitStack()
+
+        @never_compiled
+        def begin(gradients: Any) -> None:
+            nonlocal op, counter, start_s
+            op = CompiledOp(self._builder, self._live, ())
+            start_s = time.perf_counter()
+            counter = running.enter_context(measuring(self._device))
+            running.enter_context(self._builder.ignoring_ops())
+            self._in_backward.callback(running.close)
+
+        @never_compiled
+        def end(made: Any, gradients: Any) -> None:
+            assert op is not None
+            ms = (time.perf_counter() - start_s) * 1e3
+            running.close()
+            for tensor in made:
+                if tensor is not None:
+                    op.id_of(tensor)
+            op.finish(ms, counter)
+
+        node.register_prehook(begin)
+        node.register_hook(end)
 
 
 def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
@@ -107,69 +153,42 @@ def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:
         stack += [n for n, _ in node.next_functions if n is not None]
 
 
-def _watch(recorder: Recorder, node: Any) -> None:
-    """When backward comes to ``node``, record it as one op."""
-    op: CompiledOp | None = None
-    measured = ExitStack()
-
-    @never_compiled
-    def begin(gradients: Any) -> None:
-        nonlocal op
-        op = CompiledOp(recorder, ())
-        op.start_s = time.perf_counter()
-        op.counter = measured.enter_context(measuring(recorder.device))
-        recorder.pause(measured)
-
-    @never_compiled
-    def end(made: Any, gradients: Any) -> None:
-        assert op is not None
-        ms = (time.perf_counter() - op.start_s) * 1e3
-        measured.close()
-        for tensor in made:
-            if tensor is not None:
-                op.know(tensor)
-        op.finish(ms, op.counter)
-
-    node.register_prehook(begin)
-    node.register_hook(end)
-
-
 class CompiledOp:
-    """The op of one call, forward or backward: what appears while it runs is made by it.
+    """The op of one call, forward or backward: storages that appear while it runs are made by it.
 
     Its event comes first: what the call lets autograd store is stored afterwards.
     """
 
-    def __init__(self, recorder: Recorder, reads: tuple[int, ...]) -> None:
-        self._recorder, self.backward = recorder, torch._C._current_graph_task_id() != -1
-        self._number, self._frame, self._from = len(recorder.ops), recorder.frame, len(recorder.events)
-        self.makes: list[int] = []
-        self.counter: Any = None
-        self.start_s = 0.0
-        recorder.event(RUN, self._number)
-        recorder.ops.append(Op(self._number, NAME, self._frame, self.backward, reads, ()))
+    def __init__(self, builder: GraphBuilder, live: LiveStorages, reads: tuple[int, ...]) -> None:
+        self._builder, self._live = builder, live
+        self._first_event = len(builder.events)
+        self._number = builder.begin_op()
+        self._makes: list[int] = []
+        self._backward = torch._C._current_graph_task_id() != -1
+        builder.add_op(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
 
-    def know(self, tensor: torch.Tensor) -> int | None:
-        """As ``Recorder.know``, for what autograd stores of the call and what it returns."""
-        recorder, kind = self._recorder, "backward" if self.backward else "activation"
-        known = len(recorder.storages)
-        number = recorder.know(tensor, kind, op=self._number, output=len(self.makes), fixed=MADE_HERE)
+    def id_of(self, tensor: torch.Tensor) -> int | None:
+        """As ``LiveStorages.id_of``, for what autograd stores of the call and what it returns."""
+        kind, known = "backward" if self._backward else "activation", len(self._builder.storages)
+        number = self._live.id_of(tensor, kind, op=self._number, output=len(self._makes), fixed=MADE_HERE)
         if number == known:
-            self.makes.append(number)
+            self._makes.append(number)
         return number
 
     def finish(self, ms: float, counter: Any) -> None:
-        """Write the op down: what it made, and what the allocator had beyond that."""
-        recorder = self._recorder
-        size = [s["bytes"] for s in recorder.storages]
-        made = sum(size[s] for s in self.makes)
-        # While a step is rehearsed autograd gets blank tensors back, which the allocator has counted here.
-        handed = {recorder.saved[n] for kind, n in recorder.events[self._from :] if kind == UNPACK}
-        peak = 0 if counter is None else counter.peak - sum(size[s] for s in handed)
-        signature = recorder.signatures_seen.add({"op": NAME, "ms": ms})
-        recorder.ops[self._number] = replace(
-            recorder.ops[self._number],
-            makes=tuple(self.makes),
-            workspace_bytes=max(peak - made, 0),
-            signature=signature,
+        """Complete the op: what it made, and what the allocator had beyond that."""
+        builder = self._builder
+
+        def total(storages: Any) -> int:
+            return sum(builder.storages[s].bytes for s in storages)
+
+        # While a step is traced autograd gets copies of what the step made, which the allocator has counted here.
+        unpacked = {builder.saved[n] for kind, n in builder.events[self._first_event :] if kind == UNPACK}
+        copies = (s for s in unpacked if builder.storages[s].op is not None)
+        peak = 0 if counter is None else counter.peak - total(copies)
+        builder.ops[self._number] = replace(
+            builder.ops[self._number],
+            makes=tuple(self._makes),
+            workspace_bytes=max(peak - total(self._makes), 0),
+            signature=builder.add_signature({"op": NAME}, recorded_ms=ms),
         )

@@ -1,8 +1,8 @@
-"""Data parallel models: which module is taped, and rehearsals that no gradient reducer notices.
+"""``DistributedDataParallel``: the module inside it is taped, and rehearsals run without its gradient hooks.
 
-``DistributedDataParallel`` has hooks where gradients accumulate. Run by a rehearsal they would count: under
-``static_graph`` the counts of the first backward are what all later ones wait for, and ``find_unused_parameters``
-notes which parameters were used. So a rehearsal runs on aliases: the same memory, without those hooks.
+DDP has hooks where gradients accumulate. They would count a rehearsal: under ``static_graph`` the counts of the first
+backward are what all later ones wait for, and ``find_unused_parameters`` notes which parameters were used. So a
+rehearsal runs on aliases of the parameters: the same memory, without those hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """The module that is taped: what a ``DistributedDataParallel`` has inside, else ``model`` itself."""
     if not isinstance(model, DistributedDataParallel):
         return model
@@ -25,8 +25,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module
 
 
-def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The wrapper that ``model`` is known to be in."""
+def ddp_wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper around ``model``; None if none is known."""
     active = DistributedDataParallel._active_ddp_module
     if active is not None and active.module is model:
         return active
@@ -34,9 +34,9 @@ def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
     return None if known is None else known()
 
 
-def bucket_bytes(model: nn.Module) -> int:
-    """What the reducer holds beside the gradients: as much again, unless they are views of its buckets."""
-    wrapper = wrapper_of(model)
+def ddp_bucket_bytes(model: nn.Module) -> int:
+    """Bytes of DDP's buckets: as many as the gradients have, or none where gradients are views of the buckets."""
+    wrapper = ddp_wrapper_of(model)
     if wrapper is None or wrapper.gradient_as_bucket_view:
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -44,8 +44,8 @@ def bucket_bytes(model: nn.Module) -> int:
 
 @contextmanager
 def preserve_ddp_state(model: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of a model that a reducer watches are aliases of the same memory."""
-    if wrapper_of(model) is None:
+    """Inside, the parameters of a model in DDP are aliases of the same memory."""
+    if ddp_wrapper_of(model) is None:
         yield
         return
     places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]

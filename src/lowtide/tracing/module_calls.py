@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from lowtide.tracing import fsdp
+from lowtide.tracing.fsdp.observer import FsdpObserver, observe_units
 from lowtide.tracing.operators import tensors_in
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
@@ -36,25 +36,25 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
-class Watcher(Protocol):
-    """What wants to know which module call runs: the tracer's recorder, or the tape."""
+class CallObserver(Protocol):
+    """Is told which module call runs: the tracer's recorder, or the tape."""
 
     def enter(self, path: str) -> None: ...
     def leave(self) -> None: ...
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
     @property
-    def gathering(self) -> fsdp.Gatherer | None: ...
+    def fsdp_observer(self) -> FsdpObserver | None: ...
 
 
-class _Active(threading.local):
-    watcher: Watcher | None = None
+class _ThreadState(threading.local):
+    observer: CallObserver | None = None
 
 
-active = _Active()  # per thread: another thread's forward is not this step's
+thread_state = _ThreadState()  # per thread: another thread's forward is not this step's
 
 
-class ScopedCall:
-    """Calls the module as before, telling the thread's watcher when it starts and ends."""
+class ObservedCall:
+    """Calls the module as before, and tells the thread's observer when the call starts and ends."""
 
     __slots__ = ("_module", "path")
 
@@ -65,18 +65,18 @@ class ScopedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None  # it is running
-        watcher = active.watcher
-        if watcher is None:
+        observer = thread_state.observer
+        if observer is None:
             return module._call_impl(*args, **kwargs)
-        watcher.enter(self.path)
+        observer.enter(self.path)
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            watcher.leave()
+            observer.leave()
 
 
 class CompiledCall:
-    """Calls compiled code; the thread's watcher takes the whole call as one op, whose inside nobody sees.
+    """Calls compiled code; the thread's observer takes the whole call as one op, whose inside is not seen.
 
     Attributes:
         before: What ``nn.Module.compile`` had put in place; None for the wrapper that ``torch.compile`` returns.
@@ -92,25 +92,25 @@ class CompiledCall:
         module = self._module()
         assert module is not None
         run = partial(self.before or module._call_impl, *args, **kwargs)
-        watcher = active.watcher
-        if watcher is None:
+        observer = thread_state.observer
+        if observer is None:
             return run()
-        active.watcher = None
+        thread_state.observer = None
         try:
-            return watcher.opaque(self.path, module, run, list(tensors_in((args, kwargs))))
+            return observer.opaque(self.path, module, run, list(tensors_in((args, kwargs))))
         finally:
-            active.watcher = watcher
+            thread_state.observer = observer
 
 
-def is_ours(call: Any) -> bool:
-    """A fitted model, or a part of one, has this in place of its own call."""
-    return isinstance(call, (ScopedCall, CompiledCall)) or bool(getattr(call, "lowtide", False))
+def is_lowtide_call(call: Any) -> bool:
+    """What a fitted model, or a part of one, has in place of its own call."""
+    return isinstance(call, (ObservedCall, CompiledCall)) or bool(getattr(call, "lowtide", False))
 
 
 def is_compiled(module: nn.Module) -> bool:
     """``module.compile()`` was called, or ``torch.compile`` returned it."""
     call = module._compiled_call_impl
-    by_method = call is not None and not is_ours(call)
+    by_method = call is not None and not is_lowtide_call(call)
     return by_method or any(c.__name__ == "OptimizedModule" for c in type(module).__mro__)
 
 
@@ -123,28 +123,32 @@ def compiled_parts(model: nn.Module) -> list[str]:
     return found
 
 
-def call_of(module: nn.Module, path: str = "") -> CompiledCall | None:
+def compiled_call_of(module: nn.Module, path: str = "") -> CompiledCall | None:
     """How to call a module that is compiled; None for any other."""
     return CompiledCall(module, path) if is_compiled(module) else None
 
 
 def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callable[[], None]:
-    """Put a ``ScopedCall`` on every submodule, ``root`` (or one more) on the model itself; returns the undo."""
+    """Put a ``ObservedCall`` on every submodule, ``root`` (or one more) on the model itself; returns the undo."""
     placed: list[tuple[weakref.ref[nn.Module], Any, Any]] = []
     compiled = compiled_parts(model)
     inside = tuple(f"{path}." if path else "" for path in compiled)
     for path, module in model.named_modules():
         if path.startswith(inside) and path not in compiled:
             continue
-        call = root if root is not None and module is model else call_of(module, path) or ScopedCall(module, path)
+        call = (
+            root
+            if root is not None and module is model
+            else compiled_call_of(module, path) or ObservedCall(module, path)
+        )
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
-    unwatch = fsdp.watch(model, active)
+    stop_observing = observe_units(model, thread_state)
 
     def undo() -> None:
-        nonlocal unwatch
-        unwatch()
-        unwatch = _nothing
+        nonlocal stop_observing
+        stop_observing()
+        stop_observing = _nothing
         for reference, call, before in placed:
             module = reference()
             if module is not None and module._compiled_call_impl is call:
@@ -154,7 +158,7 @@ def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callabl
 
 
 def _nothing() -> None:
-    """What a second undo has left to do."""
+    """In place of ``stop_observing`` when undo is called twice."""
 
 
 def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:

@@ -1,4 +1,4 @@
-"""What the dispatcher shows of one op, and which operators must never be replayed, with reasons."""
+"""Facts of one op that the dispatcher shows, and which operators must never be replayed, with reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN_BUFFER_WRITERS = frozenset({
 })  # fmt: skip
 # Arguments that a replay leaves out: without running statistics the same kernel gives the same outputs in training
 # mode and moves nothing. Checked bitwise for this one; its relatives on other devices stay saved.
-LEFT_OUT_OF_REPLAYS = {"aten.native_batch_norm": (3, 4)}
+OMITTED_IN_REPLAYS = {"aten.native_batch_norm": (3, 4)}
 # Known to give other bits in another run, whatever the inputs.
 NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty",
                               "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
@@ -32,13 +32,13 @@ OVERWRITERS = frozenset({
     "aten.uniform_", "aten.zero_",
 })  # fmt: skip
 # What backward formulas fill a zeroed gradient with: in place, but not where they see a dispatch mode.
-FILLERS = frozenset({
+SCATTERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
     torch.ops.aten.index_put.default,
 })  # fmt: skip
 _BLOCK_BYTES = {"cuda": 512}
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
-SENDERS = frozenset({*COLLECTIVES, "fsdp"})
+COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -74,7 +74,7 @@ def draws_random_numbers(func: Any) -> bool:
 
 
 def draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Of an op that may draw: whether it does on these arguments. Fused attention does not without dropout."""
+    """Whether an op that may draw random numbers does on these arguments; attention without dropout does not."""
     position = _dropout_argument(func)
     if position is None:
         return True
@@ -106,7 +106,7 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     """The reason that this op must not run a second time; "" if it may."""
     packet = packet_name(func)
     training = any(a is True for a in args) or kwargs.get("training") is True or packet.endswith("_stats")
-    if packet in HIDDEN_BUFFER_WRITERS and training and packet not in LEFT_OUT_OF_REPLAYS:
+    if packet in HIDDEN_BUFFER_WRITERS and training and packet not in OMITTED_IN_REPLAYS:
         return "moves running statistics"
     if packet in NONDETERMINISTIC:
         return UNINITIALISED
@@ -119,28 +119,28 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     return WRITES if written_arguments(func) else ""
 
 
-def writes_unsaid(func: Any) -> bool:
+def may_write_undeclared(func: Any) -> bool:
     """A collective that may write whatever it is given, though its schema names no write."""
     return func.namespace == "c10d" or (func.namespace in COLLECTIVES and packet_name(func).endswith("_"))
 
 
-def left_out(func: Any, args: tuple) -> tuple[int, ...]:
+def omitted_in_replay(func: Any, args: tuple) -> tuple[int, ...]:
     """Positions of arguments that a replay of ``func`` passes as None: only in training are they not read."""
-    spared = _spared(func)
-    return spared if spared and any(a is True for a in args) else ()
+    omittable = _omittable(func)
+    return omittable if omittable and any(a is True for a in args) else ()
 
 
-def may_leave_out(func: Any) -> bool:
+def may_omit_arguments(func: Any) -> bool:
     """Some call of ``func`` leaves arguments out when it is replayed."""
-    return bool(_spared(func))
+    return bool(_omittable(func))
 
 
 @cache
-def _spared(func: Any) -> tuple[int, ...]:
-    return LEFT_OUT_OF_REPLAYS.get(packet_name(func), ())
+def _omittable(func: Any) -> tuple[int, ...]:
+    return OMITTED_IN_REPLAYS.get(packet_name(func), ())
 
 
-def wraps(kind: type) -> bool:
+def is_wrapper_type(kind: type) -> bool:
     """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
     return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
 
@@ -149,7 +149,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The one plain storage under ``tensor``; None for wrappers, sparse, nested, quantised, meta, functorch ones."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return None
-    if type(tensor) is not torch.Tensor and wraps(type(tensor)):
+    if type(tensor) is not torch.Tensor and is_wrapper_type(type(tensor)):
         return None
     try:
         return tensor.untyped_storage()

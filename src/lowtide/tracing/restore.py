@@ -1,10 +1,10 @@
-"""A rehearsal leaves no trace: everything a step may move is put back, whatever happens."""
+"""Restores everything that a step of training may move, whatever happens in it."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import preserve_ddp_state
-from lowtide.tracing.fsdp import preserve_fsdp_state
+from lowtide.tracing.fsdp.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
-from lowtide.tracing.subclasses import parts
+from lowtide.tracing.subclasses import plain_tensors
 
 
 def rng_state(cuda: bool) -> tuple:
@@ -37,24 +37,23 @@ def set_rng_state(state: tuple) -> None:
     numpy.random.set_state(legacy)
 
 
-WRITES_PARAMETERS = "writes_parameters"  # provenance of a graph or plan: parameters that the step itself writes
-
-
 @contextmanager
-def rehearsal(
-    model: nn.Module, batch: Any, *, zero_grads: bool = True, provenance: Mapping[str, str] | None = None
+def preserve_training_state(
+    model: nn.Module, batch: Any, *, zero_grads: bool = True, written_parameters: Collection[str] = ()
 ) -> Iterator[None]:
-    """Run a step inside and have gradients, buffers, batch and random generators as they were afterwards.
+    """Run a step inside; gradients, buffers, batch and random generators are afterwards as they were before.
 
     Inside, every trainable parameter has a zeroed gradient of its own (a later accumulation step is where the peak
-    is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step in a rehearsal.
-    Parameters are put back where ``provenance`` (of a trace) says that the step writes them.
+    is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step.
+
+    Args:
+        written_parameters: Names of the parameters that the step itself writes, as a trace found them.
     """
     with preserve_ddp_state(model), preserve_fsdp_state(model):
-        yield from _rehearsal(model, batch, zero_grads, provenance)
+        yield from _preserve(model, batch, zero_grads, written_parameters)
 
 
-def _rehearsal(model: nn.Module, batch: Any, zero_grads: bool, provenance: Mapping[str, str] | None) -> Iterator[None]:
+def _preserve(model: nn.Module, batch: Any, zero_grads: bool, written_parameters: Collection[str]) -> Iterator[None]:
     parameters = list(model.parameters())
     cuda = any(p.is_cuda for p in parameters)
     rng = rng_state(cuda)
@@ -62,13 +61,16 @@ def _rehearsal(model: nn.Module, batch: Any, zero_grads: bool, provenance: Mappi
     hooks = [p._post_accumulate_grad_hooks for p in parameters]
     leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
     leaf_grads = [t.grad for t in leaves]
-    written = (provenance or {}).get(WRITES_PARAMETERS, "").split()
-    data = [*model.buffers(), *batch_tensors(batch), *(p for n, p in model.named_parameters() if n in written)]
-    data = [t for whole in data for t in parts(whole) if storage_of(t) is not None]
+    data = [
+        *model.buffers(),
+        *batch_tensors(batch),
+        *(p for n, p in model.named_parameters() if n in written_parameters),
+    ]
+    data = [t for whole in data for t in plain_tensors(whole) if storage_of(t) is not None]
     homes = [
         (p, p.data) for p in parameters if storage_of(p) is not None
     ]  # a step may give a parameter other memory (``p.data = ...``)
-    bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign a buffer anew
+    bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign another tensor to a buffer
     with torch.no_grad():
         before = [t.detach().clone() for t in data]
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()

@@ -1,10 +1,10 @@
-"""DTensor and its kin: tensors that only wrap plain ones.
+"""DTensor and other tensors that only wrap plain ones.
 
-Below autograd a mode hands an op on them on, so that what reaches it next is the op on the plain parts and each
-collective by itself. Autograd, above, stores the wrappers; a hook takes them apart and puts them together again.
+Below autograd a dispatch mode declines an op on wrappers; it then sees the op on the plain parts and each collective by
+itself. Autograd stores the wrappers; a saved-tensor hook packs the parts and rebuilds the wrapper.
 
-In-place writes to a wrapper count on the wrapper alone, and what is recorded are the parts. So whoever sees such a
-write moves the counters of the parts along.
+An in-place write to a wrapper moves the version counter of the wrapper alone, and what is recorded are the parts. So
+whoever sees such a write moves the counters of the parts, too.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.tracing.operators import wraps, written_tensors
+from lowtide.tracing.operators import is_wrapper_type, written_tensors
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors in it; itself where it is one."""
-    if not wraps(type(tensor)):
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that ``tensor`` wraps; ``tensor`` itself if it is plain."""
+    if not is_wrapper_type(type(tensor)):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
         if isinstance(inner, torch.Tensor):
-            yield from parts(inner)
+            yield from plain_tensors(inner)
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Of what is on this rank."""
-    return sum(t.numel() * t.element_size() for t in parts(tensor))
+    """Bytes of what is on this rank."""
+    return sum(t.numel() * t.element_size() for t in plain_tensors(tensor))
 
 
 def local_elements(tensor: torch.Tensor) -> int:
-    return sum(t.numel() for t in parts(tensor))
+    return sum(t.numel() for t in plain_tensors(tensor))
 
 
-def shards_in(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that are wrappers."""
+def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of ``model`` that are wrappers."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it takes longer than looking
         return []
-    return [p for p in model.parameters() if wraps(type(p))]
+    return [p for p in model.parameters() if is_wrapper_type(type(p))]
 
 
-def on_fakes() -> bool:
+def fake_mode_is_on() -> bool:
     """Shapes are being worked out on fake tensors, as DTensor does at the first sight of an op."""
     return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
-def count_writes(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def bump_versions_of_parts(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The parts that an op on wrappers writes, each with its version moved."""
-    written = [part for t in written_tensors(func, args, kwargs) if wraps(type(t)) for part in parts(t)]
+    written = [
+        part for t in written_tensors(func, args, kwargs) if is_wrapper_type(type(t)) for part in plain_tensors(t)
+    ]
     for part in written:
         if not part.is_inference():
             torch.autograd.graph.increment_version(part)
     return written
 
 
-class Versions:
-    """Which of a model's parameters are wrappers, and what their counters said before a forward pass."""
+class WrapperVersions:
+    """The parameters of a model that are wrappers, and their versions before a forward pass."""
 
     __slots__ = ("_seen",)
 
@@ -76,14 +78,14 @@ class Versions:
         for i, (p, version) in enumerate(self._seen):
             if p._version != version:
                 self._seen[i] = p, p._version
-                for part in parts(p):
+                for part in plain_tensors(p):
                     torch.autograd.graph.increment_version(part)
 
 
-class Packed:
-    """A wrapper as autograd stores it: its parts, each packed by itself, and how to put them together."""
+class PackedWrapper:
+    """A wrapper as autograd stores it: its parts, each packed by itself, and how to rebuild it from them."""
 
-    __slots__ = ("_alias", "_parts", "_put_together", "_size", "_version")
+    __slots__ = ("_alias", "_parts", "_rebuild", "_size", "_version")
 
     def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
         kind, self._size, stride = type(tensor), tensor.size(), tensor.stride()
@@ -91,12 +93,12 @@ class Packed:
         inner = {name: getattr(tensor, name) for name in names}
         others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
         self._parts = {name: pack(value) for name, value in inner.items() if name not in others}
-        self._put_together: Callable[[dict[str, torch.Tensor]], torch.Tensor] = lambda made: kind.__tensor_unflatten__(
+        self._rebuild: Callable[[dict[str, torch.Tensor]], torch.Tensor] = lambda made: kind.__tensor_unflatten__(
             {**made, **others}, context, self._size, stride
         )
         if "_local_tensor" in inner:  # a DTensor; not every layout of one can be unflattened (2.13: strided shards)
             spec = tensor._spec
-            self._put_together = lambda made: kind(made["_local_tensor"], spec, requires_grad=False)
+            self._rebuild = lambda made: kind(made["_local_tensor"], spec, requires_grad=False)
         self._version, self._alias = tensor._version, _empty_alias(tensor)
 
     def unpack(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -107,7 +109,7 @@ class Packed:
                 f"[DTensor {list(self._size)}] is at version {self._alias._version}; expected version "
                 f"{self._version} instead."
             )
-        return self._put_together({name: unpack(packed) for name, packed in self._parts.items()})
+        return self._rebuild({name: unpack(packed) for name, packed in self._parts.items()})
 
 
 def _empty_alias(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""``trace``: one rehearsal of a training step, as a StepGraph.
+"""``trace``: records one training step as a StepGraph.
 
-Runs the step once on the real tensors, with everything autograd stores left out (see ``recorder``), so it works
-where the plain step would not fit. Leaves gradients, buffers, batch and random generators as it found them.
+Runs the step once on the real tensors without holding what autograd stores (see ``recorder``), so it works where the
+plain step would not fit. Gradients, buffers, batch and random generators are afterwards as they were before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +16,16 @@ from torch import nn
 
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
-from lowtide.tracing import fsdp, module_calls
+from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.data_parallel import bucket_bytes, unwrapped, wrapper_of
-from lowtide.tracing.fsdp_recording import FsdpRecording
-from lowtide.tracing.operators import storage_of, wraps
+from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrap_ddp
+from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_supported
+from lowtide.tracing.gradient_sums import fold
+from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.restore import WRITES_PARAMETERS, rehearsal
-from lowtide.tracing.subclasses import local_bytes, parts, shards_in
+from lowtide.tracing.restore import preserve_training_state
+from lowtide.tracing.subclasses import local_bytes, plain_tensors, wrapped_parameters
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
@@ -89,26 +89,25 @@ def check_supported(model: nn.Module) -> None:
             f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
         )
     for path, module in model.named_modules():
-        signatures_seen = {c.__name__ for c in type(module).__mro__}
-        if found := signatures_seen & _WRAPPERS:
+        if found := {c.__name__ for c in type(module).__mro__} & _WRAPPERS:
             raise UnsupportedModelError(
                 f"{path or 'the model'} is a {sorted(found)[0]}, which the tape does not carry out yet.\n"
                 "Fit the module inside it, or train without lowtide."
             )
-        if module_calls.is_ours(module._compiled_call_impl):
+        if module_calls.is_lowtide_call(module._compiled_call_impl):
             raise LowtideError(
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
             )
-    if refused := fsdp.refusal(model):
-        raise UnsupportedModelError(f"{refused}, which the tape does not carry out yet.\nTrain without lowtide.")
-    if wrapper_of(model) is not None and shards_in(model):
+    if reason := why_not_supported(model):
+        raise UnsupportedModelError(f"{reason}, which the tape does not carry out yet.\nTrain without lowtide.")
+    if ddp_wrapper_of(model) is not None and wrapped_parameters(model):
         raise UnsupportedModelError(
             "DistributedDataParallel around DTensor parameters is not carried out: ranks that rehearse together would "
             "be two groups.\nUse fully_shard on a mesh of two dimensions, or train without lowtide."
         )
     for name, parameter in model.named_parameters():
-        inner = [type(t.data) for t in parts(parameter)]
+        inner = [type(t.data) for t in plain_tensors(parameter)]
         if unknown := [kind for kind in inner if kind is not torch.Tensor]:
             raise UnsupportedModelError(
                 f"parameter {name} is a {unknown[0].__name__}: subclass parameters other than DTensors are not taped "
@@ -165,122 +164,125 @@ def record(
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
-    model, batch = unwrapped(model), without_history(batch)
+    model, batch = unwrap_ddp(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")
-    received: set[str] = set()
-    fsdp.settle(model)
-    had_grad = {name for name, p in model.named_parameters() if p.grad is not None}
-    with rehearsal(model, batch):
-        undo = module_calls.install(model, _RootCall(model, recorder))
-        hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, name=name: received.add(name))
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        ]
-        try:
-            _know_residents(recorder, model, batch)
-            if fsdp.units_of(model):
-                recorder.gathering = FsdpRecording(recorder, model)
-            before = module_calls.active.watcher
-            module_calls.active.watcher = recorder
-            try:
-                with torch.enable_grad(), recorder:
-                    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-                        with recorder.idle():
-                            loss, output = forward(partial(_recorded, recorder, model, batch, step))
-                    if received:
-                        raise StepError(
-                            "the step called backward itself.\nReturn the loss and leave its backward to the caller."
-                        )
-                    recorder.start_backward()
-                    loss.backward()
-            finally:
-                module_calls.active.watcher = before
-            recorded = recorder.finish()
-            written = [
-                name
-                for name, p in model.named_parameters()
-                if any(recorder.know(t, "parameter") in recorder.written_parameters for t in parts(p))
-            ]
-            del loss, output
-            recorder.forget_nodes()
-        finally:
-            recorder.stop()
-            undo()
-            for hook in hooks:
-                hook.remove()
-            gc.collect()
-    resident = _resident_bytes(model, batch, device, received | had_grad)
+    gather_each_once(model)
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    with preserve_training_state(model, batch):
+        received = _record_step(recorder, model, batch, step, forward)
+    writes = recorder.written_parameters.storages
     state_bytes, step_bytes = optimizer_bytes(
         optimizer, [p for name, p in model.named_parameters() if name in received]
     )
-    resident["optimizer"] = state_bytes
-    provenance = {"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)}
-    if written:
-        provenance[WRITES_PARAMETERS] = " ".join(written)
-    return StepGraph(
+    graph = recorder.builder.build(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        resident=resident,
-        signatures=tuple(recorder.signatures_seen.signatures),
-        frames=tuple(recorder.frames),
-        storages=tuple(recorded.storages),
-        ops=tuple(recorded.ops),
-        saved=tuple(recorded.saved),
-        events=tuple(recorded.events),
-        calls=tuple(recorder.calls),
-        region=recorder.region,
+        resident=_resident_bytes(model, batch, device, received | with_gradient) | {"optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
-        provenance=provenance,
+        written_parameters=tuple(
+            name
+            for name, p in model.named_parameters()
+            if any(recorder.live.find(t) in writes for t in plain_tensors(p))
+        ),
+        provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
     )
+    return fold(graph, recorder.sums.targets)
 
 
-def _recorded(recorder: Recorder, model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Tensor, Any]:
-    with recorder.idle(but=True):
-        return run_step(model, batch, step)
+def _record_step(
+    recorder: Recorder,
+    model: nn.Module,
+    batch: Any,
+    step: Step | None,
+    forward: Callable[[Callable[[], Any]], Any],
+) -> set[str]:
+    """Run the step under ``recorder``; the names of the parameters that received a gradient."""
+    builder = recorder.builder
+    received: set[str] = set()
+    undo = module_calls.install(model, _RootCall(model, recorder))
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda p, name=name: received.add(name))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+    before = module_calls.thread_state.observer
+
+    def run() -> tuple[torch.Tensor, Any]:
+        with builder.resumed():
+            return run_step(model, batch, step)
+
+    try:
+        _add_residents(recorder, model, batch)
+        if units_of(model):
+            recorder.observe_fsdp(model)
+        module_calls.thread_state.observer = recorder
+        with torch.enable_grad(), recorder:
+            with torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack):
+                with builder.paused():
+                    loss, output = forward(run)
+            if received:
+                raise StepError(
+                    "the step called backward itself.\nReturn the loss and leave its backward to the caller."
+                )
+            recorder.start_backward()
+            loss.backward()
+        builder.recording = False
+        del loss, output
+    finally:
+        module_calls.thread_state.observer = before
+        # An error in backward must not skip this: the nodes hold the graph, which holds the model.
+        recorder.stop()
+        undo()
+        for hook in hooks:
+            hook.remove()
+        gc.collect()
+    return received
 
 
 class _RootCall:
-    """The model's own call while tracing: a scope that also notes what it was called with."""
+    """The model's own call while tracing: a module call that also notes what it was called with."""
+
+    lowtide = True  # as ``is_lowtide_call`` knows it
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self.recorder, self._call = recorder, module_calls.call_of(model) or model._call_impl
-        self.model = model
-        self.lowtide = True
+        self._model, self._recorder = model, recorder
+        self._call = module_calls.compiled_call_of(model) or model._call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if module_calls.active.watcher is not self.recorder:
+        builder, live = self._recorder.builder, self._recorder.live
+        if module_calls.thread_state.observer is not self._recorder:
             return self._call(*args, **kwargs)
-        if len(self.recorder._stack) == 1:
-            self.recorder.calls.append(module_calls.call_signature(self.model, args, kwargs))
-        self.recorder.enter("" if torch.is_grad_enabled() else module_calls.NO_GRAD)
+        if builder.frame == 0:
+            builder.calls.append(module_calls.call_signature(self._model, args, kwargs))
+        builder.enter("" if torch.is_grad_enabled() else module_calls.NO_GRAD)
         try:
             output = self._call(*args, **kwargs)
         finally:
-            self.recorder.leave()
-        # Out there a wrapper may be written in place, which its parts do not count: no replay may read them.
-        for part in (p for t in batch_tensors(output) if wraps(type(t)) for p in parts(t)):
-            if (number := self.recorder.know(part, "other")) is not None:
-                self.recorder.written(number)
+            builder.leave()
+        # Outside, a wrapper may be written in place, which its parts do not count: no replay may read them.
+        for part in (p for t in batch_tensors(output) if is_wrapper_type(type(t)) for p in plain_tensors(t)):
+            if (number := live.id_of(part)) is not None:
+                builder.mark_written(number)
         return output
 
 
-def _know_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
+def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
+    live = recorder.live
     for p in model.parameters():
-        for t in parts(p):
-            recorder.know(t, "parameter")
-        for t in parts(p.grad) if p.grad is not None else ():
-            recorder.know(t, "gradient")
+        for t in plain_tensors(p):
+            live.id_of(t, "parameter")
+        for t in plain_tensors(p.grad) if p.grad is not None else ():
+            live.id_of(t, "gradient")
     for b in model.buffers():
-        for t in parts(b):
-            recorder.know(t, "buffer")
-    for t in (part for whole in batch_tensors(batch) for part in parts(whole)):
-        number = recorder.know(t, "input")
+        for t in plain_tensors(b):
+            live.id_of(t, "buffer")
+    for t in (part for whole in batch_tensors(batch) for part in plain_tensors(whole)):
+        number = live.id_of(t, "input")
         storage = storage_of(t)
         if number is not None and storage is not None and not storage.resizable():
-            recorder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
+            recorder.builder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
 def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
@@ -289,7 +291,7 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
 
     def total(tensors: Any) -> int:
         count = 0
-        for t in (part for whole in tensors for part in parts(whole)):
+        for t in (part for whole in tensors for part in plain_tensors(whole)):
             storage = storage_of(t)
             if storage is None or storage.device != device or storage._cdata in seen:
                 continue
@@ -304,7 +306,7 @@ def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_gra
     }
     grads = [local_bytes(p) for name, p in model.named_parameters() if name in with_grad]
     by_part["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
-    by_part["other"] = bucket_bytes(model)
+    by_part["other"] = ddp_bucket_bytes(model)
     if device.type == "cuda":
         existing = total(p.grad for p in model.parameters() if p.grad is not None)
         known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing

@@ -1,0 +1,171 @@
+"""Tells the observer of the current thread what FSDP2 does: its hooks run, it takes memory, it frees memory.
+
+The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowtide.tracing.fsdp.units import units_of, was_gathered, whole_tensors
+from lowtide.tracing.subclasses import plain_tensors
+
+
+class FsdpObserver(Protocol):
+    """What has to know about FSDP's work."""
+
+    def hook(self) -> AbstractContextManager[None]:
+        """One of FSDP's hooks runs inside."""
+
+    def gathering(self, whole: list[torch.Tensor]) -> None:
+        """FSDP is about to take memory for these."""
+
+    def freed(self, whole: list[torch.Tensor]) -> None:
+        """FSDP has freed the memory of these."""
+
+
+class Pausing(Protocol):
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class PauseDuringFsdp:
+    """The observer of a tape: FSDP's work is no part of the step."""
+
+    def __init__(self, tape: Pausing) -> None:
+        self._tape = tape
+
+    @contextmanager
+    def hook(self) -> Iterator[None]:
+        self._tape.pause()
+        try:
+            yield
+        finally:
+            self._tape.resume()
+
+    def gathering(self, whole: list[torch.Tensor]) -> None:
+        pass
+
+    def freed(self, whole: list[torch.Tensor]) -> None:
+        pass
+
+
+class ThreadState(Protocol):
+    """Of ``module_calls``, which stands above."""
+
+    observer: Any
+
+
+def observe_units(model: nn.Module, thread_state: ThreadState) -> Callable[[], None]:
+    """Tell ``thread_state.observer`` of FSDP's work on the model's units; returns the undo."""
+    units = units_of(model)
+    for unit in units:
+        if isinstance(unit, _ObservedUnit):
+            unit._lowtide_observers += 1
+            continue
+        kind = type(unit)
+        unit._lowtide_observers, unit._lowtide_thread_state, unit._lowtide_stamps = 1, thread_state, {}
+        unit.__class__ = type(kind.__name__, (_ObservedUnit, kind), {"_lowtide_kind": kind})
+
+    def undo() -> None:
+        for unit in units:
+            unit._lowtide_observers -= 1
+            # A backward may be to come that needs the versions back; then the next reshard ends it.
+            if unit._lowtide_observers == 0 and not unit._post_forward_indices:
+                unit._stop_observing()
+
+    return undo
+
+
+class _ObservedUnit:
+    """Mixed into a unit's class while somebody observes it."""
+
+    _lowtide_kind: type
+    _lowtide_observers: int
+    _lowtide_thread_state: ThreadState
+    _lowtide_stamps: dict[int, tuple[int, tuple]]  # id of a gathered tensor -> its version while whole, its shard then
+    fsdp_params: list[Any]
+
+    def unshard(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_hook():
+            return super().unshard(*args, **kwargs)  # type: ignore[misc]
+
+    def wait_for_unshard(self) -> None:
+        with self._in_hook():
+            observer = self._observer()
+            if observer is not None and self._all_gather_result:  # type: ignore[attr-defined]
+                observer.gathering([t for t in whole_tensors(self) if not t.untyped_storage().nbytes()])
+            super().wait_for_unshard()  # type: ignore[misc]
+
+    def reshard(self) -> None:
+        with self._in_hook():
+            super().reshard()  # type: ignore[misc]
+
+    def post_backward(self, *args: Any) -> Any:
+        with self._in_hook():
+            return super().post_backward(*args)  # type: ignore[misc]
+
+    def _to_unsharded(self) -> None:
+        super()._to_unsharded()  # type: ignore[misc]
+        self._restore_versions()
+
+    def _to_sharded(self) -> None:
+        whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
+        super()._to_sharded()  # type: ignore[misc]
+        self._after_free(whole)
+
+    def _to_sharded_post_forward(self) -> None:
+        whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
+        super()._to_sharded_post_forward()  # type: ignore[misc]
+        self._after_free(whole)
+
+    def _observer(self) -> FsdpObserver | None:
+        observer = self._lowtide_thread_state.observer
+        return None if observer is None else observer.fsdp_observer
+
+    def _in_hook(self) -> AbstractContextManager[None]:
+        observer = self._observer()
+        return nullcontext() if observer is None else observer.hook()
+
+    def _after_free(self, whole: list[torch.Tensor]) -> None:
+        """Until it is whole again from the same shard, whatever reads the parameter is told that it has changed."""
+        observer = self._observer()
+        if observer is not None:
+            observer.freed([t for t in whole if not t.untyped_storage().nbytes()])
+        if self._lowtide_observers == 0:
+            self._stop_observing()
+            return
+        for param in self.fsdp_params:
+            if was_gathered(param):
+                for tensor in plain_tensors(param._unsharded_param):
+                    if id(tensor) not in self._lowtide_stamps and not tensor.is_inference():
+                        self._lowtide_stamps[id(tensor)] = tensor._version, _stamp(param)
+                        _set_version(tensor, tensor._version + 1)
+
+    def _stop_observing(self) -> None:
+        self._restore_versions()
+        self.__class__ = self._lowtide_kind
+        del self._lowtide_observers, self._lowtide_thread_state, self._lowtide_stamps
+
+    def _restore_versions(self) -> None:
+        for param in filter(was_gathered, self.fsdp_params):
+            for tensor in plain_tensors(param._unsharded_param):
+                version, stamp = self._lowtide_stamps.pop(id(tensor), (None, None))
+                if version is not None and stamp == _stamp(param):
+                    _set_version(tensor, version)
+
+
+def _stamp(param: Any) -> tuple:
+    """Equal as long as the shard that a parameter is gathered from has not been written, or exchanged."""
+    shard = param.sharded_param
+    local = shard._local_tensor
+    return id(shard), shard._version, id(local), local._version, param._sharded_param_data._version
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -1,0 +1,224 @@
+"""A StepGraph while it is being recorded, whoever sees the ops.
+
+Plain data. ``Recorder`` fills it from a real step; any other source of ops can do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from lowtide.graph.step_graph import FREE, PACK, RELEASE, RUN, Frame, Op, StepGraph, Storage
+
+
+class GraphBuilder:
+    """Storages, ops, saved tensors, events and module calls in the order in which they are added.
+
+    Attributes:
+        region: As in ``StepGraph``.
+        recording: What happens now is part of the step; if not, events are left out.
+        ops_ignored: Whoever sees ops leaves them out now; events still count.
+    """
+
+    def __init__(self, *, region: str) -> None:
+        self.region = region
+        self.storages: list[Storage] = []
+        self.ops: list[Op] = []
+        self.saved: list[int] = []
+        self.events: list[tuple[int, int]] = []
+        self.frames: list[Frame] = [Frame(-1, "", 0)]
+        self.signatures: list[dict[str, Any]] = []
+        self.recorded_ms: dict[int, float] = {}
+        self.calls: list[str] = []
+        self.recording = True
+        self.ops_ignored = False
+        self._stack = [0]
+        self._calls_of: dict[tuple[int, str], int] = {}  # (parent frame, path) -> calls so far
+        self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
+        self._unread: set[int] = set()  # storages made and not read yet: an in-place op may still complete them
+
+    # -- what is recorded ---------------------------------------------------------------------------------------
+
+    def paused(self) -> AbstractContextManager[None]:
+        """What runs inside is not part of the step."""
+        return self._set_recording(recording=False)
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """What runs inside is part of the step, though ``paused`` surrounds it."""
+        return self._set_recording(recording=True)
+
+    @contextmanager
+    def _set_recording(self, *, recording: bool) -> Iterator[None]:
+        self.recording, before = recording, self.recording
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    @contextmanager
+    def ignoring_ops(self) -> Iterator[None]:
+        """Ops that run inside are not part of the step, what they free is."""
+        self.ops_ignored, before = True, self.ops_ignored
+        try:
+            yield
+        finally:
+            self.ops_ignored = before
+
+    def add_event(self, kind: int, number: int) -> None:
+        if self.recording:
+            self.events.append((kind, number))
+
+    def add_free(self, storage: int) -> None:
+        self.add_event(FREE, storage)
+
+    def add_release(self, saved: int) -> None:
+        self.add_event(RELEASE, saved)
+
+    # -- module calls -------------------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> None:
+        parent = self._stack[-1]
+        ordinal = self._calls_of.get((parent, path), 0)
+        self._calls_of[parent, path] = ordinal + 1
+        self.frames.append(Frame(parent, path, ordinal))
+        self._stack.append(len(self.frames) - 1)
+
+    def leave(self) -> None:
+        self._stack.pop()
+
+    @property
+    def frame(self) -> int:
+        """The module call that runs now."""
+        return self._stack[-1]
+
+    @property
+    def path(self) -> str:
+        """Its path as errors name it."""
+        return self.frames[self._stack[-1]].path or "(the step)"
+
+    # -- storages -----------------------------------------------------------------------------------------------
+
+    def add_storage(self, size: int, kind: str, *, op: int | None = None, output: int = 0, fixed: str = "") -> int:
+        """The id of a new storage of ``size`` bytes; made by ``op``, or there before the step."""
+        number = len(self.storages)
+        self.storages.append(Storage(number, size, kind, op, output, fixed))
+        return number
+
+    def fix(self, storage: int, reason: str) -> None:
+        """The storage must be saved; of several reasons the first counts."""
+        if not self.storages[storage].fixed:
+            self.storages[storage] = replace(self.storages[storage], fixed=reason)
+
+    def changes_during_step(self, storage: int) -> bool:
+        """It was there before the step, and something in the step writes it."""
+        return self.storages[storage].op is None and bool(self.storages[storage].fixed)
+
+    def mark_written(self, storage: int) -> None:
+        """Memory that changes cannot be recomputed, nor can what was computed from it before the change."""
+        if self.storages[storage].kind == "gradient":
+            return
+        self.fix(storage, "written during the step")
+        for earlier in self._readers.pop(storage, ()):
+            if earlier < len(self.ops):
+                completed = self.ops[earlier].completes_inplace
+                for made in self.ops[earlier if completed is None else completed].makes:
+                    self.fix(made, "was computed from memory that is written later in the step")
+
+    # -- ops ----------------------------------------------------------------------------------------------------
+
+    def add_signature(self, signature: dict[str, Any], *, recorded_ms: float | None = None) -> int:
+        """The number of a new signature; ``recorded_ms`` of one that cannot be run again for timing."""
+        self.signatures.append(signature)
+        if recorded_ms is not None:
+            self.recorded_ms[len(self.signatures) - 1] = recorded_ms
+        return len(self.signatures) - 1
+
+    def begin_op(self) -> int:
+        """The id of the op that runs now; ``add_op`` is to follow."""
+        self.add_event(RUN, len(self.ops))
+        return len(self.ops)
+
+    def add_op(self, op: Op) -> None:
+        self.ops.append(op)
+
+    def add_reads(self, op: int, reads: tuple[int, ...], writes: tuple[int, ...] = ()) -> None:
+        """A forward op reads these."""
+        self._unread.difference_update(s for s in reads if s not in writes)
+        for s in reads:
+            self._readers.setdefault(s, []).append(op)
+
+    def was_read(self, storage: int) -> bool:
+        """A forward op has read it since it was last written, or autograd stores it."""
+        return storage in self.saved or bool(self._readers.get(storage))
+
+    def add_saved(self, storage: int) -> int:
+        """The id of a new saved tensor: autograd stores ``storage``."""
+        self.saved.append(storage)
+        self.add_event(PACK, len(self.saved) - 1)
+        self._unread.discard(storage)
+        return len(self.saved) - 1
+
+    # -- ops that complete an earlier op's output ---------------------------------------------------------------
+
+    def allow_completion(self, storages: list[int]) -> None:
+        """In-place ops may complete these as long as nothing reads them."""
+        self._unread.update(storages)
+
+    def end_completion(self, storage: int) -> None:
+        self._unread.discard(storage)
+
+    def maker_to_complete(self, storage: int, others: tuple[int, ...]) -> int | None:
+        """The op whose output an in-place op on ``storage`` that also reads ``others`` may complete.
+
+        Only what could have been read when the output was made may go into it, so that replays stay in order.
+        """
+        maker = self.storages[storage].op
+        if storage not in self._unread or maker is None:
+            return None
+        if any((self.storages[s].op or 0) > maker or self.changes_during_step(s) for s in others):
+            return None
+        return maker
+
+    def complete_inplace(self, maker: int, others: tuple[int, ...], rng_bytes: int) -> None:
+        """Count what the completing op reads and draws with ``maker``; the two are replayed as one."""
+        op = self.ops[maker]
+        self.ops[maker] = replace(
+            op, reads=tuple(dict.fromkeys((*op.reads, *others))), rng_bytes=op.rng_bytes + rng_bytes
+        )
+
+    def unfix(self, storage: int) -> None:
+        """Nothing has to save the storage any more."""
+        self.storages[storage] = replace(self.storages[storage], fixed="")
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        *,
+        device: str,
+        device_name: str,
+        resident: dict[str, int],
+        optimizer_step_bytes: int,
+        written_parameters: tuple[str, ...],
+        provenance: dict[str, str],
+    ) -> StepGraph:
+        """What was recorded; the arguments are the fields of ``StepGraph`` that no op tells."""
+        return StepGraph(
+            device=device,
+            device_name=device_name,
+            resident=resident,
+            signatures=tuple(self.signatures),
+            frames=tuple(self.frames),
+            storages=tuple(self.storages),
+            ops=tuple(self.ops),
+            saved=tuple(self.saved),
+            events=tuple(self.events),
+            calls=tuple(self.calls),
+            region=self.region,
+            optimizer_step_bytes=optimizer_step_bytes,
+            written_parameters=written_parameters,
+            recorded_ms=dict(self.recorded_ms),
+            provenance=provenance,
+        )
