@@ -145,7 +145,7 @@ def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeyp
     model, batch = mlp(8, 64), torch.randn(512, 64)
     monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (TierSettings(), {"disk": 2**30}))
 
-    def full(self, storage, dtype):
+    def full(self, storage):
         raise TierError("64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are.\nLower host_budget=.")
 
     monkeypatch.setattr("lowtide.tape.offload.disk_tier.DiskTier.store", full)
