@@ -79,7 +79,7 @@ def test_a_bound_that_claims_too_much_is_caught(monkeypatch, wrong):
         monkeypatch.setattr(offload_columns.OffloadColumns, "_moments", hurried)
     else:
         monkeypatch.setitem(
-            vars(graph), "lowtide.solvers.lower_bound.unavoidable.certain_with_moves", Unavoidable(graph)
+            vars(graph), "lowtide.solvers.lower_bound.unavoidable.unavoidable_with_offload", Unavoidable(graph)
         )
 
     assert bound_time(graph, costs, budget, {DISK: None}).step_ms > line.step_ms + 0.5
