@@ -152,7 +152,7 @@ def test_a_frozen_trunk_is_not_run_again():
         model(X).square().mean().backward()
 
     assert seen
-    assert not [recipe.slot.where for recipe in seen if recipe.slot.where.startswith("trunk")]
+    assert not [recipe.op.where for recipe in seen if recipe.op.where.startswith("trunk")]
 
 
 class SharesKeys(nn.Module):
