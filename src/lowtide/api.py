@@ -1,12 +1,10 @@
 """``fit``: trace, measure, solve and apply in one call; one plan per input shape."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from torch import nn
 
@@ -250,7 +248,7 @@ class Fit:
             self._undo()
             self._undo = None
 
-    def __enter__(self) -> Fit:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

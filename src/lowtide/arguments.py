@@ -1,7 +1,5 @@
 """Checks of what ``fit`` is given, made before anything runs: one sentence each, with the value and the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Why a plan is as it is: what fills memory at the peak, what more memory would save, the largest decisions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -117,7 +115,7 @@ class Evidence:
         return {**vars(self), "holders": list(map(asdict, self.holders)), "links": list(map(asdict, self.links))}
 
     @staticmethod
-    def from_dict(body: Any) -> Evidence:
+    def from_dict(body: Any) -> "Evidence":
         """What ``to_dict`` described. Raises: TypeError, KeyError: it is something else."""
         holders = tuple(PeakGroup(**holder) for holder in body["holders"])
         links = tuple(LinkUse(**{**link, "shares": tuple(link["shares"])}) for link in body["links"])

@@ -1,7 +1,5 @@
 """What ``fit`` is asked for: the budget and method, and where tensors may be stored outside device memory."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """A plan: one decision per storage, predicted peak and time, and its JSON. Needs no graph to be applied."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -202,7 +200,7 @@ class Plan:
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str) -> "Plan":
         """Reads versions 1 and 2. Raises: GraphFormatError: not a plan, or of another version."""
         try:
             body = json.loads(text)
@@ -274,7 +272,7 @@ class Plan:
         Path(path).write_text(self.to_json())
 
     @staticmethod
-    def load(path: str | Path) -> Plan:
+    def load(path: str | Path) -> "Plan":
         return Plan.from_json(Path(path).read_text())
 
 

@@ -1,7 +1,5 @@
 """From one batch to a plan in force: trace, measure, solve, and rehearse until every replay is proven."""
 
-from __future__ import annotations
-
 import logging
 import time
 import weakref

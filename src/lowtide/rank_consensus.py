@@ -5,8 +5,6 @@ operators cannot share a plan; each solves its own within the least budget of al
 on every rank: otherwise the others would wait in their next collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar

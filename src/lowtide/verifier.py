@@ -1,7 +1,5 @@
 """Planned step against plain step: loss, every gradient, every buffer, bit by bit; predicted peak against measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

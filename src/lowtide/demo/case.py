@@ -1,7 +1,5 @@
 """What a demo case is: a model, the step it trains with, and its batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

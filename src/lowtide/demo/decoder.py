@@ -3,8 +3,6 @@
 The architecture is transformers' own; the weights are random because no decoder's can be shipped with a package.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import torch

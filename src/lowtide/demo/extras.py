@@ -1,7 +1,5 @@
 """What the demo needs beyond lowtide itself, found without the network and without log output."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -8,8 +8,6 @@ the batch's other sentences. It has what checkpointing tools stumble over: rando
 step, padded batches of several lengths, a loss outside the model.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

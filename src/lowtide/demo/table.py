@@ -1,7 +1,5 @@
 """Methods side by side on one step of a case: peak, time, and whether the gradients are the plain step's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Real text that every Python carries: the language reference behind ``help("topics")``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pydoc_data import topics

@@ -1,7 +1,5 @@
 """Two copies of a model trained side by side, plainly and under a plan: the losses must agree to the last bit."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The report as one HTML page that needs no other file, no script and no network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import fields

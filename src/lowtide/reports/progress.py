@@ -1,11 +1,10 @@
 """Progress on stderr, so that stdout stays for results; silent where nobody watches."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -23,7 +22,7 @@ class Stages:
             console=console, transient=True, disable=not sys.stderr.isatty(),
         )  # fmt: skip
 
-    def __enter__(self) -> Stages:
+    def __enter__(self) -> Self:
         self._progress.__enter__()
         self._task = self._progress.add_task(self._names[0], total=len(self._names))
         return self

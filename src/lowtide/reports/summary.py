@@ -3,8 +3,6 @@
 The terminal, HTML and JSON reports all render this one summary, so they cannot disagree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass

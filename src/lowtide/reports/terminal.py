@@ -3,8 +3,6 @@
 No colour and no box drawing: the report is pasted into issues and read through pipes.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The whole trade-off of one step, with the published methods on the same axes: as data, and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
