@@ -21,7 +21,7 @@ from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
-from lowtide.reports.progress import Stages
+from lowtide.reports.progress import stages
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
@@ -120,7 +120,7 @@ class Planner:
             allow_least: A shape met in mid-training: where no plan fits, take the one with the least peak.
         """
         model, batch = self.model, without_history(batch)
-        with Stages("trace", "measure", "solve", "rehearse") as stages:
+        with stages("trace", "measure", "solve", "rehearse") as next_stage:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.
             group = None if allow_least else group_of(model)
@@ -136,12 +136,12 @@ class Planner:
                 ),
             )
             traced = time.perf_counter()
-            stages.next()
+            next_stage()
             costs = run_on_all_ranks(group, "measuring", lambda: self._measure(graph))
             measured = time.perf_counter()
-            stages.next()
+            next_stage()
             graph, plan = self._solve(graph, costs, group, allow_least)
-            stages.next()
+            next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
                     tiers = run_on_all_ranks(

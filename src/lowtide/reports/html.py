@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from html import escape
 
 from lowtide.graph.costs import Costs
@@ -14,10 +13,10 @@ from lowtide.reports.summary import (
     TrainingCounts,
     by_module,
     by_op,
-    checks,
+    facts,
     fraction,
-    kept_for_replays,
     percent,
+    total,
 )
 from lowtide.reports.summary import warnings as own_warnings
 from lowtide.reports.svg import bar_chart, memory_chart
@@ -101,13 +100,11 @@ def html_report(
 
 
 def _lead(plan: Plan, graph: StepGraph | None) -> str:
-    stored = sum(plan.counts.values())
-    dropped = plan.counts["recompute"]
+    stored, dropped = sum(plan.counts.values()), plan.counts["recompute"]
     device = graph.device_name if graph is not None else plan.device
     return (
         f"Of {stored} tensors that autograd stores for backward, {dropped} are computed again when backward needs "
-        "them. "
-        f"One training step on {device}, planned by method “{plan.method}” in {plan.solve_s:.1f} s. "
+        f"them. One training step on {device}, planned by method “{plan.method}” in {plan.solve_s:.1f} s. "
         "Predicted unless it says measured."
     )
 
@@ -164,17 +161,15 @@ def _explanation(plan: Plan) -> list[str]:
 
 
 def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
-    largest = max((g.save_bytes + g.recompute_bytes + g.other_bytes for g in groups), default=0) or 1
+    largest = max((g.bytes for g in groups), default=0) or 1
     offload = any(g.other_count for g in groups)
     names = ["save", "recompute", *(["offload"] if offload else [])]
-    head = (
-        f"<tr><th>{what}</th><th>size</th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
-    )
+    spans = "".join(f"<th colspan=2>{name}</th>" for name in names)
+    head = f"<tr><th>{what}</th><th>size</th>{spans}<th>replay</th></tr>"
     rows = [_row(g, names, largest) for g in groups]
     legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
-    sums = [sum(getattr(g, f.name) for g in groups) for f in fields(ActionTotals)[1:]]
     if len(groups) > 1:
-        rows.append(_row(ActionTotals("all", *sums), names, 0))
+        rows.append(_row(total("all", groups), names, 0))
     return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 
@@ -195,19 +190,12 @@ def _row(group: ActionTotals, names: list[str], largest: int) -> str:
 def _evidence(
     plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
 ) -> str:
-    kept, kept_bytes = kept_for_replays(plan)
-    facts = {
-        "plain step": f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms",
-        "planned step": f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms",
-        "time bound": "none known for this method" if plan.bound_ms is None else f"{plan.bound_ms:.1f} ms",
-        "before the step": format_bytes(plan.resident_bytes),
-        "kept for replays alone": f"{kept} tensors, {format_bytes(kept_bytes)}",
-        "status": plan.status,
-        "graph": plan.graph_fingerprint,
-    }
-    if graph is not None:
-        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
-        facts["before the step"] += f" ({parts})" if parts else ""
-    facts.update(checks(verification, counts))
-    facts.update(plan.provenance)
-    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"
+    rows = [
+        ("plain step", f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms"),
+        ("planned step", f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms"),
+        *facts(plan, graph, verification, counts),
+        ("status", plan.status),
+        ("graph", plan.graph_fingerprint),
+        *plan.provenance.items(),
+    ]
+    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in rows)}</dl>"
