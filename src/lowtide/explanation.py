@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide.units import format_bytes
@@ -110,13 +110,9 @@ class Evidence:
     ms_per_byte: float | None = None
     links: tuple[LinkUse, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {**vars(self), "holders": list(map(asdict, self.holders)), "links": list(map(asdict, self.links))}
-
     @staticmethod
     def from_dict(body: Any) -> "Evidence":
-        """What ``to_dict`` described. Raises: TypeError, KeyError: it is something else."""
+        """What ``asdict`` made of one. Raises: TypeError, KeyError: it is something else."""
         holders = tuple(PeakGroup(**holder) for holder in body["holders"])
         links = tuple(LinkUse(**{**link, "shares": tuple(link["shares"])}) for link in body["links"])
         return Evidence(**{**body, "holders": holders, "links": links})
@@ -139,11 +135,9 @@ class Explanation(Evidence):
     decisions: tuple[DecisionGroup, ...]
 
     def __str__(self) -> str:
-        lines = (*self._peak(), *self._price(), *self._links(), *self._decisions())
+        links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
+        lines = (*self._peak(), *self._price(), *links, *self._decisions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
-
-    def _links(self) -> list[str]:
-        return ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
 
     def _peak(self) -> list[str]:
         peak = format_bytes(self.peak_bytes)

@@ -110,9 +110,8 @@ def _groups(title: str, groups: tuple[ActionTotals, ...]) -> str:
     if len(groups) > 1:
         shown.append(total("all", groups))
     head = [title.ljust(_NAME_WIDTH), "save", "", "recompute", ""]  # wide, so that both tables line up
-    return "\n".join(
-        columns([[*head, *(["offload", ""] if offload else []), "replay"], *(_row(g, offload) for g in shown)])
-    )
+    head += ["offload", "", "replay"] if offload else ["replay"]
+    return "\n".join(columns([head, *(_row(g, offload) for g in shown)]))
 
 
 def _row(group: ActionTotals, offload: bool) -> list[str]:
