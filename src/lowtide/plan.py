@@ -246,13 +246,8 @@ class Plan:
             typed = isinstance(entry.name, str) and isinstance(entry.dynamic, bool) and _count(entry.num_dropped_inputs)
             earlier = entry.completes_inplace is None or _count(entry.completes_inplace, i)
             return typed and earlier and _count(entry.frame, len(self.frames))
-        counts = (
-            entry.storage,
-            entry.bytes,
-            entry.output,
-            entry.replays,
-            0 if entry.fetch_at is None else entry.fetch_at,
-        )
+        fetch_at = 0 if entry.fetch_at is None else entry.fetch_at
+        counts = entry.storage, entry.bytes, entry.output, entry.replays, fetch_at
         good = all(map(_count, counts)) and entry.replays > 0
         return good and entry.action in ACTIONS and _count(entry.op, len(self.ops))
 
