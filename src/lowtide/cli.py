@@ -202,7 +202,7 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
 
 def _budget(text: str) -> int | str:
     """Refused before a script runs for minutes."""
-    from lowtide.arguments import check_budget
+    from lowtide.argument_checks import check_budget
 
     budget = int(text) if text.strip().lstrip("-").isdecimal() else text
     try:

@@ -112,8 +112,3 @@ class FitOptions:
     step: Callable[..., Any] | None = None
     method: str = "exact"
     solver: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_auto(self) -> bool:
-        """The budget is what the device has free."""
-        return parse_budget(self.budget) == "auto"

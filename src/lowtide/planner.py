@@ -36,7 +36,7 @@ from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.restore import preserve_training_state
 from lowtide.tracing.tracer import Step, device_of, record, run_step
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_budget
 
 logger = logging.getLogger("lowtide")
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
@@ -124,29 +124,20 @@ class Planner:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.
             group = None if allow_least else group_of(model)
-            graph = run_on_all_ranks(
-                group,
-                "tracing",
-                lambda: record(
-                    model,
-                    batch,
-                    step,
-                    self.options.optimizer,
-                    forward=lambda run: run_on_all_ranks(group, "the forward pass", run),
-                ),
-            )
+            forward = partial(run_on_all_ranks, group, "the forward pass")
+            record_step = partial(record, model, batch, step, self.options.optimizer, forward=forward)
+            graph = run_on_all_ranks(group, "tracing", record_step)
             traced = time.perf_counter()
             next_stage()
-            costs = run_on_all_ranks(group, "measuring", lambda: self._measure(graph))
+            costs = run_on_all_ranks(group, "measuring", partial(self._measure, graph))
             measured = time.perf_counter()
             next_stage()
             graph, plan = self._solve(graph, costs, group, allow_least)
             next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
-                    tiers = run_on_all_ranks(
-                        group, "opening tiers", partial(self.tier_settings.open, plan, self._tiers)
-                    )
+                    open_tiers = partial(self.tier_settings.open, plan, self._tiers)
+                    tiers = run_on_all_ranks(group, "opening tiers", open_tiers)
                     tape = Tape(program_of(plan), model, tiers)
                     planned = PlannedShape(graph, costs, plan, tape, traced - start, measured - traced, group)
                     differed = union_over_ranks(group, self._rehearse(planned, batch, step))
@@ -182,7 +173,7 @@ class Planner:
         self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, allow_least: bool
     ) -> tuple[StepGraph, Plan]:
         options = self.options
-        budget = _auto_budget(self.model, graph) if options.is_auto else options.budget
+        budget = _auto_budget(self.model, graph) if parse_budget(options.budget) == "auto" else options.budget
 
         def solved(graph: StepGraph, budget: int | str) -> Plan:
             return solve(graph, costs, budget, method=options.method, offload=self.capacities, **options.solver)
@@ -227,10 +218,8 @@ class Planner:
             share_bytes = max(allowance, 0) // (3 if unproven else 2)
             tape.audit = Audit(program, share_bytes, differed.append)
             tape.comparison_bytes = share_bytes if unproven else 0
-            with (
-                preserve_training_state(model, batch, written_parameters=planned.plan.written_parameters),
-                _installed(model),
-            ):
+            written = planned.plan.written_parameters
+            with preserve_training_state(model, batch, written_parameters=written), _installed(model):
                 with torch.enable_grad(), TapedRegion(tape, program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]

@@ -113,14 +113,11 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
     share = f"{100 * plan.predicted_fraction:.1f} % of plain activations"
     budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     gap = "no bound known" if math.isnan(plan.gap) else f"{plan.gap:.2%}"
+    step = f"{plan.predicted_step_ms:.1f} ms forward + backward"
     tiles = [
         (budget, "budget", "peak allocated, absolute"),
         (format_bytes(plan.predicted_peak_bytes), "predicted peak", share),
-        (
-            percent(plan.predicted_overhead),
-            "predicted step time",
-            f"{plan.predicted_step_ms:.1f} ms forward + backward",
-        ),
+        (percent(plan.predicted_overhead), "predicted step time", step),
         (gap, "from the time bound", "no plan within the budget is faster than the bound"),
     ]
     if verification is not None:

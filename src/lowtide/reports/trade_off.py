@@ -36,7 +36,7 @@ class TradeOff:
             "frontier": [_as_json(p) for p in self.front],
             "frontier_moving": [{**_as_json(p), "moved_bytes": _moved_bytes(p)} for p in self.moving],
             "classics": {
-                method: [{"peak_bytes": peak, "step_ms": ms} for peak, ms in points]
+                method: [dict(peak_bytes=peak, step_ms=ms) for peak, ms in points]
                 for method, points in self.classics.items()
             },
         }
@@ -68,17 +68,12 @@ def trade_off(
             classics[method] = sorted(found)
     tiers = [tier for tier in costs.links if tier in TIERS]
     total = points * 2 if tiers else points
-
-    def report_progress(done: int, _: int) -> None:
-        if progress is not None:
-            progress(done, total)
-
-    front = frontier(graph, costs, points=points, progress=report_progress)
+    report = progress or (lambda done, total: None)
+    front = frontier(graph, costs, points=points, progress=lambda done, _: report(done, total))
     moving = []
     if tiers:
-        moving = frontier(
-            graph, costs, points=points, offload=tiers, progress=lambda done, _: report_progress(points + done, total)
-        )
+        report_moving = lambda done, _: report(points + done, total)
+        moving = frontier(graph, costs, points=points, offload=tiers, progress=report_moving)
     return TradeOff(front, classics, moving)
 
 
