@@ -188,7 +188,7 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
         if path:
             _write(path, save)
     _pictures(args, fit.plan, fit.graph, verification, fit.costs)
-    found = _findings(verification, fit.plan)
+    found = _findings(verification, fit.plan) if verification else []
     body = {
         "status": "finding" if found else "ok",
         "findings": found,
@@ -213,15 +213,13 @@ def _budget(text: str) -> int | str:
 
 
 def _check_folders(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
             raise BadUsageError(f"cannot write {path}: there is no folder {path.parent}.\nMake it first.")
 
 
-def _findings(verification: Verification | None, plan: Plan) -> list[str]:
+def _findings(verification: Verification, plan: Plan) -> list[str]:
     """What ``--verify`` found wrong, each with values."""
-    if verification is None:
-        return []
     found = []
     if not verification.equal:
         found.append(f"the planned step differs from the plain one in {', '.join(verification.differing)}.")

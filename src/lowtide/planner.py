@@ -3,8 +3,8 @@
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -219,7 +219,8 @@ class Planner:
             tape.audit = Audit(program, share_bytes, differed.append)
             tape.comparison_bytes = share_bytes if unproven else 0
             written = planned.plan.written_parameters
-            with preserve_training_state(model, batch, written_parameters=written), _installed(model):
+            with preserve_training_state(model, batch, written_parameters=written), ExitStack() as stack:
+                stack.callback(module_calls.install(model, attach.GuardedCall(model, lambda args, kwargs: None)))
                 with torch.enable_grad(), TapedRegion(tape, program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]
@@ -236,15 +237,6 @@ class Planner:
             self.on_replay_difference(slot)
         by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}
         return {d.storage for d in planned.plan.decisions if any(d.output == o for o, _ in by_op.get(d.op, ()))}
-
-
-@contextmanager
-def _installed(model: nn.Module) -> Iterator[None]:
-    undo = module_calls.install(model, attach.GuardedCall(model, lambda args, kwargs: None))
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _auto_budget(model: nn.Module, graph: StepGraph) -> int:

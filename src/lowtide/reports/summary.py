@@ -188,6 +188,12 @@ def summary(
 ) -> dict:
     """The report as one JSON object; NaN and unknown are null."""
     kept_count, kept_bytes = kept_for_replays(plan)
+    measured = {} if counts is None else asdict(counts)
+    if verification is not None:
+        measured["peak_bytes"] = verification.measured_peak_bytes
+        measured["plain_peak_bytes"] = verification.plain_peak_bytes
+        measured["overhead"] = None if math.isnan(verification.overhead) else verification.overhead
+        measured["bitwise_equal"] = verification.equal
     same_name = (
         "method", "device", "region", "graph_fingerprint", "budget_bytes", "plain_peak_bytes", "resident_bytes",
         "predicted_peak_bytes", "predicted_fraction", "plain_step_ms", "predicted_step_ms", "predicted_overhead",
@@ -201,21 +207,9 @@ def summary(
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
         "by_module": [asdict(g) for g in by_module(plan)],
         "by_op": [asdict(g) for g in by_op(plan)],
-        "measured": _measured(verification, counts),
+        "measured": measured or None,
         "warnings": [*warnings(plan, verification, counts), *more_warnings],
     }
-
-
-def _measured(verification: Verification | None, counts: TrainingCounts | None) -> dict | None:
-    if verification is None and counts is None:
-        return None
-    measured = {} if counts is None else asdict(counts)
-    if verification is not None:
-        measured["peak_bytes"] = verification.measured_peak_bytes
-        measured["plain_peak_bytes"] = verification.plain_peak_bytes
-        measured["overhead"] = None if math.isnan(verification.overhead) else verification.overhead
-        measured["bitwise_equal"] = verification.equal
-    return measured
 
 
 def _count(number: int, noun: str) -> str:

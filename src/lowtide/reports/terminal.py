@@ -46,8 +46,10 @@ def fit_report(
         counts: What the tape met in training.
         warnings: More of them, one line each.
     """
+    device = graph.device_name if graph is not None else plan.device
+    status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
     blocks = [
-        _headline(plan, graph),
+        f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}",
         _peaks(plan, verification),
         "\n".join(line for row in facts(plan, graph, verification, counts) for line in _wrapped(*row)),
         _groups("by module", by_module(plan)),
@@ -69,12 +71,6 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
         cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
         lines.append(gap.join(cells).rstrip())
     return lines
-
-
-def _headline(plan: Plan, graph: StepGraph | None) -> str:
-    device = graph.device_name if graph is not None else plan.device
-    status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
-    return f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}"
 
 
 def _peaks(plan: Plan, verification: Verification | None) -> str:
