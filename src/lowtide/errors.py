@@ -1,7 +1,5 @@
 """The errors lowtide raises on purpose. Each message says what, with values; the facts; the way out."""
 
-from __future__ import annotations
-
 
 class LowtideError(Exception):
     """Base of every error lowtide raises itself."""

@@ -1,10 +1,8 @@
 """Why a plan is as it is: what fills memory at the peak, what more memory would save, the largest decisions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide.units import format_bytes
@@ -112,13 +110,9 @@ class Evidence:
     ms_per_byte: float | None = None
     links: tuple[LinkUse, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {**vars(self), "holders": list(map(asdict, self.holders)), "links": list(map(asdict, self.links))}
-
     @staticmethod
-    def from_dict(body: Any) -> Evidence:
-        """What ``to_dict`` described. Raises: TypeError, KeyError: it is something else."""
+    def from_dict(body: Any) -> "Evidence":
+        """What ``asdict`` made of one. Raises: TypeError, KeyError: it is something else."""
         holders = tuple(PeakGroup(**holder) for holder in body["holders"])
         links = tuple(LinkUse(**{**link, "shares": tuple(link["shares"])}) for link in body["links"])
         return Evidence(**{**body, "holders": holders, "links": links})
@@ -141,11 +135,9 @@ class Explanation(Evidence):
     decisions: tuple[DecisionGroup, ...]
 
     def __str__(self) -> str:
-        lines = (*self._peak(), *self._price(), *self._links(), *self._decisions())
+        links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
+        lines = (*self._peak(), *self._price(), *links, *self._decisions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
-
-    def _links(self) -> list[str]:
-        return ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
 
     def _peak(self) -> list[str]:
         peak = format_bytes(self.peak_bytes)
@@ -163,12 +155,11 @@ class Explanation(Evidence):
     def _price(self) -> list[str]:
         if self.ms_per_byte is None or self.ms_per_gib is None:
             return []
-        if not self.ms_per_byte:
-            return ["more memory buys no time"]
         # The largest unit that is small beside the peak: nobody adds a GiB to 37 MiB.
         unit, size = next((u, 2**p) for u, p in _UNITS if 2**p <= _SMALL_SHARE * self.peak_bytes or not p)
         saved_ms = min(self.ms_per_byte * size, self.ms_per_gib)
-        return [f"one more {unit} takes at most {saved_ms:.3g} ms off the step"]
+        takes = f"one more {unit} takes at most {saved_ms:.3g} ms off the step"
+        return [takes if self.ms_per_byte else "more memory buys no time"]
 
     def _decisions(self) -> list[str]:
         if not self.decisions:
@@ -177,10 +168,8 @@ class Explanation(Evidence):
         lines = ["largest decisions" + (" (saved: the time that their memory would save elsewhere)" if rents else "")]
         for d in self.decisions:
             ms = d.recompute_ms or d.rent_ms
-            time = f"{ms:.1f} ms" if ms else ""
-            lines.append(
-                f"  {format_bytes(d.bytes):>11}  {d.action:<12} {time:>11}  {_origin(d.count, d.op, d.module, 46)}"
-            )
+            time, origin = f"{ms:.1f} ms" if ms else "", _origin(d.count, d.op, d.module, 46)
+            lines.append(f"  {format_bytes(d.bytes):>11}  {d.action:<12} {time:>11}  {origin}")
         return lines
 
 
@@ -197,7 +186,7 @@ def largest_decisions(
         groups.setdefault((action, collapse_path(module), short_op(op)), []).append((size, ms))
     found = []
     for (action, module, op), members in groups.items():
-        size, ms = sum(m[0] for m in members), sum(m[1] for m in members)
+        size, ms = map(sum, zip(*members))
         rent_ms = size * (ms_per_byte or 0.0) if action == "save" else 0.0
         found.append(DecisionGroup(action, module, op, len(members), size, ms, rent_ms))
     found.sort(key=lambda w: (-max(w.recompute_ms, w.rent_ms), -w.bytes, w.module, w.op))
@@ -205,7 +194,7 @@ def largest_decisions(
 
 
 def _origin(count: int, op: str, module: str, width: int = 70) -> str:
-    return shorten(f"{count} x {shorten(op, 34)}, {module}" if count > 1 else f"{shorten(op, 34)}, {module}", width)
+    return shorten(f"{f'{count} x ' if count > 1 else ''}{shorten(op, 34)}, {module}", width)
 
 
 def shorten(text: str, width: int) -> str:

@@ -1,7 +1,5 @@
 """What ``fit`` is asked for: the budget and method, and where tensors may be stored outside device memory."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import warnings
@@ -114,8 +112,3 @@ class FitOptions:
     step: Callable[..., Any] | None = None
     method: str = "exact"
     solver: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_auto(self) -> bool:
-        """The budget is what the device has free."""
-        return parse_budget(self.budget) == "auto"

@@ -1,10 +1,9 @@
 """A plan: one decision per storage, predicted peak and time, and its JSON. Needs no graph to be applied."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,6 @@ class Plan:
     def explain(self) -> Explanation:
         """What fills memory at the peak, what more memory would save, and the largest decisions; ``print`` it."""
         evidence = self.evidence or Evidence(when="", module="", op="")
-        price = evidence.ms_per_byte
         excess_ms = max(self.predicted_step_ms - self.plain_step_ms, 0.0)
         rows: list[tuple[str, str, str, int, float]] = []
         timed: set[int] = set()
@@ -165,8 +163,8 @@ class Plan:
             **vars(evidence),
             peak_bytes=self.predicted_peak_bytes,
             resident_bytes=self.resident_bytes,
-            ms_per_gib=None if price is None else min(price * 2**30, excess_ms),
-            decisions=largest_decisions(rows, price),
+            ms_per_gib=None if evidence.ms_per_byte is None else min(evidence.ms_per_byte * 2**30, excess_ms),
+            decisions=largest_decisions(rows, evidence.ms_per_byte),
         )
 
     def scope(self, decision: Decision) -> str:
@@ -194,7 +192,7 @@ class Plan:
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
         body["version"] = VERSION
-        body["evidence"] = None if self.evidence is None else self.evidence.to_dict()
+        body["evidence"] = None if self.evidence is None else asdict(self.evidence)
         for table, row in _TABLES.items():
             columns = [field.name for field in fields(row)]
             rows = [[getattr(entry, column) for column in columns] for entry in body[table]]
@@ -202,7 +200,7 @@ class Plan:
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str) -> "Plan":
         """Reads versions 1 and 2. Raises: GraphFormatError: not a plan, or of another version."""
         try:
             body = json.loads(text)
@@ -213,19 +211,18 @@ class Plan:
         version = body.pop("version", None)
         if "decisions" not in body and "events" in body:
             raise GraphFormatError("not a plan: this is a traced step (a graph). Plan it with lowtide.solve().")
+        if any(f'"{action}"' in text for action in _LOSSY):
+            raise GraphFormatError(
+                "not a plan: it stores tensors inexactly (save_int8 or save_fp8), which lowtide no longer does. "
+                "Make the plan again."
+            )
+        if version not in (1, VERSION):
+            raise GraphFormatError(
+                f"not a plan: field 'version' is {version!r}, not 1 or {VERSION}. Make the plan again with this "
+                "lowtide."
+            )
         try:
-            if any(f'"{action}"' in text for action in _LOSSY):
-                raise GraphFormatError(
-                    "not a plan: it stores tensors inexactly (save_int8 or save_fp8), which lowtide no longer does. "
-                    "Make the plan again."
-                )
-            if version not in (1, VERSION):
-                raise GraphFormatError(
-                    f"not a plan: field 'version' is {version!r}, not 1 or {VERSION}. Make the plan again with this "
-                    "lowtide."
-                )
-            if version == 1:
-                body = _upgraded(body)
+            body = _upgraded(body) if version == 1 else body
             for table, row in _TABLES.items():
                 columns, rows = body[table]["columns"], body[table]["rows"]
                 body[table] = [row(**dict(zip(columns, values, strict=True))) for values in rows]
@@ -233,38 +230,26 @@ class Plan:
                 body["evidence"] = Evidence.from_dict(body["evidence"])
             arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in body.items()}
             plan = Plan(**arguments)
-        except GraphFormatError:
-            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise GraphFormatError(f"not a plan: {error}. Make the plan again with plan.save().") from error
-        checks: dict[str, Callable[[int, Any], bool]] = {
-            "frames": plan._frame_is_good,
-            "ops": plan._op_is_good,
-            "decisions": plan._decision_is_good,
-        }
-        for name, good in checks.items():
+        for name in _TABLES:
             for i, entry in enumerate(getattr(plan, name)):
-                if not good(i, entry):
+                if not plan._is_good(i, entry):
                     raise GraphFormatError(f"not a plan: field '{name}[{i}]' is {entry}. Make the plan again.")
         return plan
 
-    def _frame_is_good(self, i: int, frame: Frame) -> bool:
-        return isinstance(frame.path, str) and isinstance(frame.parent, int) and -1 <= frame.parent < max(i, 0)
-
-    def _op_is_good(self, i: int, op: PlannedOp) -> bool:
-        completes_inplace = op.completes_inplace is None or (
-            isinstance(op.completes_inplace, int) and 0 <= op.completes_inplace < i
-        )
-        num_dropped = isinstance(op.num_dropped_inputs, int) and op.num_dropped_inputs >= 0
-        typed = isinstance(op.name, str) and isinstance(op.dynamic, bool)
-        return typed and _index(op.frame, self.frames) and completes_inplace and num_dropped
-
-    def _decision_is_good(self, _: int, decision: Decision) -> bool:
-        counts = (decision.storage, decision.bytes, decision.output)
-        at_least_0 = all(isinstance(n, int) and n >= 0 for n in counts)
-        at_least_0 &= isinstance(decision.replays, int) and decision.replays >= 1
-        at_least_0 &= decision.fetch_at is None or (isinstance(decision.fetch_at, int) and decision.fetch_at >= 0)
-        return at_least_0 and decision.action in ACTIONS and _index(decision.op, self.ops)
+    def _is_good(self, i: int, entry: Frame | PlannedOp | Decision) -> bool:
+        """Whether row ``i`` of its table has the right types, and refers to rows that exist."""
+        if isinstance(entry, Frame):
+            return isinstance(entry.path, str) and isinstance(entry.parent, int) and -1 <= entry.parent < max(i, 0)
+        if isinstance(entry, PlannedOp):
+            typed = isinstance(entry.name, str) and isinstance(entry.dynamic, bool) and _count(entry.num_dropped_inputs)
+            earlier = entry.completes_inplace is None or _count(entry.completes_inplace, i)
+            return typed and earlier and _count(entry.frame, len(self.frames))
+        fetch_at = 0 if entry.fetch_at is None else entry.fetch_at
+        counts = entry.storage, entry.bytes, entry.output, entry.replays, fetch_at
+        good = all(map(_count, counts)) and entry.replays > 0
+        return good and entry.action in ACTIONS and _count(entry.op, len(self.ops))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what others keep beside the fields (the tape's program refers to operators, which do not pickle)."""
@@ -274,7 +259,7 @@ class Plan:
         Path(path).write_text(self.to_json())
 
     @staticmethod
-    def load(path: str | Path) -> Plan:
+    def load(path: str | Path) -> "Plan":
         return Plan.from_json(Path(path).read_text())
 
 
@@ -284,6 +269,9 @@ _TABLES: dict[str, type] = {"decisions": Decision, "frames": Frame, "ops": Plann
 def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
     """Version 1 as version 2: rows had no column names, evidence was nested, some names were others."""
     body = {("max_inflight_bytes" if name == "window_bytes" else name): value for name, value in body.items()}
+    provenance = dict(body.get("provenance", {}))
+    body.setdefault("written_parameters", provenance.pop("writes_parameters", "").split())
+    body["provenance"] = provenance
     for table, entry in _TABLES.items():
         columns = [field.name for field in fields(entry)]
         width = max(map(len, body[table]), default=0)  # earlier files lack the last columns
@@ -293,14 +281,11 @@ def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
     evidence = body.pop("evidence", None)
     if evidence:
         groups, uses = [f.name for f in fields(PeakGroup)], [f.name for f in fields(LinkUse)]
-        body["evidence"] = {
-            **evidence.pop("peak"),
-            **evidence,
-            "holders": [dict(zip(groups, row, strict=True)) for row in evidence["holders"]],
-            "links": [dict(zip(uses, row, strict=True)) for row in evidence.get("links", ())],
-        }
+        holders = [dict(zip(groups, row, strict=True)) for row in evidence["holders"]]
+        links = [dict(zip(uses, row, strict=True)) for row in evidence.get("links", ())]
+        body["evidence"] = {**evidence.pop("peak"), **evidence, "holders": holders, "links": links}
     return body
 
 
-def _index(number: object, of: tuple) -> bool:
-    return isinstance(number, int) and 0 <= number < len(of)
+def _count(number: object, limit: float = math.inf) -> bool:
+    return isinstance(number, int) and 0 <= number < limit

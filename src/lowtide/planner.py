@@ -1,12 +1,10 @@
 """From one batch to a plan in force: trace, measure, solve, and rehearse until every replay is proven."""
 
-from __future__ import annotations
-
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +21,7 @@ from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
-from lowtide.reports.progress import Stages
+from lowtide.reports.progress import stages
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
@@ -38,7 +36,7 @@ from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.restore import preserve_training_state
 from lowtide.tracing.tracer import Step, device_of, record, run_step
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_budget
 
 logger = logging.getLogger("lowtide")
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
@@ -122,33 +120,24 @@ class Planner:
             allow_least: A shape met in mid-training: where no plan fits, take the one with the least peak.
         """
         model, batch = self.model, without_history(batch)
-        with Stages("trace", "measure", "solve", "rehearse") as stages:
+        with stages("trace", "measure", "solve", "rehearse") as next_stage:
             start = time.perf_counter()
             # A new shape in mid-training may be one rank's alone: nobody would answer.
             group = None if allow_least else group_of(model)
-            graph = run_on_all_ranks(
-                group,
-                "tracing",
-                lambda: record(
-                    model,
-                    batch,
-                    step,
-                    self.options.optimizer,
-                    forward=lambda run: run_on_all_ranks(group, "the forward pass", run),
-                ),
-            )
+            forward = partial(run_on_all_ranks, group, "the forward pass")
+            record_step = partial(record, model, batch, step, self.options.optimizer, forward=forward)
+            graph = run_on_all_ranks(group, "tracing", record_step)
             traced = time.perf_counter()
-            stages.next()
-            costs = run_on_all_ranks(group, "measuring", lambda: self._measure(graph))
+            next_stage()
+            costs = run_on_all_ranks(group, "measuring", partial(self._measure, graph))
             measured = time.perf_counter()
-            stages.next()
+            next_stage()
             graph, plan = self._solve(graph, costs, group, allow_least)
-            stages.next()
+            next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
-                    tiers = run_on_all_ranks(
-                        group, "opening tiers", partial(self.tier_settings.open, plan, self._tiers)
-                    )
+                    open_tiers = partial(self.tier_settings.open, plan, self._tiers)
+                    tiers = run_on_all_ranks(group, "opening tiers", open_tiers)
                     tape = Tape(program_of(plan), model, tiers)
                     planned = PlannedShape(graph, costs, plan, tape, traced - start, measured - traced, group)
                     differed = union_over_ranks(group, self._rehearse(planned, batch, step))
@@ -184,7 +173,7 @@ class Planner:
         self, graph: StepGraph, costs: Costs, group: dist.ProcessGroup | None, allow_least: bool
     ) -> tuple[StepGraph, Plan]:
         options = self.options
-        budget = _auto_budget(self.model, graph) if options.is_auto else options.budget
+        budget = _auto_budget(self.model, graph) if parse_budget(options.budget) == "auto" else options.budget
 
         def solved(graph: StepGraph, budget: int | str) -> Plan:
             return solve(graph, costs, budget, method=options.method, offload=self.capacities, **options.solver)
@@ -229,10 +218,9 @@ class Planner:
             share_bytes = max(allowance, 0) // (3 if unproven else 2)
             tape.audit = Audit(program, share_bytes, differed.append)
             tape.comparison_bytes = share_bytes if unproven else 0
-            with (
-                preserve_training_state(model, batch, written_parameters=planned.plan.written_parameters),
-                _installed(model),
-            ):
+            written = planned.plan.written_parameters
+            with preserve_training_state(model, batch, written_parameters=written), ExitStack() as stack:
+                stack.callback(module_calls.install(model, attach.GuardedCall(model, lambda args, kwargs: None)))
                 with torch.enable_grad(), TapedRegion(tape, program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]
@@ -249,15 +237,6 @@ class Planner:
             self.on_replay_difference(slot)
         by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}
         return {d.storage for d in planned.plan.decisions if any(d.output == o for o, _ in by_op.get(d.op, ()))}
-
-
-@contextmanager
-def _installed(model: nn.Module) -> Iterator[None]:
-    undo = module_calls.install(model, attach.GuardedCall(model, lambda args, kwargs: None))
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _auto_budget(model: nn.Module, graph: StepGraph) -> int:

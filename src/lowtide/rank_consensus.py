@@ -5,8 +5,6 @@ operators cannot share a plan; each solves its own within the least budget of al
 on every rank: otherwise the others would wait in their next collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -67,10 +65,9 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, run: Callable[[
     errors = _gather(group, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        raise LowtideError(f"{what} failed on rank {rank}, so no rank goes on:\n{text}")
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise LowtideError(f"{what} failed on rank {rank}, so no rank goes on:\n{text}")
     return result
 
 

@@ -1,7 +1,5 @@
 """Load ``SCRIPT.py:FUNCTION`` from the command line: the model, the batch and the step of a user."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import traceback

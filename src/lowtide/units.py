@@ -1,7 +1,5 @@
 """Bytes, in and out: the only place where GiB is parsed or printed."""
 
-from __future__ import annotations
-
 import re
 
 _UNITS = {

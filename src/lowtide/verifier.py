@@ -1,10 +1,9 @@
 """Planned step against plain step: loss, every gradient, every buffer, bit by bit; predicted peak against measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -177,17 +176,15 @@ class _Steps:
     def overhead(self, rounds: int) -> float:
         """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
         steps: dict[str, Callable[[], Any]] = {
-            "plain": lambda: self._run(planned=False),
-            "planned": lambda: self._run(planned=True),
+            name: partial(self._run, planned=name == "planned") for name in ("plain", "planned")
         }
         with self._rehearsal():
             times = compare_times(steps, rounds=rounds, device=device_of(self.model))
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
     def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:
-        return preserve_training_state(
-            self.model, self.batch, zero_grads=zero_grads, written_parameters=self.plan.written_parameters
-        )
+        written = self.plan.written_parameters
+        return preserve_training_state(self.model, self.batch, zero_grads=zero_grads, written_parameters=written)
 
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""
@@ -203,9 +200,8 @@ def _same(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
     if is_wrapper_type(type(a)):
-        return type(a) is type(b) and all(
-            same_bits(*pair) for pair in zip(plain_tensors(a), plain_tensors(b), strict=True)
-        )
+        parts = zip(plain_tensors(a), plain_tensors(b), strict=True)
+        return type(a) is type(b) and all(same_bits(*pair) for pair in parts)
     if a.layout is not torch.strided:
         return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
     return same_bits(a, b)

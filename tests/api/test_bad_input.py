@@ -362,6 +362,18 @@ def test_a_plan_of_version_1_is_read():
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_plan_of_version_1_named_written_parameters_in_its_provenance():
+    body = json.loads((Path(__file__).parent / "files" / "plan_version_1.json").read_text())
+    body["provenance"]["writes_parameters"] = "0.weight 2.bias"
+
+    plan = Plan.from_json(json.dumps(body))
+
+    assert plan.written_parameters == ("0.weight", "2.bias") and "writes_parameters" not in plan.provenance
+    body["provenance"]["writes_parameters"] = 3
+    with pytest.raises(GraphFormatError):
+        Plan.from_json(json.dumps(body))
+
+
 def test_a_plan_that_has_been_applied_can_be_copied_and_pickled():
     model, x = mlp(), torch.randn(4, 16)
     plan = harshest(model, x)

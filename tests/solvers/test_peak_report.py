@@ -179,7 +179,7 @@ def test_names_however_long_fit_the_page():
     plan = solve(two_blocks(), unit_costs(two_blocks()), 340)
     frames = tuple(dataclasses.replace(f, path="encoder_of_something." * 20) for f in plan.frames)
     ops = tuple(dataclasses.replace(o, name=f"custom.{'operator_' * 20}.default") for o in plan.ops)
-    told = json.dumps(plan.evidence.to_dict()).replace("gelu", "gelu" * 40).replace("net.", "net." * 40)
+    told = json.dumps(dataclasses.asdict(plan.evidence)).replace("gelu", "gelu" * 40).replace("net.", "net." * 40)
     evidence = Evidence.from_dict(json.loads(told))
 
     told = str(dataclasses.replace(plan, frames=frames, ops=ops, evidence=evidence).explain())

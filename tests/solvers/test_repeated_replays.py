@@ -209,7 +209,8 @@ def test_counts_survive_the_file_and_a_plan_without_them_loads():
 
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.replays_of() == {1: 3, 2: 3, 3: 3}
-    body["decisions"] = [row[:7] for row in body["decisions"]]
+    table = body["decisions"]
+    body["decisions"] = {"columns": table["columns"][:7], "rows": [row[:7] for row in table["rows"]]}
     assert Plan.from_json(json.dumps(body)).replays_of() == {}
     assert plan.predicted_peak_bytes == simulate(chain(4), unit_costs(chain(4)), plan).peak_bytes == 24
 
@@ -217,7 +218,7 @@ def test_counts_survive_the_file_and_a_plan_without_them_loads():
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", None])
 def test_a_plan_with_a_count_that_is_none_is_refused(count):
     body = json.loads(drop_all(chain(3), 2).to_json())
-    body["decisions"][0][7] = count
+    body["decisions"]["rows"][0][7] = count
 
     with pytest.raises(GraphFormatError, match=r"not a plan: field 'decisions\[0\]' is .* Make the plan again."):
         Plan.from_json(json.dumps(body))

@@ -1,7 +1,5 @@
 """Memory over one step, the plain step beside the planned one, ready to be drawn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from lowtide.graph.costs import Costs, Link

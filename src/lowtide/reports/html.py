@@ -1,11 +1,9 @@
 """The report as one HTML page that needs no other file, no script and no network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from html import escape
+from pathlib import Path
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -16,53 +14,17 @@ from lowtide.reports.summary import (
     TrainingCounts,
     by_module,
     by_op,
-    checks,
+    facts,
     fraction,
-    kept_for_replays,
     percent,
+    total,
 )
 from lowtide.reports.summary import warnings as own_warnings
 from lowtide.reports.svg import bar_chart, memory_chart
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
-_CSS = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6570; --paper: #fff; --line: #d8dde3; --tile: #f4f6f8;
-  --plain: #9aa3ad; --save: #0b7285; --recompute: #e8890c; --offload: #6741d9; --budget: #c92a2a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa5b1; --paper: #14181d; --line: #323a44;
-  --tile: #1d232a; --plain: #77818c; --save: #3bb6cc; --recompute: #ffa94d; --offload: #9775fa; --budget: #ff6b6b; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 980px; padding: 32px 24px 56px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; } h2 { font-size: 17px; margin: 36px 0 8px; }
-.lead, .note, .legend { color: var(--soft); } .lead { margin: 0 0 20px; } .note, .legend { font-size: 13px; }
-.tiles { display: grid; gap: 12px; }
-.tile { background: var(--tile); border-radius: 8px; padding: 12px 16px; }
-.tile b { display: block; font-size: 22px; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--soft); font-size: 13px; display: block; }
-.warn { border-left: 4px solid var(--budget); background: var(--tile); padding: 8px 16px; margin: 20px 0 0; }
-.warn ul { margin: 4px 0; padding-left: 18px; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; }
-svg .value { fill: var(--ink); } .grid { stroke: var(--line); } .divide { stroke: var(--soft); stroke-dasharray: 2 4; }
-.budget { stroke: var(--budget); stroke-width: 1.5; stroke-dasharray: 7 4; }
-.line { fill: none; stroke-width: 1.4; } .line.plain { stroke: var(--plain); } .line.planned { stroke: var(--save); }
-.area { opacity: .28; } .area.plain, .bar.plain { fill: var(--plain); }
-.area.planned, .bar.planned { fill: var(--save); } .bar.measured { fill: var(--recompute); }
-table { border-collapse: collapse; width: 100%; font-size: 14px; } .wide { overflow-x: auto; }
-th { font-weight: 600; color: var(--soft); font-size: 13px; } th, td { padding: 5px 8px; text-align: right; }
-td { border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-td:first-child { font-family: ui-monospace, monospace; font-size: 13px; white-space: normal; overflow-wrap: anywhere; }
-tr.all td { font-weight: 600; } .stack { display: flex; height: 10px; min-width: 120px; }
-.stack i, .legend i { display: inline-block; height: 10px; } .legend i { width: 10px; margin: 0 5px 0 14px; }
-.save { background: var(--save); } .recompute { background: var(--recompute); } .offload { background: var(--offload); }
-.legend i:first-child { margin-left: 0; } .swatch-plain { background: var(--plain); }
-.swatch-budget { border-top: 2px dashed var(--budget); height: 0 !important; width: 18px !important;
-  vertical-align: 4px; }
-pre { background: var(--tile); border-radius: 8px; padding: 12px 16px; font-size: 13px; overflow-x: auto; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; font-size: 14px; margin: 0; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-"""
+_CSS = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 def html_report(
@@ -80,14 +42,15 @@ def html_report(
         PlanMismatchError: ``plan`` was made for another graph.
     """
     title = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
+    items = "".join(f"<li>{escape(w)}</li>" for w in (*own_warnings(plan, verification, counts), *warnings))
     body = [
         f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
         _tiles(plan, verification),
-        _warnings([*own_warnings(plan, verification, counts), *warnings]),
+        f'<div class="warn"><ul>{items}</ul></div>' if items else "",
         "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
         _picture(plan, graph, verification, costs),
-        *_explanation(plan),
+        f"<h2>What binds</h2>\n<pre>{escape(str(plan.explain()))}</pre>" if plan.evidence else "",
         "<h2>Decisions by module</h2>",
         _table("module", by_module(plan)),
         "<h2>Decisions by operator</h2>",
@@ -103,13 +66,11 @@ def html_report(
 
 
 def _lead(plan: Plan, graph: StepGraph | None) -> str:
-    stored = sum(plan.counts.values())
-    dropped = plan.counts["recompute"]
+    stored, dropped = sum(plan.counts.values()), plan.counts["recompute"]
     device = graph.device_name if graph is not None else plan.device
     return (
         f"Of {stored} tensors that autograd stores for backward, {dropped} are computed again when backward needs "
-        "them. "
-        f"One training step on {device}, planned by method “{plan.method}” in {plan.solve_s:.1f} s. "
+        f"them. One training step on {device}, planned by method “{plan.method}” in {plan.solve_s:.1f} s. "
         "Predicted unless it says measured."
     )
 
@@ -118,14 +79,11 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
     share = f"{100 * plan.predicted_fraction:.1f} % of plain activations"
     budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     gap = "no bound known" if math.isnan(plan.gap) else f"{plan.gap:.2%}"
+    step = f"{plan.predicted_step_ms:.1f} ms forward + backward"
     tiles = [
         (budget, "budget", "peak allocated, absolute"),
         (format_bytes(plan.predicted_peak_bytes), "predicted peak", share),
-        (
-            percent(plan.predicted_overhead),
-            "predicted step time",
-            f"{plan.predicted_step_ms:.1f} ms forward + backward",
-        ),
+        (percent(plan.predicted_overhead), "predicted step time", step),
         (gap, "from the time bound", "no plan within the budget is faster than the bound"),
     ]
     if verification is not None:
@@ -139,11 +97,6 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
     ]
     across = len(tiles) if len(tiles) < 5 else 3
     return f'<div class="tiles" style="grid-template-columns: repeat({across}, 1fr)">{"".join(cells)}</div>'
-
-
-def _warnings(found: list[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in found)
-    return f'<div class="warn"><ul>{items}</ul></div>' if found else ""
 
 
 def _picture(plan: Plan, graph: StepGraph | None, verification: Verification | None, costs: Costs | None) -> str:
@@ -161,22 +114,16 @@ def _picture(plan: Plan, graph: StepGraph | None, verification: Verification | N
     return note + bar_chart(bars, plan.budget_bytes)
 
 
-def _explanation(plan: Plan) -> list[str]:
-    return ["<h2>What binds</h2>", f"<pre>{escape(str(plan.explain()))}</pre>"] if plan.evidence else []
-
-
 def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
-    largest = max((g.save_bytes + g.recompute_bytes + g.other_bytes for g in groups), default=0) or 1
+    largest = max((g.bytes for g in groups), default=0) or 1
     offload = any(g.other_count for g in groups)
     names = ["save", "recompute", *(["offload"] if offload else [])]
-    head = (
-        f"<tr><th>{what}</th><th>size</th>{''.join(f'<th colspan=2>{name}</th>' for name in names)}<th>replay</th></tr>"
-    )
+    spans = "".join(f"<th colspan=2>{name}</th>" for name in names)
+    head = f"<tr><th>{what}</th><th>size</th>{spans}<th>replay</th></tr>"
     rows = [_row(g, names, largest) for g in groups]
     legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
-    sums = [sum(getattr(g, f.name) for g in groups) for f in fields(ActionTotals)[1:]]
     if len(groups) > 1:
-        rows.append(_row(ActionTotals("all", *sums), names, 0))
+        rows.append(_row(total("all", groups), names, 0))
     return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 
@@ -197,19 +144,12 @@ def _row(group: ActionTotals, names: list[str], largest: int) -> str:
 def _evidence(
     plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
 ) -> str:
-    kept, kept_bytes = kept_for_replays(plan)
-    facts = {
-        "plain step": f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms",
-        "planned step": f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms",
-        "time bound": "none known for this method" if plan.bound_ms is None else f"{plan.bound_ms:.1f} ms",
-        "before the step": format_bytes(plan.resident_bytes),
-        "kept for replays alone": f"{kept} tensors, {format_bytes(kept_bytes)}",
-        "status": plan.status,
-        "graph": plan.graph_fingerprint,
-    }
-    if graph is not None:
-        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
-        facts["before the step"] += f" ({parts})" if parts else ""
-    facts.update(checks(verification, counts))
-    facts.update(plan.provenance)
-    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"
+    rows = [
+        ("plain step", f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms"),
+        ("planned step", f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms"),
+        *facts(plan, graph, verification, counts),
+        ("status", plan.status),
+        ("graph", plan.graph_fingerprint),
+        *plan.provenance.items(),
+    ]
+    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in rows)}</dl>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,16 +27,41 @@ def plot_memory(graph: StepGraph, plan: Plan, path: str | Path, *, costs: Costs 
         LowtideError: matplotlib is not installed, or it cannot write that kind of file.
         PlanMismatchError: ``plan`` was made for another graph.
     """
-    figure = new_figure(path, (9, 4.2))
-    _draw(figure, graph, plan, costs)
-    save_figure(figure, path)
+    with figure_at(path, (9, 4.2)) as figure:
+        curves = memory_curves(graph, plan, costs)
+        top = max(*curves.plain_bytes, *curves.planned_bytes, plan.budget_bytes or 0)
+        scale, unit = next((s, u) for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= s)
+        plain = [count / scale for count in curves.plain_bytes]
+        planned = [count / scale for count in curves.planned_bytes]
+
+        axes = figure.add_subplot()
+        axes.fill_between(curves.at, plain, step="post", color=PLAIN, alpha=0.18, linewidth=0)
+        label = f"plain, {format_bytes(plan.plain_peak_bytes)}"
+        axes.step(curves.at, plain, where="post", color=PLAIN, linewidth=1.2, label=label)
+        axes.fill_between(curves.at, planned, step="post", color=PLANNED, alpha=0.28, linewidth=0)
+        predicted = (
+            f"planned, {format_bytes(plan.predicted_peak_bytes)} for {100 * plan.predicted_overhead:+.1f} % time"
+        )
+        axes.step(curves.at, planned, where="post", color=PLANNED, linewidth=1.4, label=predicted)
+        if plan.budget_bytes is not None:
+            budget = f"budget, {format_bytes(plan.budget_bytes)}"
+            axes.axhline(plan.budget_bytes / scale, color=BUDGET, linewidth=1, linestyle=(0, (5, 3)), label=budget)
+        axes.axvline(curves.backward_at, color="black", linewidth=0.6, alpha=0.5)
+        axes.annotate(
+            "  backward", (curves.backward_at, 0.02), xycoords=("data", "axes fraction"), fontsize=8, alpha=0.7
+        )
+        axes.set(xlabel=curves.axis, ylabel=f"allocated, {unit}", xlim=(0, curves.at[-1]), ylim=(0, top / scale * 1.05))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", linewidth=0.4, alpha=0.4)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
 
 
-def new_figure(path: str | Path, inches: tuple[float, float]) -> Figure:
-    """An empty figure to be saved at ``path``.
+@contextmanager
+def figure_at(path: str | Path, inches: tuple[float, float]) -> Iterator[Figure]:
+    """An empty figure, written to ``path`` at the end of the block; the suffix (.png, .svg, .pdf) says how.
 
     Raises:
-        LowtideError: matplotlib is not installed.
+        LowtideError: matplotlib is not installed, or it cannot write that kind of file there.
     """
     try:
         from matplotlib.figure import Figure
@@ -42,47 +69,9 @@ def new_figure(path: str | Path, inches: tuple[float, float]) -> Figure:
         raise LowtideError(
             f"cannot draw {path}: matplotlib is not installed ({error}).\nInstall it with: pip install 'lowtide[plots]'"
         ) from error
-    return Figure(figsize=inches, dpi=150, layout="constrained")
-
-
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write ``figure``.
-
-    Raises:
-        LowtideError: matplotlib cannot write that kind of file there.
-    """
+    figure = Figure(figsize=inches, dpi=150, layout="constrained")
+    yield figure
     try:
         figure.savefig(path)
     except (ValueError, OSError) as error:
         raise LowtideError(f"cannot write the plot to {path}: {error}.\nName a writable .png, .svg or .pdf.") from error
-
-
-def _draw(figure: Figure, graph: StepGraph, plan: Plan, costs: Costs | None) -> None:
-    curves = memory_curves(graph, plan, costs)
-    top = max(*curves.plain_bytes, *curves.planned_bytes, plan.budget_bytes or 0)
-    scale, unit = next((s, u) for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= s)
-    plain = [count / scale for count in curves.plain_bytes]
-    planned = [count / scale for count in curves.planned_bytes]
-
-    axes = figure.add_subplot()
-    axes.fill_between(curves.at, plain, step="post", color=PLAIN, alpha=0.18, linewidth=0)
-    axes.step(
-        curves.at,
-        plain,
-        where="post",
-        color=PLAIN,
-        linewidth=1.2,
-        label=f"plain, {format_bytes(plan.plain_peak_bytes)}",
-    )
-    axes.fill_between(curves.at, planned, step="post", color=PLANNED, alpha=0.28, linewidth=0)
-    predicted = f"planned, {format_bytes(plan.predicted_peak_bytes)} for {100 * plan.predicted_overhead:+.1f} % time"
-    axes.step(curves.at, planned, where="post", color=PLANNED, linewidth=1.4, label=predicted)
-    if plan.budget_bytes is not None:
-        budget = f"budget, {format_bytes(plan.budget_bytes)}"
-        axes.axhline(plan.budget_bytes / scale, color=BUDGET, linewidth=1, linestyle=(0, (5, 3)), label=budget)
-    axes.axvline(curves.backward_at, color="black", linewidth=0.6, alpha=0.5)
-    axes.annotate("  backward", (curves.backward_at, 0.02), xycoords=("data", "axes fraction"), fontsize=8, alpha=0.7)
-    axes.set(xlabel=curves.axis, ylabel=f"allocated, {unit}", xlim=(0, curves.at[-1]), ylim=(0, top / scale * 1.05))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", linewidth=0.4, alpha=0.4)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)

@@ -1,50 +1,31 @@
 """Progress on stderr, so that stdout stays for results; silent where nobody watches."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
-class Stages:
-    """Names of a job's stages, shown as they pass."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        self._at = 0
-        console = Console(stderr=True)
-        self._progress = Progress(
-            SpinnerColumn(), TextColumn("lowtide: {task.description}"), TimeElapsedColumn(),
-            console=console, transient=True, disable=not sys.stderr.isatty(),
-        )  # fmt: skip
-
-    def __enter__(self) -> Stages:
-        self._progress.__enter__()
-        self._task = self._progress.add_task(self._names[0], total=len(self._names))
-        return self
-
-    def next(self) -> None:
-        self._at += 1
-        self._progress.update(self._task, description=self._names[self._at], completed=self._at)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+@contextmanager
+def stages(*names: str) -> Iterator[Callable[[], None]]:
+    """Names of a job's stages, shown as they pass; inside, call what you get when the next one begins."""
+    with _bar(progress.SpinnerColumn(), progress.TextColumn("lowtide: {task.description}")) as bar:
+        task, rest = bar.add_task(names[0], total=len(names)), iter(names[1:])
+        yield lambda: bar.update(task, description=next(rest), advance=1)
 
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar; inside, call what you get with how many are done and how many there are."""
-    bar = Progress(
-        TextColumn("lowtide: {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-    with bar:
+    columns = progress.TextColumn("lowtide: {task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()
+    with _bar(*columns) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar(*columns: progress.ProgressColumn) -> progress.Progress:
+    hidden = not sys.stderr.isatty()
+    elapsed = progress.TimeElapsedColumn()
+    return progress.Progress(*columns, elapsed, console=Console(stderr=True), transient=True, disable=hidden)

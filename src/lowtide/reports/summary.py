@@ -3,17 +3,21 @@
 The terminal, HTML and JSON reports all render this one summary, so they cannot disagree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from lowtide.explanation import collapse_path, short_op
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
+from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
 _WIDE_GAP = 0.01  # a plan this near its bound needs no warning that it may not be the fastest
+_TAPED = {
+    "model": "the model's own calls; what runs outside them is saved",
+    "step": "the whole step, the loss outside the model too",
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,31 @@ def overhead_text(verification: Verification | None) -> str:
     return "-" if verification is None or math.isnan(verification.overhead) else percent(verification.overhead)
 
 
-def checks(verification: Verification | None, counts: TrainingCounts | None) -> list[tuple[str, str]]:
+def facts(
+    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
+) -> list[tuple[str, str]]:
     """Facts beyond peaks and times, as rows of a name and a sentence."""
-    rows = []
+    if plan.bound_ms is None:
+        bound = "none known for this method"
+    elif math.isnan(plan.gap):
+        bound = f"{plan.bound_ms:.1f} ms"
+    else:
+        bound = f"no plan within the budget is under {plan.bound_ms:.1f} ms; gap {plan.gap:.2%}"
+    amounts = plan.bytes_by_action
+    decided = [f"{action} {count} ({format_bytes(amounts[action])})" for action, count in plan.counts.items() if count]
+    rows = [("time bound", bound), ("storages", ", ".join(decided) or "the step stores nothing for backward")]
+    kept, kept_bytes = kept_for_replays(plan)
+    if kept:
+        rows.append(("for replays alone", f"save {kept} ({format_bytes(kept_bytes)})"))
+    resident = format_bytes(plan.resident_bytes)
+    if graph is not None:
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
+        resident += f": {parts}" if parts else ""
+    rows.append(("before the step", resident))
+    if graph is not None and graph.optimizer_step_bytes:
+        moment = f"{format_bytes(graph.optimizer_step_bytes)} more for a moment, beside the peak"
+        rows.append(("optimizer.step()", moment))
+    rows.append(("taped", _TAPED.get(plan.region, plan.region)))
     tape = counts or verification
     if tape is not None:
         audited = f"{tape.audited_ops} of {tape.dropped_ops} dropped ops replayed and compared bit by bit"
@@ -80,36 +106,42 @@ class ActionTotals:
     other_bytes: int
     recompute_ms: float
 
-
-def group_decisions(decisions: Iterable[Decision], name_of: Callable[[Decision], str]) -> tuple[ActionTotals, ...]:
-    """One group per name, most bytes first, then by name; what is only kept for replays forms no group."""
-    members: dict[str, list[Decision]] = {}
-    for decision in decisions:
-        if not decision.stored and not decision.recompute_ms:
-            continue
-        members.setdefault(name_of(decision), []).append(decision)
-    groups = [_group(name, of_name) for name, of_name in members.items()]
-    groups.sort(key=lambda g: (-(g.save_bytes + g.recompute_bytes + g.other_bytes), -g.recompute_ms, g.name))
-    return tuple(groups)
-
-
-def _group(name: str, decisions: list[Decision]) -> ActionTotals:
-    stored = [d for d in decisions if d.stored]
-    save = [d.bytes for d in stored if d.action == SAVE]
-    recompute = [d.bytes for d in stored if d.action == RECOMPUTE]
-    other = [d.bytes for d in stored if d.action not in (SAVE, RECOMPUTE)]
-    ms = sum(d.recompute_ms * d.replays for d in decisions)
-    return ActionTotals(name, len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other), ms)
+    @property
+    def bytes(self) -> int:
+        return self.save_bytes + self.recompute_bytes + self.other_bytes
 
 
 def by_module(plan: Plan) -> tuple[ActionTotals, ...]:
-    """Decisions by module path, numbered siblings together."""
-    return group_decisions(plan.decisions, lambda d: collapse_path(plan.scope(d)))
+    """Decisions by module path, numbered siblings together; most bytes first, then by name."""
+    return _grouped(plan, lambda d: collapse_path(plan.scope(d)))
 
 
 def by_op(plan: Plan) -> tuple[ActionTotals, ...]:
-    """Decisions by the operator that makes the storage."""
-    return group_decisions(plan.decisions, lambda d: short_op(plan.ops[d.op].name))
+    """Decisions by the operator that makes the storage; most bytes first, then by name."""
+    return _grouped(plan, lambda d: short_op(plan.ops[d.op].name))
+
+
+def _grouped(plan: Plan, name_of: Callable[[Decision], str]) -> tuple[ActionTotals, ...]:
+    """One group per name; what is only kept for replays forms no group."""
+    members: dict[str, list[Decision]] = {}
+    for decision in plan.decisions:
+        if decision.stored or decision.recompute_ms:
+            members.setdefault(name_of(decision), []).append(decision)
+    groups = []
+    for name, decisions in members.items():
+        save = [d.bytes for d in decisions if d.stored and d.action == SAVE]
+        recompute = [d.bytes for d in decisions if d.stored and d.action == RECOMPUTE]
+        other = [d.bytes for d in decisions if d.stored and d.action not in (SAVE, RECOMPUTE)]
+        ms = sum(d.recompute_ms * d.replays for d in decisions)
+        sums = len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other)
+        groups.append(ActionTotals(name, *sums, ms))
+    return tuple(sorted(groups, key=lambda g: (-g.bytes, -g.recompute_ms, g.name)))
+
+
+def total(name: str, groups: Iterable[ActionTotals]) -> ActionTotals:
+    """The sum of ``groups`` under ``name``."""
+    sums = (sum(column) for column in list(zip(*map(astuple, groups)))[1:])
+    return ActionTotals(name, *sums)
 
 
 def percent(value: float) -> str:
@@ -156,47 +188,28 @@ def summary(
 ) -> dict:
     """The report as one JSON object; NaN and unknown are null."""
     kept_count, kept_bytes = kept_for_replays(plan)
+    measured = {} if counts is None else asdict(counts)
+    if verification is not None:
+        measured["peak_bytes"] = verification.measured_peak_bytes
+        measured["plain_peak_bytes"] = verification.plain_peak_bytes
+        measured["overhead"] = None if math.isnan(verification.overhead) else verification.overhead
+        measured["bitwise_equal"] = verification.equal
+    same_name = (
+        "method", "device", "region", "graph_fingerprint", "budget_bytes", "plain_peak_bytes", "resident_bytes",
+        "predicted_peak_bytes", "predicted_fraction", "plain_step_ms", "predicted_step_ms", "predicted_overhead",
+        "bound_ms", "solve_s", "counts", "bytes_by_action", "provenance",
+    )  # fmt: skip
     return {
-        "method": plan.method,
+        **{name: getattr(plan, name) for name in same_name},
         "plan_status": plan.status,
-        "device": plan.device,
-        "region": plan.region,
-        "graph_fingerprint": plan.graph_fingerprint,
-        "budget_bytes": plan.budget_bytes,
-        "plain_peak_bytes": plan.plain_peak_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_fraction": plan.predicted_fraction,
-        "plain_step_ms": plan.plain_step_ms,
-        "predicted_step_ms": plan.predicted_step_ms,
-        "predicted_overhead": plan.predicted_overhead,
-        "bound_ms": plan.bound_ms,
         "gap": None if math.isnan(plan.gap) else plan.gap,
-        "solve_s": plan.solve_s,
         "explanation": asdict(plan.explain()) if plan.evidence else None,
-        "counts": plan.counts,
-        "bytes_by_action": plan.bytes_by_action,
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
         "by_module": [asdict(g) for g in by_module(plan)],
         "by_op": [asdict(g) for g in by_op(plan)],
-        "measured": _measured(verification, counts),
+        "measured": measured or None,
         "warnings": [*warnings(plan, verification, counts), *more_warnings],
-        "provenance": dict(plan.provenance),
     }
-
-
-def _measured(verification: Verification | None, counts: TrainingCounts | None) -> dict | None:
-    if verification is None and counts is None:
-        return None
-    measured = {} if counts is None else asdict(counts)
-    if verification is not None:
-        measured |= {
-            "peak_bytes": verification.measured_peak_bytes,
-            "plain_peak_bytes": verification.plain_peak_bytes,
-            "overhead": None if math.isnan(verification.overhead) else verification.overhead,
-            "bitwise_equal": verification.equal,
-        }
-    return measured
 
 
 def _count(number: int, noun: str) -> str:

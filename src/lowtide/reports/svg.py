@@ -1,7 +1,5 @@
 """Charts as inline SVG text, for a page without scripts or other files. Colours come from the page's CSS variables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

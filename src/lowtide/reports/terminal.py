@@ -3,9 +3,6 @@
 No colour and no box drawing: the report is pasted into issues and read through pipes.
 """
 
-from __future__ import annotations
-
-import math
 import textwrap
 from collections.abc import Sequence
 
@@ -17,11 +14,11 @@ from lowtide.reports.summary import (
     TrainingCounts,
     by_module,
     by_op,
-    checks,
+    facts,
     fraction,
-    kept_for_replays,
     overhead_text,
     percent,
+    total,
 )
 from lowtide.reports.summary import warnings as own_warnings
 from lowtide.units import format_bytes
@@ -30,10 +27,6 @@ from lowtide.verifier import Verification
 WIDTH = 100
 _GROUP_ROWS = 12
 _NAME_WIDTH = 40
-_TAPED = {
-    "model": "the model's own calls; what runs outside them is saved",
-    "step": "the whole step, the loss outside the model too",
-}
 
 
 def fit_report(
@@ -53,9 +46,15 @@ def fit_report(
         counts: What the tape met in training.
         warnings: More of them, one line each.
     """
-    blocks = [_headline(plan, graph), _peaks(plan, verification), _facts(plan, graph, verification, counts)]
-    blocks.append(_groups("by module", by_module(plan)))
-    blocks.append(_groups("by operator", by_op(plan)))
+    device = graph.device_name if graph is not None else plan.device
+    status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
+    blocks = [
+        f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}",
+        _peaks(plan, verification),
+        "\n".join(line for row in facts(plan, graph, verification, counts) for line in _wrapped(*row)),
+        _groups("by module", by_module(plan)),
+        _groups("by operator", by_op(plan)),
+    ]
     if plan.evidence:
         blocks.append(str(plan.explain()))
     found = [*own_warnings(plan, verification, counts), *warnings]
@@ -72,12 +71,6 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
         cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
         lines.append(gap.join(cells).rstrip())
     return lines
-
-
-def _headline(plan: Plan, graph: StepGraph | None) -> str:
-    device = graph.device_name if graph is not None else plan.device
-    status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
-    return f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}"
 
 
 def _peaks(plan: Plan, verification: Verification | None) -> str:
@@ -98,37 +91,6 @@ def _peaks(plan: Plan, verification: Verification | None) -> str:
     return "\n".join(columns(rows))
 
 
-def _facts(
-    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
-) -> str:
-    rows = []
-    if plan.bound_ms is None:
-        rows.append(("time bound", "none known for this method"))
-    elif math.isnan(plan.gap):
-        rows.append(("time bound", f"{plan.bound_ms:.1f} ms"))
-    else:
-        rows.append(("time bound", f"no plan within the budget is under {plan.bound_ms:.1f} ms; gap {plan.gap:.2%}"))
-    by_action = {action: count for action, count in plan.counts.items() if count}
-    amounts = plan.bytes_by_action
-    decided = [f"{action} {count} ({format_bytes(amounts[action])})" for action, count in by_action.items()]
-    rows.append(("storages", ", ".join(decided) or "the step stores nothing for backward"))
-    kept, kept_bytes = kept_for_replays(plan)
-    if kept:
-        rows.append(("for replays alone", f"save {kept} ({format_bytes(kept_bytes)})"))
-    resident = format_bytes(plan.resident_bytes)
-    if graph is not None:
-        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
-        resident = f"{resident}: {parts}" if parts else resident
-    rows.append(("before the step", resident))
-    if graph is not None and graph.optimizer_step_bytes:
-        rows.append(
-            ("optimizer.step()", f"{format_bytes(graph.optimizer_step_bytes)} more for a moment, beside the peak")
-        )
-    rows.append(("taped", _TAPED.get(plan.region, plan.region)))
-    rows.extend(checks(verification, counts))
-    return "\n".join(line for name, text in rows for line in _wrapped(name, text))
-
-
 def _wrapped(name: str, text: str, indent: int = 19) -> list[str]:
     """``text`` beside ``name``, as many lines as it takes."""
     lines = textwrap.wrap(text, WIDTH - indent) or [""]
@@ -136,27 +98,21 @@ def _wrapped(name: str, text: str, indent: int = 19) -> list[str]:
 
 
 def _groups(title: str, groups: tuple[ActionTotals, ...]) -> str:
-    shown, rest = groups[:_GROUP_ROWS], groups[_GROUP_ROWS:]
-    if len(rest) == 1:
-        shown, rest = groups, ()
     offload = any(g.other_count for g in groups)
-    head = [title, "save", "", "recompute", "", *(["offload", ""] if offload else []), "replay"]
-    rows = [head, *(_group_row(g.name, [g], offload) for g in shown)]
-    if rest:
-        rows.append(_group_row(f"{len(rest)} more", list(rest), offload))
+    shown = list(groups)
+    if len(groups) > _GROUP_ROWS + 1:
+        rest = groups[_GROUP_ROWS:]
+        shown = [*groups[:_GROUP_ROWS], total(f"{len(rest)} more", rest)]
     if len(groups) > 1:
-        rows.append(_group_row("all", list(groups), offload))
-    rows[0][0] = title.ljust(_NAME_WIDTH)  # both tables line up
-    return "\n".join(columns(rows))
+        shown.append(total("all", groups))
+    head = [title.ljust(_NAME_WIDTH), "save", "", "recompute", ""]  # wide, so that both tables line up
+    head += ["offload", "", "replay"] if offload else ["replay"]
+    return "\n".join(columns([head, *(_row(g, offload) for g in shown)]))
 
 
-def _group_row(name: str, groups: list[ActionTotals], offload: bool) -> list[str]:
-    def amount(kind: str) -> list[str]:
-        count = sum(getattr(g, f"{kind}_count") for g in groups)
-        size = sum(getattr(g, f"{kind}_bytes") for g in groups)
-        return [str(count), format_bytes(size)] if count else ["-", ""]
-
-    kinds = ["save", "recompute", *(["other"] if offload else [])]
-    ms = sum(g.recompute_ms for g in groups)
-    amounts = [cell for kind in kinds for cell in amount(kind)]
-    return [shorten(name, _NAME_WIDTH - 8 * offload), *amounts, f"{ms:.1f} ms" if ms else "-"]
+def _row(group: ActionTotals, offload: bool) -> list[str]:
+    amounts = [(group.save_count, group.save_bytes), (group.recompute_count, group.recompute_bytes)]
+    amounts += [(group.other_count, group.other_bytes)] if offload else []
+    cells = [cell for count, size in amounts for cell in ((str(count), format_bytes(size)) if count else ("-", ""))]
+    ms = f"{group.recompute_ms:.1f} ms" if group.recompute_ms else "-"
+    return [shorten(group.name, _NAME_WIDTH - 8 * offload), *cells, ms]

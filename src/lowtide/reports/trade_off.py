@@ -1,7 +1,5 @@
 """The whole trade-off of one step, with the published methods on the same axes: as data, and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +7,8 @@ from pathlib import Path
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import TIER_OF
-from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, new_figure, save_figure
+from lowtide.plan import TIER_OF, Plan
+from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, figure_at
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.pareto_front import FrontierPoint, frontier
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
@@ -34,22 +32,22 @@ class TradeOff:
 
     def as_json(self) -> dict:
         """Plain types."""
+
+        def plain(point: FrontierPoint) -> dict:
+            overhead = point.plan.predicted_overhead
+            return {"peak_bytes": point.peak_bytes, "step_ms": point.step_ms, "overhead": overhead}
+
+        def moved_bytes(plan: Plan) -> int:
+            return sum(d.bytes for d in plan.decisions if d.action in TIER_OF)
+
         return {
-            "frontier": [_as_json(p) for p in self.front],
-            "frontier_moving": [{**_as_json(p), "moved_bytes": _moved_bytes(p)} for p in self.moving],
+            "frontier": [plain(p) for p in self.front],
+            "frontier_moving": [{**plain(p), "moved_bytes": moved_bytes(p.plan)} for p in self.moving],
             "classics": {
                 method: [{"peak_bytes": peak, "step_ms": ms} for peak, ms in points]
                 for method, points in self.classics.items()
             },
         }
-
-
-def _as_json(point: FrontierPoint) -> dict:
-    return {"peak_bytes": point.peak_bytes, "step_ms": point.step_ms, "overhead": point.plan.predicted_overhead}
-
-
-def _moved_bytes(point: FrontierPoint) -> int:
-    return sum(d.bytes for d in point.plan.decisions if d.action in TIER_OF)
 
 
 def trade_off(
@@ -70,16 +68,12 @@ def trade_off(
             classics[method] = sorted(found)
     tiers = [tier for tier in costs.links if tier in TIERS]
     total = points * 2 if tiers else points
-
-    def report_progress(done: int, _: int) -> None:
-        if progress is not None:
-            progress(done, total)
-
-    front = frontier(graph, costs, points=points, progress=report_progress)
+    report = progress or (lambda done, total: None)
+    front = frontier(graph, costs, points=points, progress=lambda done, _: report(done, total))
     moving = []
     if tiers:
         moving = frontier(
-            graph, costs, points=points, offload=tiers, progress=lambda done, _: report_progress(points + done, total)
+            graph, costs, points=points, offload=tiers, progress=lambda done, _: report(points + done, total)
         )
     return TradeOff(front, classics, moving)
 
@@ -90,34 +84,33 @@ def plot_trade_off(found: TradeOff, path: str | Path) -> None:
     Raises:
         LowtideError: matplotlib is not installed, or it cannot write that kind of file.
     """
-    figure = new_figure(path, (7.5, 4.6))
-    plan = found.front[-1].plan
-    plain_ms, resident, whole = plan.plain_step_ms, plan.resident_bytes, plan.plain_peak_bytes - plan.resident_bytes
+    with figure_at(path, (7.5, 4.6)) as figure:
+        plan = found.front[-1].plan
+        plain_ms, resident, whole = plan.plain_step_ms, plan.resident_bytes, plan.plain_peak_bytes - plan.resident_bytes
 
-    def place(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
-        return [100 * (b - resident) / whole for b, _ in points], [100 * (ms / plain_ms - 1) for _, ms in points]
+        def place(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+            return [100 * (b - resident) / whole for b, _ in points], [100 * (ms / plain_ms - 1) for _, ms in points]
 
-    axes = figure.add_subplot()
-    ours = place([(p.peak_bytes, p.step_ms) for p in found.front])
-    axes.plot(*ours, color=PLANNED, marker="o", markersize=4, linewidth=1.6, label="lowtide", zorder=3)
-    if found.moving:
-        tiers = " and ".join(sorted(frozenset().union(*(p.plan.tiers for p in found.moving)))) or "no tier"
-        label, theirs = f"lowtide, moving to {tiers}", place([(p.peak_bytes, p.step_ms) for p in found.moving])
-        axes.plot(*theirs, color=MOVED, marker="o", markersize=4, linewidth=1.6, label=label, zorder=4)
-    shapes = "s^vDPX*"
-    for (method, points), shape in zip(found.classics.items(), shapes, strict=False):
-        color = BUDGET if method == "full" else PLAIN
-        axes.plot(*place(points), color=color, marker=shape, markersize=6, linestyle="", label=method, alpha=0.9)
-    axes.set(xlabel="activation memory, % of the plain step's", ylabel="extra time, %")
-    moved = place([(p.peak_bytes, p.step_ms) for p in found.moving])[1]
-    # Schedules that replay an op many times cost more than the rest of the picture is high.
-    heights = [*ours[1], *moved, *(y for points in found.classics.values() for y in place(points)[1])]
-    most = max(heights)
-    if most > 100:
-        axes.set_yscale("symlog", linthresh=10)
-        axes.set_yticks([0, 5, 10, 20, 50, 100, 200], ["0", "5", "10", "20", "50", "100", "200"])
-    axes.set_xlim(0, 103)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(linewidth=0.4, alpha=0.4)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    save_figure(figure, path)
+        axes = figure.add_subplot()
+        ours = place([(p.peak_bytes, p.step_ms) for p in found.front])
+        axes.plot(*ours, color=PLANNED, marker="o", markersize=4, linewidth=1.6, label="lowtide", zorder=3)
+        if found.moving:
+            tiers = " and ".join(sorted(frozenset().union(*(p.plan.tiers for p in found.moving)))) or "no tier"
+            label, theirs = f"lowtide, moving to {tiers}", place([(p.peak_bytes, p.step_ms) for p in found.moving])
+            axes.plot(*theirs, color=MOVED, marker="o", markersize=4, linewidth=1.6, label=label, zorder=4)
+        shapes = "s^vDPX*"
+        for (method, points), shape in zip(found.classics.items(), shapes, strict=False):
+            color = BUDGET if method == "full" else PLAIN
+            axes.plot(*place(points), color=color, marker=shape, markersize=6, linestyle="", label=method, alpha=0.9)
+        axes.set(xlabel="activation memory, % of the plain step's", ylabel="extra time, %")
+        moved = place([(p.peak_bytes, p.step_ms) for p in found.moving])[1]
+        # Schedules that replay an op many times cost more than the rest of the picture is high.
+        heights = [*ours[1], *moved, *(y for points in found.classics.values() for y in place(points)[1])]
+        most = max(heights)
+        if most > 100:
+            axes.set_yscale("symlog", linthresh=10)
+            axes.set_yticks([0, 5, 10, 20, 50, 100, 200], ["0", "5", "10", "20", "50", "100", "200"])
+        axes.set_xlim(0, 103)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(linewidth=0.4, alpha=0.4)
+        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)

@@ -9,10 +9,10 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.units import parse_budget
 
-Offload = Iterable[str] | Mapping[str, int | str | None]
+TierLimits = Iterable[str] | Mapping[str, int | str | None]
 
 
-def offload_capacities(costs: Costs, offload: Offload, *, method: str = "exact") -> dict[str, int | None]:
+def offload_capacities(costs: Costs, offload: TierLimits, *, method: str = "exact") -> dict[str, int | None]:
     """Most bytes that ``offload`` allows a plan to offload, by tier; None: any number.
 
     Raises:

@@ -9,7 +9,7 @@ from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.solvers.arguments import Offload, absolute_bytes, offload_capacities
+from lowtide.solvers.arguments import TierLimits, absolute_bytes, offload_capacities
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.exact import exact
@@ -33,7 +33,7 @@ def solve(
     time_limit_s: float = Limits.time_limit_s,
     node_limit: int = Limits.node_limit,
     gap: float | None = Limits.gap,
-    offload: Offload = (),
+    offload: TierLimits = (),
 ) -> Plan:
     """Decide for every stored storage whether to save, recompute or move it, so that the step fits and is fastest.
 

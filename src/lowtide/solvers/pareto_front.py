@@ -11,7 +11,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.solvers.arguments import Offload, offload_capacities
+from lowtide.solvers.arguments import TierLimits, offload_capacities
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.offload.search import OffloadSearch
@@ -38,7 +38,7 @@ def frontier(
     costs: Costs,
     *,
     points: int = 16,
-    offload: Offload = (),
+    offload: TierLimits = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
     """Plan the step for budgets from the least peak that is found to the plain step's, closer where memory is short.

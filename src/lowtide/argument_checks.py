@@ -1,7 +1,5 @@
 """Checks of what ``fit`` is given, made before anything runs: one sentence each, with the value and the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,22 +22,17 @@ def check_arguments(model: Any, batch: Any, budget: int | str, step: Any, optimi
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value. StepError: there is nothing to train.
     """
+    kind, given = type(model).__name__, type(batch).__name__
     if not isinstance(model, nn.Module):
         if isinstance(batch, nn.Module):
-            raise TypeError(
-                f"model is a {type(model).__name__} and batch is a {type(batch).__name__}: they are swapped. "
-                "Call fit(model, batch)."
-            )
-        raise TypeError(
-            f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
-        )
+            swapped = f"model is a {kind} and batch is a {given}: they are swapped."
+            raise TypeError(f"{swapped} Call fit(model, batch).")
+        raise TypeError(f"model is a {kind}, not an nn.Module. Pass the module, and step= for the rest.")
     if next(model.parameters(), None) is None:
-        raise StepError(
-            f"the {type(model).__name__} has no parameter: there is nothing to train.\nPass the module that is trained."
-        )
-    kinds = {kind.__name__ for kind in type(batch).__mro__}
+        raise StepError(f"the {kind} has no parameter: there is nothing to train.\nPass the module that is trained.")
+    kinds = {base.__name__ for base in type(batch).__mro__}
     if isinstance(batch, Iterator) or "DataLoader" in kinds or ("Dataset" in kinds and step is None):
-        raise TypeError(f"batch is a {type(batch).__name__}, not one batch. Pass one: next(iter(...)).")
+        raise TypeError(f"batch is a {given}, not one batch. Pass one: next(iter(...)).")
     if step is not None and not callable(step):
         raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass a function (model, batch) -> loss.")
     check_budget(budget)
@@ -80,10 +73,3 @@ def check_method(method: str, options: Mapping[str, Any]) -> None:
         if method not in _USERS[name]:
             instead = " or ".join(f'method="{user}"' for user in _USERS[name])
             raise ValueError(f"{name}={value!r} has no meaning for method={method!r}. Leave it out, or use {instead}.")
-
-
-def eval_warning(model: nn.Module) -> str:
-    """What to know of a model in eval mode; "" of one that trains."""
-    if model.training:
-        return ""
-    return "the model is in eval mode: dropout and BatchNorm are off in this plan. Call model.train() first to train"
