@@ -3,8 +3,6 @@
 Every moment is an *event index*, an index into ``StepGraph.events``. What never happens is absent.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

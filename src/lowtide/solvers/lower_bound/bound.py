@@ -39,8 +39,6 @@ Known weakness: of a burst only one op at a time counts, beside what is saved an
 near the least peak the bound stays below what any plan takes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

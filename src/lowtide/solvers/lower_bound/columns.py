@@ -7,8 +7,6 @@ graphs get one for each stage. Where two ops' slots do not match, "by stage t" b
 t", which only loosens a row.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from itertools import pairwise

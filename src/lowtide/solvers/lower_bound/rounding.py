@@ -1,7 +1,5 @@
 """What a solution of the relaxation says in whole decisions, and in which stages those break what it left out."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -13,8 +13,6 @@ Known weaknesses: only for small programs, and only where the plan is within ``T
 is not near the least peak. The bound depends on the known plan, and may rise with the budget by less than that gap.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import chain

@@ -18,8 +18,6 @@ Known weaknesses: the kept bytes are bounded, not the peak, which may rise as th
 although a dropped item makes its readers dearer; rounding fills the knapsack past its capacity, or not quite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

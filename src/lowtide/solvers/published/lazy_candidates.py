@@ -1,7 +1,5 @@
 """A published method with many plans lists them cheaply; few are worked out and simulated for any one budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The published methods, by the name under which ``solve`` knows them: add a method to one of the tables here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from lowtide.graph.costs import Costs

@@ -16,8 +16,6 @@ Known weakness: counts snapshots, not bytes, and never keeps what is inside a la
 schedule it has replays every layer but one.
 """
 
-from __future__ import annotations
-
 from math import comb
 
 from lowtide.graph.costs import Costs

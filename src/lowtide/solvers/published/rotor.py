@@ -23,8 +23,6 @@ simulated, and the fastest whose peak fits is taken, because the tape frees some
 Known weakness: of each layer it keeps either everything or only the input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
