@@ -56,7 +56,7 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         if answer.status == "infeasible":
             break
         values = answer.values if len(answer.values) else program.relax().values
-        more = violated_stages(graph, costs, model, values, budget_bytes) if len(values) else []
+        more = violated_stages(model, values, budget_bytes) if len(values) else []
         if not more:
             break
         slots.update(more)
