@@ -83,7 +83,7 @@ def revolve(graph: StepGraph, costs: Costs, n: int | None = None) -> list[LazyCa
     """
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ValueError(f"n={n!r} is not a positive int. Write n=3 to hold three layer inputs at a time.")
-    chain = StepChain.of(graph, "revolve")
+    chain = StepChain(graph, "revolve")
     most = max(len(chain.layers) - 1, 1)
     return [
         chain.lazy_candidate(costs, step_schedule(chain, slots))

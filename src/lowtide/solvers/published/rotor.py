@@ -136,7 +136,7 @@ def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
     Raises:
         ValueError: no layer repeats.
     """
-    chain = StepChain.of(graph, "rotor")
+    chain = StepChain(graph, "rotor")
     stages = chain.stages(costs)
     most = _enough_bytes(stages)
     table = tabulate(stages, tuning.ROTOR_UNITS + 2 * len(stages), max(-(-most // tuning.ROTOR_UNITS), 1))
