@@ -21,16 +21,27 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.solvers import tuning
-from lowtide.solvers.lower_bound.columns import Columns
-from lowtide.solvers.milp.highs import INFINITY
+from lowtide.solvers.milp.highs import INFINITY, LinearProgram
 
 
-def add_link_rows(model: Columns, capacities: Mapping[str, int | None]) -> None:
-    """Charge the waits S_f and S_b. ``capacities``: most bytes to offload, by tier; None: any number."""
-    program, graph, costs, offloads, ms_unit = model.program, model.graph, model.costs, model.o, model.ms_unit
+def add_link_rows(
+    program: LinearProgram,
+    graph: StepGraph,
+    costs: Costs,
+    capacities: Mapping[str, int | None],
+    offloads: Mapping[int, Mapping[str, int]],
+    replays: Mapping[int, float],
+    ms_unit: float,
+) -> None:
+    """Charge the waits S_f and S_b.
+
+    Args:
+        capacities: Most bytes to offload, by tier; None: any number.
+        offloads: The columns o, by storage and tier.
+        replays: What replays take, in ``ms_unit``, by column.
+    """
     if not offloads:
         return
-    replays = {column: program.cost[column] for op in model.N.values() for column in op}
     facts, at_ms = step_facts(graph), event_ms(graph, costs)
     first_ask_ms = at_ms[facts.unpack_events[0]]
     wait_forward, wait_backward = program.column(1.0, upper=INFINITY), program.column(1.0, upper=INFINITY)

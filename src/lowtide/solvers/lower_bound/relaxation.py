@@ -42,7 +42,8 @@ class Relaxation(Columns):
         self._pinned()
         self._held()
         if budget_bytes is not None:
-            add_link_rows(self, capacities or {})
+            replays = {column: self.program.cost[column] for op in self.N.values() for column in op}
+            add_link_rows(self.program, graph, costs, capacities or {}, self.o, replays, self.ms_unit)
         # Rows that hold at this peak whatever a plan decides are left out.
         self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
         self.moments: dict[int, int] = {}
@@ -238,17 +239,16 @@ class Relaxation(Columns):
 
     def _most_beside(self, op: int, begin: int, end: int) -> int:
         """At least the sum of what ``_least_beside`` returns, and cheap to compute."""
-        low, high = self._asks_in(begin, end)
-        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[self._asks_in(begin, end)] - 1]
         return self._own_bytes(op) + sum(self.graph.storages[s].bytes for s in self._made_reads(op)) + int(idle.min())
 
     def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
         """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
-        low, high = self._asks_in(begin, end)
-        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        asks = self._asks_in(begin, end)
+        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[asks] - 1]
         beside = floor.copy()
         for x in self._made_reads(op):
-            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[low:high]
+            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[asks]
         return int(floor.min()), self._own_bytes(op) + int(beside.min()) - int(floor.min())
 
     def _own_bytes(self, op: int) -> int:
@@ -260,12 +260,10 @@ class Relaxation(Columns):
         """What ``op`` reads that was made in the step."""
         return [s for s in dict.fromkeys(self.graph.ops[op].reads) if self.graph.storages[s].op is not None]
 
-    def _asks_in(self, begin: int, end: int) -> tuple[int, int]:
-        """Of the stages from ``begin`` to ``end``: places in ``ask_events``, the second not included."""
-        unavoidable = self.unavoidable
-        events = (unavoidable.stages[begin], unavoidable.last_asks[end] + 1)
-        low, high = np.searchsorted(unavoidable.ask_events, events)
-        return int(low), int(high)
+    def _asks_in(self, begin: int, end: int) -> slice:
+        """The part of ``ask_events`` in the stages from ``begin`` to ``end``."""
+        events = (self.unavoidable.stages[begin], self.unavoidable.last_asks[end] + 1)
+        return slice(*np.searchsorted(self.unavoidable.ask_events, events))
 
     @cached_property
     def _saved_until(self) -> dict[int, int]:

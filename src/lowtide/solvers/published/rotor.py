@@ -124,10 +124,7 @@ def tabulate(stages: Sequence[Stage], units: int, unit_bytes: int = 1) -> Table:
 
 def _less(times: np.ndarray, units: int) -> np.ndarray:
     """``times`` with ``units`` less memory."""
-    found = np.full(len(times), np.inf)
-    if units < len(times):
-        found[units:] = times[: len(times) - units]
-    return found
+    return np.concatenate((np.full(min(units, len(times)), np.inf), times[: max(len(times) - units, 0)]))
 
 
 def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
