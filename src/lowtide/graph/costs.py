@@ -1,7 +1,5 @@
 """Milliseconds per op, and bytes per second to each tier, on one device: plain data that ``measure`` fills in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

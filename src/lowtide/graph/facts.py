@@ -3,8 +3,6 @@
 Every moment is an *event index*, an index into ``StepGraph.events``. What never happens is absent.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 
@@ -55,16 +53,19 @@ class StepFacts:
 def step_facts(graph: StepGraph) -> StepFacts:
     """The facts of ``graph``."""
     end = len(graph.events)
+    backward_runs = (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward)
+    first_backward_run = next(backward_runs, end)
     facts = StepFacts(
         run_event={}, birth={}, death={}, packed={}, released={}, unpack_spans={}, unpack_events=[], first_pack={},
         first_use={}, last_reference={}, references={},
-        backward_start=next((at for at, event in enumerate(graph.events) if _is_backward(graph, *event)), end),
-        first_backward_run=next(
-            (at for at, (kind, number) in enumerate(graph.events) if kind == RUN and graph.ops[number].backward), end
-        ),
+        backward_start=min([first_backward_run, *(at for at, (kind, _) in enumerate(graph.events) if kind == UNPACK)]),
+        first_backward_run=first_backward_run,
         completed_by={op.completes_inplace: op.id for op in graph.ops if op.completes_inplace is not None},
-        readers=_readers(graph),
+        readers={},
     )  # fmt: skip
+    for op in graph.forward_ops:
+        for storage in dict.fromkeys(op.reads):
+            facts.readers.setdefault(storage, []).append(op.id)
     open_unpacks: dict[int, deque[int]] = {}
     for at, (kind, number) in enumerate(graph.events):
         if kind == RUN:
@@ -92,15 +93,3 @@ def step_facts(graph: StepGraph) -> StepFacts:
         for at in unpacks:
             facts.unpack_spans.setdefault(number, []).append((at, end))
     return facts
-
-
-def _is_backward(graph: StepGraph, kind: int, number: int) -> bool:
-    return kind == UNPACK or (kind == RUN and graph.ops[number].backward)
-
-
-def _readers(graph: StepGraph) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for op in graph.forward_ops:
-        for storage in dict.fromkeys(op.reads):
-            found.setdefault(storage, []).append(op.id)
-    return found

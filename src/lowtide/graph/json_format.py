@@ -6,17 +6,16 @@ storage is read, freed or packed only after it was made; a saved tensor is unpac
 Writes version 2; reads versions 1 and 2.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lowtide.errors import GraphFormatError
 from lowtide.graph.costs import TIERS, Costs, Link
-from lowtide.graph.json_version_1 import upgraded_costs, upgraded_graph
 from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
@@ -87,6 +86,90 @@ def _read(path: str | Path, what: str, way_out: str) -> Any:
         raise GraphFormatError(f"not {what}: {path} is not whole JSON ({error}). {way_out}") from error
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Checker:
+    """Says in one form what is wrong: the field, its value, what it should be, the way out.
+
+    Its methods take a field and a value, and return the value.
+    """
+
+    def __init__(self, what: str, way_out: str) -> None:
+        self.what, self.way_out = what, way_out
+
+    def that(self, holds: bool, field: str, value: Any, expected: str) -> None:
+        if not holds:
+            shown = repr(value)
+            shown = shown if len(shown) <= 60 else shown[:57] + "..."
+            raise GraphFormatError(f"not {self.what}: field {field!r} is {shown}, not {expected}. {self.way_out}")
+
+    def fields(self, body: Any, names: tuple[str, ...], version: int) -> None:
+        if not isinstance(body, dict):
+            raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
+        # The version first: a file of another version misses fields too, and this says why.
+        found = body.get("version")
+        self.that(found == version, "version", found, f"1 or {version}, the versions known here")
+        for name in names:
+            if name not in body:
+                raise GraphFormatError(f"not {self.what}: field {name!r} is missing. {self.way_out}")
+        for name in body:
+            self.that(name in names, str(name), body[name], f"a field of {self.what}")
+
+    def many(self, field: str, value: Any, check: Callable[[str, Any], Any] | None = None) -> list:
+        """A list whose items ``check`` accepts."""
+        self.that(isinstance(value, list), field, value, "a list")
+        return value if check is None else [check(f"{field}[{i}]", item) for i, item in enumerate(value)]
+
+    def named(self, field: str, value: Any, check: Callable[[str, Any], Any]) -> dict:
+        """An object whose values ``check`` accepts."""
+        self.object(field, value)
+        return {key: check(f"{field}.{key}", item) for key, item in value.items()}
+
+    def row(self, field: str, value: Any, **columns: Callable[[str, Any], Any]) -> list:
+        """A list with an item for each of ``columns``, which say what checks it."""
+        holds = isinstance(value, list) and len(value) == len(columns)
+        self.that(holds, field, value, f"a list of {len(columns)}: {', '.join(columns)}")
+        return [check(f"{field}.{name}", item) for (name, check), item in zip(columns.items(), value)]
+
+    def object(self, field: str, value: Any) -> dict:
+        self.that(isinstance(value, dict), field, value, "an object")
+        return value
+
+    def text(self, field: str, value: Any) -> str:
+        self.that(isinstance(value, str), field, value, "text")
+        return value
+
+    def flag(self, field: str, value: Any) -> bool:
+        self.that(value in (0, 1) and isinstance(value, int), field, value, "0 or 1")
+        return bool(value)
+
+    def integer(self, field: str, value: Any) -> int:
+        self.that(_is_int(value), field, value, "an integer")
+        return value
+
+    def count(self, field: str, value: Any) -> int:
+        self.that(_is_int(value) and value >= 0, field, value, "an integer of 0 or more")
+        return value
+
+    def time(self, field: str, value: Any) -> float:
+        # NaN compares false with everything, so one chain of comparisons refuses it and infinity too.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self.that(number and 0 <= value < 1e300, field, value, "a finite time of 0 or more")
+        return float(value)
+
+    def index(self, field: str, value: Any, *, limit: int) -> int:
+        self.that(_is_int(value) and 0 <= value < limit, field, value, f"an id from 0 to {limit - 1}")
+        return value
+
+    def index_or_none(self, field: str, value: Any, *, limit: int) -> int | None:
+        return None if value is None else self.index(field, value, limit=limit)
+
+    def ids(self, field: str, value: Any, *, limit: int) -> tuple[int, ...]:
+        return tuple(self.index(f"{field}[{i}]", v, limit=limit) for i, v in enumerate(self.many(field, value)))
+
+
 def from_dict(body: Any) -> StepGraph:
     """Build the graph that ``step_graph.to_dict`` described.
 
@@ -94,41 +177,33 @@ def from_dict(body: Any) -> StepGraph:
         GraphFormatError: a field is missing, unknown, of the wrong type, out of range, or contradicts another.
     """
     check = _Checker("a graph", "Trace the step again, or restore the file.")
-    body = upgraded_graph(body)
+    body = _upgraded_graph(body)
     check.fields(body, _GRAPH_FIELDS, VERSION)
     frames = _frames(check, body["frames"])
-    storages = _storages(check, body["storages"], num_ops=len(check.many("ops", body["ops"])))
-    signatures = check.many("signatures", body["signatures"])
-    for i, signature in enumerate(signatures):
-        check.that(isinstance(signature, dict), f"signatures[{i}]", signature, "an object")
+    signatures = tuple(check.many("signatures", body["signatures"], check.object))
+    num_ops = len(check.many("ops", body["ops"]))
+    storages = _storages(check, body["storages"], num_ops)
     ops = _ops(check, body["ops"], len(frames), storages, len(signatures))
-    saved = check.ids("saved", body["saved"], len(storages))
-    events = _events(check, body["events"], ops, storages, saved)
-    calls = check.many("calls", body["calls"])
-    for i, call in enumerate(calls):
-        check.text(f"calls[{i}]", call)
+    saved = check.ids("saved", body["saved"], limit=len(storages))
     check.that(body["region"] in REGIONS, "region", body["region"], f"one of {', '.join(REGIONS)}")
-    written = check.many("written_parameters", body["written_parameters"])
-    resident = check.named("resident", body["resident"])
-    provenance = check.named("provenance", body["provenance"])
-    for key, value in provenance.items():
-        check.text(f"provenance.{key}", value)
+    signature = partial(check.index, limit=len(signatures))
+    recorded = partial(check.row, signature=signature, ms=check.time)
     return StepGraph(
         device=check.text("device", body["device"]),
         device_name=check.text("device_name", body["device_name"]),
-        resident={key: check.count(f"resident.{key}", value) for key, value in resident.items()},
-        signatures=tuple(signatures),
+        resident=check.named("resident", body["resident"], check.count),
+        signatures=signatures,
         frames=frames,
         storages=storages,
         ops=ops,
         saved=saved,
-        events=events,
-        calls=tuple(calls),
+        events=_events(check, body["events"], ops, storages, saved),
+        calls=tuple(check.many("calls", body["calls"], check.text)),
         region=body["region"],
         optimizer_step_bytes=check.count("optimizer_step_bytes", body["optimizer_step_bytes"]),
-        written_parameters=tuple(check.text(f"written_parameters[{i}]", name) for i, name in enumerate(written)),
-        recorded_ms=_recorded_ms(check, body["recorded_ms"], len(signatures)),
-        provenance=dict(provenance),
+        written_parameters=tuple(check.many("written_parameters", body["written_parameters"], check.text)),
+        recorded_ms=dict(check.many("recorded_ms", body["recorded_ms"], recorded)),
+        provenance=check.named("provenance", body["provenance"], check.text),
     )
 
 
@@ -156,11 +231,11 @@ def costs_from_dict(body: Any) -> Costs:
         GraphFormatError: a field is missing or unknown, or a time is negative, infinite or not a number.
     """
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
-    body = upgraded_costs(body)
+    body = _upgraded_costs(body)
     check.fields(body, _COSTS_FIELDS, COSTS_VERSION)
     check.that(body["source"] == "measured", "source", body["source"], "measured")
     return Costs(
-        op_ms=tuple(check.time(f"op_ms[{i}]", ms) for i, ms in enumerate(check.many("op_ms", body["op_ms"]))),
+        op_ms=tuple(check.many("op_ms", body["op_ms"], check.time)),
         dispatch_us=check.time("dispatch_us", body["dispatch_us"]),
         record_us=check.time("record_us", body["record_us"]),
         replay_us=check.time("replay_us", body["replay_us"]),
@@ -170,91 +245,56 @@ def costs_from_dict(body: Any) -> Costs:
     )
 
 
-def _recorded_ms(check: _Checker, rows: Any, num_signatures: int) -> dict[int, float]:
-    found = {}
-    for i, row in enumerate(check.many("recorded_ms", rows)):
-        signature, ms = check.row(f"recorded_ms[{i}]", row, "signature", "ms")
-        check.index(f"recorded_ms[{i}].signature", signature, num_signatures)
-        found[signature] = check.time(f"recorded_ms[{i}].ms", ms)
-    return found
-
-
 def _links(check: _Checker, rows: Any) -> dict[str, Link]:
-    check.that(isinstance(rows, dict), "links", rows, "an object")
-    found = {}
-    for tier, row in rows.items():
+    for tier in check.object("links", rows):
         check.that(tier in TIERS, "links", tier, f"one of {', '.join(TIERS)}")
-        name = f"links.{tier}"
-        store, fetch, latency = check.row(name, row, "store_bytes_per_s", "fetch_bytes_per_s", "latency_ms")
-        check.that(bool(check.time(name, store) and check.time(name, fetch)), name, row, "speeds above 0")
-        found[tier] = Link(float(store), float(fetch), check.time(name, latency))
-    return found
+    row = partial(check.row, store_bytes_per_s=check.time, fetch_bytes_per_s=check.time, latency_ms=check.time)
+    found = check.named("links", rows, row)
+    for tier, (store, fetch, _) in found.items():
+        check.that(store > 0 and fetch > 0, f"links.{tier}", rows[tier], "speeds above 0")
+    return {tier: Link(*row) for tier, row in found.items()}
 
 
 def _frames(check: _Checker, rows: Any) -> tuple[Frame, ...]:
-    frames = []
-    for i, row in enumerate(check.many("frames", rows)):
-        parent, path, ordinal = check.row(f"frames[{i}]", row, "parent", "path", "ordinal")
-        check.that(_is_int(parent), f"frames[{i}].parent", parent, "an integer")
+    row = partial(check.row, parent=check.integer, path=check.text, ordinal=check.count)
+    frames = tuple(Frame(*values) for values in check.many("frames", rows, row))
+    for i, frame in enumerate(frames):
         # Frame 0 is the step itself: it has no parent, written 0 or -1.
-        before = -1 <= parent <= 0 if i == 0 else 0 <= parent < i
-        check.that(before, f"frames[{i}].parent", parent, "the index of an earlier frame")
-        frames.append(
-            Frame(parent, check.text(f"frames[{i}].path", path), check.count(f"frames[{i}].ordinal", ordinal))
-        )
-    return tuple(frames)
+        before = -1 <= frame.parent <= 0 if i == 0 else 0 <= frame.parent < i
+        check.that(before, f"frames[{i}].parent", frame.parent, "the index of an earlier frame")
+    return frames
 
 
 def _storages(check: _Checker, rows: Any, num_ops: int) -> tuple[Storage, ...]:
-    storages = []
-    for i, row in enumerate(check.many("storages", rows)):
-        where = f"storages[{i}]"
-        size, kind, op, output, fixed = check.row(where, row, "bytes", "kind", "op", "output", "fixed")
-        check.that(kind in MADE_KINDS + RESIDENT_KINDS, f"{where}.kind", kind, "a kind of storage")
-        if op is not None:
-            check.index(f"{where}.op", op, num_ops)
-        check.that((op is not None) == (kind in MADE_KINDS), f"{where}.op", op, f"what a storage of kind {kind!r} has")
-        storages.append(
-            Storage(
-                id=i,
-                bytes=check.count(f"{where}.bytes", size),
-                kind=kind,
-                op=op,
-                output=check.count(f"{where}.output", output),
-                fixed=check.text(f"{where}.fixed", fixed),
-            )
-        )
-    return tuple(storages)
+    def kind(field: str, value: Any) -> str:
+        check.that(value in MADE_KINDS + RESIDENT_KINDS, field, value, "a kind of storage")
+        return value
+
+    op = partial(check.index_or_none, limit=num_ops)
+    row = partial(check.row, bytes=check.count, kind=kind, op=op, output=check.count, fixed=check.text)
+    storages = tuple(Storage(i, *values) for i, values in enumerate(check.many("storages", rows, row)))
+    for s in storages:
+        where = f"storages[{s.id}].op"
+        check.that((s.op is not None) == (s.kind in MADE_KINDS), where, s.op, f"what a storage of kind {s.kind!r} has")
+    return storages
 
 
 def _ops(
-    check: _Checker, rows: Any, num_frames: int, storages: tuple[Storage, ...], num_signatures: int
+    check: _Checker, rows: list, num_frames: int, storages: tuple[Storage, ...], num_signatures: int
 ) -> tuple[Op, ...]:
+    storage_ids = partial(check.ids, limit=len(storages))
+    # Graphs made by hand may carry no signatures at all; then every op says 0.
+    frame, signature = partial(check.index, limit=num_frames), partial(check.index, limit=max(num_signatures, 1))
+    checked = partial(
+        check.row,
+        name=check.text, frame=frame, backward=check.flag, reads=storage_ids, makes=storage_ids, writes=storage_ids,
+        workspace_bytes=check.count, rng_bytes=check.count, signature=signature, dynamic=check.flag,
+    )  # fmt: skip
     ops = []
     made: dict[int, int] = {}
     for i, row in enumerate(rows):
         where = f"ops[{i}]"
-        name, frame, backward, reads, makes, writes, workspace, rng, signature, dynamic, completes_inplace = check.row(
-            where, row, "name", "frame", "backward", "reads", "makes", "writes",
-            "workspace_bytes", "rng_bytes", "signature", "dynamic", "completes_inplace",
-        )  # fmt: skip
-        op = Op(
-            id=i,
-            name=check.text(f"{where}.name", name),
-            frame=check.index(f"{where}.frame", frame, num_frames),
-            backward=check.flag(f"{where}.backward", backward),
-            reads=check.ids(f"{where}.reads", reads, len(storages)),
-            makes=check.ids(f"{where}.makes", makes, len(storages)),
-            writes=check.ids(f"{where}.writes", writes, len(storages)),
-            workspace_bytes=check.count(f"{where}.workspace_bytes", workspace),
-            rng_bytes=check.count(f"{where}.rng_bytes", rng),
-            # Graphs made by hand may carry no signatures at all; then every op says 0.
-            signature=check.index(f"{where}.signature", signature, max(num_signatures, 1)),
-            dynamic=check.flag(f"{where}.dynamic", dynamic),
-            completes_inplace=None
-            if completes_inplace is None
-            else check.index(f"{where}.completes_inplace", completes_inplace, i),
-        )
+        op = Op(i, *checked(where, row, completes_inplace=partial(check.index_or_none, limit=i)))
         for s in op.makes:
             check.that(s not in made, f"{where}.makes", s, f"new: op {made.get(s)} made that storage before")
             check.that(storages[s].op == i, f"{where}.makes", s, f"made here: storages[{s}].op is {storages[s].op}")
@@ -285,9 +325,9 @@ def _events(
     for i in range(0, len(flat), 2):
         kind, subject = flat[i], flat[i + 1]
         where = f"events[{i // 2}]"
-        check.index(f"{where}.kind", kind, len(EVENT_NAMES))
+        check.index(f"{where}.kind", kind, limit=len(EVENT_NAMES))
         where += f" ({EVENT_NAMES[kind]})"
-        check.index(where, subject, limits.get(kind, len(saved)))
+        check.index(where, subject, limit=limits.get(kind, len(saved)))
         if kind == RUN:
             check.that(subject == ran, where, subject, f"op {ran}: ops run once, in the order of their ids")
             ran += 1
@@ -311,72 +351,28 @@ def _events(
     return tuple(events)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _upgraded_graph(body: Any) -> Any:
+    """``body`` in version 2; unchanged if it is not of version 1.
+
+    Version 1 wrote parameters that the step writes into ``provenance``, and the times of compiled code into
+    ``signatures``. What is damaged is left as it is, for the reader of version 2 to refuse.
+    """
+    if not isinstance(body, dict) or body.get("version") != 1:
+        return body
+    provenance, signatures = body.get("provenance"), body.get("signatures")
+    body = {**body, "version": 2, "written_parameters": [], "recorded_ms": []}
+    if isinstance(provenance, dict) and isinstance(provenance.get("writes_parameters", ""), str):
+        body["written_parameters"] = provenance.get("writes_parameters", "").split()
+        body["provenance"] = {key: value for key, value in provenance.items() if key != "writes_parameters"}
+    if isinstance(signatures, list) and all(isinstance(s, dict) for s in signatures):
+        body["recorded_ms"] = [[i, s["ms"]] for i, s in enumerate(signatures) if "ms" in s]
+        body["signatures"] = [{key: value for key, value in s.items() if key != "ms"} for s in signatures]
+    return body
 
 
-class _Checker:
-    """Says in one form what is wrong: the field, its value, what it should be, the way out."""
-
-    def __init__(self, what: str, way_out: str) -> None:
-        self.what, self.way_out = what, way_out
-
-    def fail(self, field: str, value: Any, expected: str) -> NoReturn:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise GraphFormatError(f"not {self.what}: field {field!r} is {shown}, not {expected}. {self.way_out}")
-
-    def that(self, holds: bool, field: str, value: Any, expected: str) -> None:
-        if not holds:
-            self.fail(field, value, expected)
-
-    def fields(self, body: Any, names: tuple[str, ...], version: int) -> None:
-        if not isinstance(body, dict):
-            raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
-        # The version first: a file of another version misses fields too, and this says why.
-        self.that(
-            body.get("version") == version, "version", body.get("version"), f"1 or {version}, the versions known here"
-        )
-        for name in names:
-            if name not in body:
-                raise GraphFormatError(f"not {self.what}: field {name!r} is missing. {self.way_out}")
-        for name in body:
-            self.that(name in names, str(name), body[name], f"a field of {self.what}")
-
-    def many(self, field: str, value: Any) -> list:
-        self.that(isinstance(value, list), field, value, "a list")
-        return value
-
-    def named(self, field: str, value: Any) -> dict:
-        self.that(isinstance(value, dict), field, value, "an object")
-        return value
-
-    def row(self, field: str, value: Any, *names: str) -> list:
-        holds = isinstance(value, list) and len(value) == len(names)
-        self.that(holds, field, value, f"a list of {len(names)}: {', '.join(names)}")
-        return value
-
-    def text(self, field: str, value: Any) -> str:
-        self.that(isinstance(value, str), field, value, "text")
-        return value
-
-    def flag(self, field: str, value: Any) -> bool:
-        self.that(value in (0, 1) and isinstance(value, int), field, value, "0 or 1")
-        return bool(value)
-
-    def count(self, field: str, value: Any) -> int:
-        self.that(_is_int(value) and value >= 0, field, value, "an integer of 0 or more")
-        return value
-
-    def time(self, field: str, value: Any) -> float:
-        # NaN compares false with everything, so one chain of comparisons refuses it and infinity too.
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        self.that(number and 0 <= value < 1e300, field, value, "a finite time of 0 or more")
-        return float(value)
-
-    def index(self, field: str, value: Any, limit: int) -> int:
-        self.that(_is_int(value) and 0 <= value < limit, field, value, f"an id from 0 to {limit - 1}")
-        return value
-
-    def ids(self, field: str, value: Any, limit: int) -> tuple[int, ...]:
-        return tuple(self.index(f"{field}[{i}]", v, limit) for i, v in enumerate(self.many(field, value)))
+def _upgraded_costs(body: Any) -> Any:
+    """``body`` in version 2; unchanged if it is not of version 1, which wrote ``dispatch_us`` as ``mode_us``."""
+    if not isinstance(body, dict) or body.get("version") != 1:
+        return body
+    renamed = {"dispatch_us" if key == "mode_us" else key: value for key, value in body.items()}
+    return {"links": {}, **renamed, "version": 2}

@@ -1,7 +1,5 @@
 """Results that are computed once per graph and dropped together with it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import wraps

@@ -3,8 +3,6 @@
 The tracer writes it, solvers and the simulator read it. No torch here: a graph comes from JSON just as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What memory holds when a simulated step first reaches its peak."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,29 +44,22 @@ def contents_at_peak(
         timeline: What ``simulate_actions`` returns for the other arguments.
     """
     peak_bytes, event = timeline.peak_bytes, timeline.peak_event
-    probe = _Probe(peak_bytes)
+    found: list[tuple[dict[int, int], dict[int, int]]] = []
+
+    def probe(references: References, live_bytes: int, replayed_op: int | None) -> None:
+        if live_bytes == peak_bytes and not found:
+            found.append(_alive(references, replayed_op))
+
     step = SimulatedStep(graph, actions, replays or {}, moves or Moves(), probe)
     step.play(graph.events[: event + 1])
-    originals, replayed = probe.found or _alive(step.references, None)  # an event without any op has no such moment
+    originals, replayed = found[0] if found else _alive(step.references)  # an event without any op has no such moment
     replayed_ops = [r.op for r in timeline.replays if r.event == event and r.peak_bytes == peak_bytes]
     runs = [number for kind, number in graph.events[: event + 1] if kind == RUN]
     op = replayed_ops[0] if replayed_ops else runs[-1] if runs else None
     return PeakContents(event, op, bool(replayed_ops), originals, replayed, peak_bytes)
 
 
-class _Probe:
-    """Notes what is alive at the first moment with ``peak_bytes``."""
-
-    def __init__(self, peak_bytes: int) -> None:
-        self.peak_bytes = peak_bytes
-        self.found: tuple[dict[int, int], dict[int, int]] | None = None
-
-    def __call__(self, references: References, live_bytes: int, replayed_op: int | None) -> None:
-        if live_bytes == self.peak_bytes and self.found is None:
-            self.found = _alive(references, replayed_op)
-
-
-def _alive(references: References, replayed_op: int | None) -> tuple[dict[int, int], dict[int, int]]:
+def _alive(references: References, replayed_op: int | None = None) -> tuple[dict[int, int], dict[int, int]]:
     """Bytes by storage: of originals, and of what replays and fetches made, outputs of ``replayed_op`` included."""
     size, maker = references.index.bytes, references.index.maker
     originals = {s: size[s] for s, count in enumerate(references.counts) if count > 0 and maker[s] >= 0}

@@ -8,9 +8,7 @@
   until all its values are dead. While pending it refers to what it reads and holds the generator state it needs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
@@ -38,38 +36,49 @@ class GraphIndex:
         self.backward_start = facts.first_backward_run
 
 
-@once_per_graph
-def graph_index(graph: StepGraph) -> GraphIndex:
-    return GraphIndex(graph)
+graph_index = once_per_graph(GraphIndex)
 
 
 class References:
     """Reference counts at one moment of a step.
+
+    Args:
+        probe: Called at every moment that may be a peak, with live bytes and the replayed op, if any.
 
     Attributes:
         offloaded: Tier by offloaded storage.
         with_value: Recomputed and offloaded storages.
         recipe_ops: Ops that leave a recipe when they run.
         pending: Those of them whose recipe is pending.
+        records: By op: how many recipes and copies the tape has recorded when it first ran.
         counts: References to each original, by storage.
         value_counts: References to the value of each storage of ``with_value``.
         originals: Storages of ``with_value`` whose original is alive and refers to the value.
         materialised: Storages whose value takes memory.
         live_bytes: All live bytes, resident ones included.
+        high_bytes: The most during the present event, while an op runs or a fetch starts.
     """
 
-    def __init__(self, index: GraphIndex, actions: Mapping[int, str]) -> None:
-        self.index = index
+    def __init__(self, index: GraphIndex, actions: Mapping[int, str], probe: "Probe | None" = None) -> None:
+        self.index, self.probe = index, probe
         recomputed = {s for s, action in actions.items() if action == RECOMPUTE}
         self.offloaded = {s: TIER_OF[action] for s, action in actions.items() if action in TIER_OF}
         self.with_value = recomputed | self.offloaded.keys()
         self.recipe_ops = {index.maker[s] for s in recomputed}
         self.pending: set[int] = set()
+        self.records: dict[int, int] = {}
         self.counts = [0] * len(index.bytes)
         self.value_counts = dict.fromkeys(self.with_value, 0)
         self.originals: set[int] = set()
         self.materialised: set[int] = set()
-        self.live_bytes = index.resident_bytes
+        self.live_bytes, self.high_bytes = index.resident_bytes, 0
+
+    def note_moment(self, live_bytes: int, replayed_op: int | None = None) -> None:
+        """So many bytes are live for a moment, which may be the peak."""
+        if live_bytes > self.high_bytes:
+            self.high_bytes = live_bytes
+        if self.probe is not None:
+            self.probe(self, live_bytes, replayed_op)
 
     def retain(self, storage: int) -> None:
         """One more reference to an original."""
@@ -110,22 +119,28 @@ class References:
 
     def run_op(self, op: int) -> None:
         """The first run of ``op``: its outputs are alive, and its recipe is pending if it leaves one."""
-        index, with_value = self.index, self.with_value
-        self.live_bytes += index.made_bytes[op]
+        index, with_value, value_counts = self.index, self.with_value, self.value_counts
+        has_recipe = op in self.recipe_ops
+        # Generator state is recorded before the op draws.
+        self.live_bytes += index.made_bytes[op] + (index.rng_bytes[op] if has_recipe else 0)
+        peak_bytes = self.live_bytes + index.workspace_bytes[op]
+        counts = self.counts
         for storage in index.makes[op]:
-            self.counts[storage] = 1
+            counts[storage] = 1
             if storage in with_value:
-                self.value_counts[storage] = 1
+                value_counts[storage] = 1
                 self.originals.add(storage)
-
-    def add_recipe(self, op: int) -> None:
-        """The recipe of ``op`` refers to what the op reads."""
-        self.pending.add(op)
-        for storage in self.index.reads[op]:
-            if storage in self.with_value:
-                self.value_counts[storage] += 1
-            else:
-                self.retain(storage)
+        if has_recipe:
+            self.pending.add(op)
+            self.records[op] = 1
+            for storage in index.reads[op]:
+                if storage in with_value:
+                    value_counts[storage] += 1
+                else:
+                    self.retain(storage)
+        self.high_bytes = peak_bytes
+        if self.probe is not None:
+            self.probe(self, peak_bytes, None)
 
     def drop_recipe(self, op: int) -> list[int]:
         """The recipe of ``op`` is pending no longer. Returns the values that the caller has to release for it."""
@@ -144,3 +159,6 @@ class References:
         if storage in self.materialised:
             self.materialised.remove(storage)
             self.live_bytes -= self.index.bytes[storage]
+
+
+Probe = Callable[[References, int, int | None], None]

@@ -9,15 +9,13 @@
   backward drops it, and until then whoever needs it gets the same memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from lowtide.errors import PlanMismatchError
 from lowtide.plan import SAVE
 from lowtide.simulation.references import References
-from lowtide.simulation.transfers import OffloadedStorages, Probe
+from lowtide.simulation.transfers import REPLAYED, OffloadedStorages
 
 
 class Replay(NamedTuple):
@@ -42,10 +40,8 @@ class ReplayBursts:
         transient_results: By storage: how many unpacked handles backward has still to drop.
     """
 
-    def __init__(
-        self, references: References, offload: OffloadedStorages, replays_of: Mapping[int, int], probe: Probe | None
-    ) -> None:
-        self.references, self.offload, self.probe = references, offload, probe
+    def __init__(self, references: References, offload: OffloadedStorages, replays_of: Mapping[int, int]) -> None:
+        self.references, self.offload = references, offload
         self.replays: list[Replay] = []
         self.transient_results: dict[int, int] = {}
         self.transient_left: dict[int, int] = {}  # op -> transient replays still to come before the final one
@@ -106,10 +102,9 @@ class ReplayBursts:
             # The generator's present state is saved while the recorded one is in use.
             peak_bytes = references.live_bytes + index.workspace_bytes[op] + index.rng_bytes[op]
             self.replays.append(Replay(event, op, peak_bytes))
-            if self.probe is not None:
-                self.probe(references, peak_bytes, op)
+            references.note_moment(peak_bytes, op)
             if references.offloaded:
-                offload.log_replay(op, event)
+                offload.log.append((REPLAYED, op, event))
             transient = bool(transient_left.get(op))
             for made in index.makes[op]:
                 if transient:

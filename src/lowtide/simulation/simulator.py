@@ -7,17 +7,16 @@ Known weakness: an op's temporaries count only as far as ``Op.workspace_bytes`` 
 share one allocator block count as two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
+from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Moves, Plan
 from lowtide.simulation.replay_bursts import Replay
-from lowtide.simulation.simulated_step import SimulatedStep, run_step
+from lowtide.simulation.simulated_step import SimulatedStep
 from lowtide.simulation.transfers import STARTED, Transfer, time_transfers
 
 
@@ -96,19 +95,20 @@ def simulate_actions(
     Raises:
         PlanMismatchError: a value is unpacked whose recipe is gone, or a count in ``replays`` is below 1.
     """
-    step = run_step(graph, actions, replays or {}, moves or Moves())
-    offloaded, records = step.references.offloaded, _records_of(step)
+    if all(action == SAVE for action in actions.values()):
+        step = _plain_step(graph)
+    else:
+        step = SimulatedStep(graph, actions, replays or {}, moves or Moves())
+        step.play(graph.events)
+    references = step.references
     replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in step.bursts.replays)
-    record_ms = costs.record_us / 1e3 * sum(records.values())
+    record_ms = costs.record_us / 1e3 * sum(references.records.values())
     # Without a recomputed or offloaded storage the tape does not run.
-    dispatch_ms = costs.dispatch_us / 1e3 * len(graph.forward_ops) if step.references.with_value else 0.0
+    dispatch_ms = costs.dispatch_us / 1e3 * len(graph.forward_ops) if references.with_value else 0.0
     extra_ms = replay_ms + record_ms + dispatch_ms
-    transfers: tuple[Transfer, ...] = ()
-    if offloaded:
-        tape_us = {op.id: costs.dispatch_us + costs.record_us * records.get(op.id, 0) for op in graph.forward_ops}
-        sizes = {s: graph.storages[s].bytes for s in offloaded}
-        transfers = time_transfers(step.offload.log, costs, sizes, offloaded, tape_us)
-        num_fetched = sum(entry.what == STARTED for entry in step.offload.log)
+    transfers = time_transfers(step.offload.log, graph.ops, costs, references)
+    if transfers:
+        num_fetched = sum(what == STARTED for what, _, _ in step.offload.log)
         extra_ms += sum(t.waited_ms for t in transfers) + costs.replay_us / 1e3 * num_fetched
     return Timeline(
         peak_bytes=max(step.event_peak_bytes, default=graph.resident_bytes),
@@ -121,12 +121,11 @@ def simulate_actions(
     )
 
 
-def _records_of(step: SimulatedStep) -> dict[int, int]:
-    """By op: how many recipes and copies the tape records when it first runs."""
-    records = dict.fromkeys(step.recipes, 1)
-    for op, count in step.offload.num_stored.items():
-        records[op] = records.get(op, 0) + count
-    return records
+@once_per_graph
+def _plain_step(graph: StepGraph) -> SimulatedStep:
+    step = SimulatedStep(graph, {}, {}, Moves())
+    step.play(graph.events)
+    return step
 
 
 def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:

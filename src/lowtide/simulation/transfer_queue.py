@@ -10,8 +10,6 @@
 The queue counts bytes and unpacks, never time. So memory does not depend on the speed of a link.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -9,29 +9,20 @@ on a link that is slower than measured.
 - A link carries one transfer at a time in each direction, in the order of the requests.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import Op
 from lowtide.plan import Moves
 from lowtide.simulation.references import References
 from lowtide.simulation.transfer_queue import TransferQueue
 
 STORE, FETCH = "store", "fetch"
-# Entries of a log: an op ran, an op was replayed, a copy was sent, had to be settled; a fetch started, was needed.
+# What a log tells: an op ran, an op was replayed, a copy was sent, had to be settled; a fetch started, was needed.
 RAN, REPLAYED, SENT, SETTLED, STARTED, NEEDED = "ran", "replayed", "sent", "settled", "started", "needed"
 
-Probe = Callable[[References, int, int | None], None]  # called with live bytes and the replayed op, if any
-
-
-class LogEntry(NamedTuple):
-    """One thing that happens in a simulated step. ``number`` is the id of an op or a storage."""
-
-    what: str
-    number: int
-    event: int
+LogEntry = tuple[str, int, int]  # what, the op or storage, the event; a plain tuple because there are so many
 
 
 class Transfer(NamedTuple):
@@ -59,18 +50,14 @@ class OffloadedStorages:
 
     Attributes:
         fetching: Storages whose fetch has started and has not been waited for.
-        high_bytes: Most live bytes since it was last set to 0, as far as starts of fetches raised them.
         log: What happened, for ``time_transfers``.
-        num_stored: By op: how many of its outputs have been sent.
     """
 
-    def __init__(self, references: References, moves: Moves, probe: Probe | None) -> None:
+    def __init__(self, references: References, moves: Moves) -> None:
         index, offloaded = references.index, references.offloaded
-        self.references, self.probe = references, probe
+        self.references = references
         self.fetching: set[int] = set()
-        self.high_bytes = 0
         self.log: list[LogEntry] = []
-        self.num_stored: dict[int, int] = {}
         self._complete_after: dict[int, list[int]] = {}  # op -> offloaded storages that are complete when it has run
         for s in sorted(offloaded):
             self._complete_after.setdefault(index.completed_by[index.maker[s]], []).append(s)
@@ -79,14 +66,14 @@ class OffloadedStorages:
 
     def after_op(self, op: int, event: int) -> None:
         """``op`` has run for the first time: what it completes is sent."""
-        self.log.append(LogEntry(RAN, op, event))
+        self.log.append((RAN, op, event))
         for storage in self._complete_after.get(op, ()):
             for oldest in self._queue.send(storage, self.references.index.bytes[storage]):
                 self._settle(oldest, event)
             self.references.retain(storage)
             maker = self.references.index.maker[storage]
-            self.num_stored[maker] = self.num_stored.get(maker, 0) + 1
-            self.log.append(LogEntry(SENT, storage, event))
+            self.references.records[maker] = self.references.records.get(maker, 0) + 1
+            self.log.append((SENT, storage, event))
 
     def on_unpack(self, event: int) -> None:
         """Backward unpacks something: copies in flight settle, and fetches that are due start."""
@@ -98,18 +85,15 @@ class OffloadedStorages:
             if references.value_counts[storage] > 0 and storage not in references.materialised:
                 self._start_fetch(storage, event)
 
-    def log_replay(self, op: int, event: int) -> None:
-        self.log.append(LogEntry(REPLAYED, op, event))
-
     def wait_for(self, storage: int, event: int) -> None:
         """``storage`` is needed now."""
         if storage not in self.references.materialised:
             self._start_fetch(storage, event)
         self.fetching.discard(storage)
-        self.log.append(LogEntry(NEEDED, storage, event))
+        self.log.append((NEEDED, storage, event))
 
     def _settle(self, storage: int, event: int) -> None:
-        self.log.append(LogEntry(SETTLED, storage, event))
+        self.log.append((SETTLED, storage, event))
         self.references.release(storage)
 
     def _start_fetch(self, storage: int, event: int) -> None:
@@ -117,31 +101,22 @@ class OffloadedStorages:
         references.live_bytes += references.index.bytes[storage]
         references.materialised.add(storage)
         self.fetching.add(storage)
-        self.high_bytes = max(self.high_bytes, references.live_bytes)
-        if self.probe is not None:
-            self.probe(references, references.live_bytes, None)
-        self.log.append(LogEntry(STARTED, storage, event))
+        references.note_moment(references.live_bytes)
+        self.log.append((STARTED, storage, event))
 
 
 def time_transfers(
-    log: Iterable[LogEntry],
-    costs: Costs,
-    size_of: Mapping[int, int],
-    tier_of: Mapping[int, str],
-    tape_us_of: Mapping[int, float],
+    log: Iterable[LogEntry], ops: Sequence[Op], costs: Costs, references: References
 ) -> tuple[Transfer, ...]:
-    """Put ``log`` on a clock. Returns the transfers in the order of the requests.
-
-    Args:
-        size_of, tier_of: By offloaded storage.
-        tape_us_of: What the tape adds to the first run of an op, by op.
-    """
+    """Put ``log`` of a step with ``ops`` on a clock. Returns the transfers in the order of the requests."""
+    records, tier_of, size_of = references.records, references.offloaded, references.index.bytes
     now = 0.0
     free: dict[tuple[str, str], float] = {}
     found: dict[tuple[int, str], Transfer] = {}
     for what, number, event in log:
         if what == RAN:
-            now += costs.op_ms[number] + tape_us_of.get(number, 0.0) / 1e3
+            tape_us = 0.0 if ops[number].backward else costs.dispatch_us + costs.record_us * records.get(number, 0)
+            now += costs.op_ms[number] + tape_us / 1e3
         elif what == REPLAYED:
             now += costs.op_ms[number] + costs.replay_us / 1e3
         elif what in (SENT, STARTED):

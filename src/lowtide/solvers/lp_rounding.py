@@ -49,7 +49,7 @@ def round_relaxation(
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
                 found.append(path[-1])
                 most_ms = path[-1].timeline.step_ms
-        more = violated_stages(graph, costs, model, relaxed.values, budget_bytes)
+        more = violated_stages(model, relaxed.values, budget_bytes)
         if most_ms <= enough_ms or not more:
             break
         slots.update(more)
@@ -62,7 +62,7 @@ def _starts(
     most_bytes = budget_bytes + tuning.LP_ROUNDING_MAX_EXCESS * (budget_bytes - graph.resident_bytes)
     seen: list[dict[int, str]] = []
     for share in tuning.LP_ROUNDING_THRESHOLDS:
-        start = evaluate(graph, costs, *rounded(graph, model, values, share))
+        start = evaluate(graph, costs, *rounded(model, values, share))
         if start.peak_bytes <= most_bytes and start.actions not in seen:
             seen.append(start.actions)
             yield start

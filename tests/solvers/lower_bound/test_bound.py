@@ -97,7 +97,7 @@ def test_what_a_replay_needs_for_itself_counts(monkeypatch):
     assert {peak for _, peak in oracle(graph, costs, most_replays=2)} == {4008, 5008}
 
     with_it = bound_time(graph, costs, 4001), bound_peak(graph)
-    monkeypatch.setattr(relaxation.MemoryRows, "add_replays", lambda self: None)
+    monkeypatch.setattr(relaxation.Relaxation, "_memory_of_replays", lambda self: None)
     again = dear_to_replay()  # nothing remembered
 
     assert math.isinf(with_it[0].step_ms) and math.isfinite(bound_time(again, costs, 4001).step_ms)
@@ -199,13 +199,13 @@ def wrong(monkeypatch, mutation):
     elif mutation == "nothing runs before its own stage":
         monkeypatch.setattr(relaxation, "_meet", lambda found, one, other: max(one or 0, other or 0) or None)
     elif mutation == "a replay runs when memory is fullest":
-        truth = relaxation.MemoryRows._least_beside
+        truth = relaxation.Relaxation._least_beside
 
         def fullest(self, op, begin, end):
             floor, own = truth(self, op, begin, end)
             return floor, own + int(self.unavoidable.floor_bytes.max()) - floor
 
-        monkeypatch.setattr(relaxation.MemoryRows, "_least_beside", fullest)
+        monkeypatch.setattr(relaxation.Relaxation, "_least_beside", fullest)
     elif mutation == "what is replayed at all is replayed at once":
         monkeypatch.setattr(columns.Columns, "slot_of", lambda self, op, stage: 0)
 

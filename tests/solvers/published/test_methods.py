@@ -72,7 +72,7 @@ def small_decoder():
 
 def test_a_stage_has_the_times_and_bytes_of_its_layer():
     graph = ladder(3, width=10, inner=40)
-    chain_ = StepChain.of(graph, "rotor")
+    chain_ = StepChain(graph, "rotor")
     head, first, second, last, tail = chain_.stages(unit_costs(graph))
 
     assert list(chain_.layers) == [1, 2, 3]
@@ -95,7 +95,7 @@ def test_what_skips_a_layer_is_kept_in_every_plan():
         x = step.op(x, mask, makes=(10,), path=f"net.{i}")
     graph = step.graph()
 
-    assert mask in StepChain.of(graph, "rotor").kept
+    assert mask in StepChain(graph, "rotor").kept
     for method in ("revolve", "rotor"):
         for lazy in lazy_candidates(graph, unit_costs(graph), method):
             assert lazy.candidate().actions.get(mask, SAVE) == SAVE
@@ -104,7 +104,7 @@ def test_what_skips_a_layer_is_kept_in_every_plan():
 @pytest.mark.parametrize("case", ("ladder", "decoder"))
 def test_a_chain_promises_no_less_memory_and_time_than_the_step_takes(case, small_decoder):
     graph, costs = small_decoder if case == "decoder" else (ladder(6), unit_costs(ladder(6)))
-    step_chain = StepChain.of(graph, "rotor")
+    step_chain = StepChain(graph, "rotor")
     stages = step_chain.stages(costs)
     unit = max(_enough_bytes(stages) // 400, 1)
     table = tabulate(stages, 420, unit)

@@ -39,8 +39,6 @@ Known weakness: of a burst only one op at a time counts, beside what is saved an
 near the least peak the bound stays below what any plan takes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,10 +98,8 @@ def _bound_time(
     floor_ms = taped_plain_ms(graph, costs)
     model = Relaxation(graph, costs, budget_bytes, capacities)
     answer = model.program.relax()
-    if math.isnan(answer.objective):
-        return Bound(floor_ms, 0.0)
-    if math.isinf(answer.objective):
-        return Bound(math.inf, 0.0)
+    if not math.isfinite(answer.objective):
+        return Bound(floor_ms if math.isnan(answer.objective) else math.inf, 0.0)
     price = -sum(float(answer.duals[row]) for row in model.moments) * model.ms_unit / model.byte_unit
     return Bound(floor_ms + max(answer.objective * (1 - tuning.BOUND_TOLERANCE), 0.0) * model.ms_unit, max(price, 0.0))
 

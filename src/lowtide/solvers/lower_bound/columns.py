@@ -7,8 +7,6 @@ graphs get one for each stage. Where two ops' slots do not match, "by stage t" b
 t", which only loosens a row.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
@@ -112,11 +110,8 @@ class Columns:
             begin = unavoidable.stages[0]
             peak = unavoidable.stage_of(begin + int(unavoidable.plain_bytes[begin:].argmax()))
             stages = tuple(sorted({peak, *more_slots}))
-        found: dict[int, tuple[int, ...]] = {}
-        for op in unavoidable.useful:
-            first, last = unavoidable.first_stage[op], unavoidable.last_stage[op]
-            found[op] = (*(t for t in stages if first <= t < last), last)
-        return found
+        reach = {op: (unavoidable.first_stage[op], unavoidable.last_stage[op]) for op in unavoidable.useful}
+        return {op: (*(t for t in stages if first <= t < last), last) for op, (first, last) in reach.items()}
 
     def _replay_columns(self, *, timed: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         costs, column = self.costs, self.program.column

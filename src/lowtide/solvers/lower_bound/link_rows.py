@@ -15,8 +15,6 @@ Known weaknesses: no memory is charged for bytes in flight, a transfer may run a
 and all replays may hide fetches, later ones too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lowtide.graph.costs import Costs

@@ -1,9 +1,7 @@
 """The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from itertools import pairwise
 
 import numpy as np
@@ -36,6 +34,8 @@ class Relaxation(Columns):
     ) -> None:
         super().__init__(graph, costs, budget_bytes, capacities, slots=slots)
         self._lazy_row = partial(self.program.row, lazy=True)
+        # Just before which asks the floor counts a storage, as a mask.
+        self._in_floor = cache(partial(self.unavoidable.in_floor, events=self.unavoidable.ask_events - 1))
         self._keep_or_replay()
         self._reads()
         self._same_burst()
@@ -44,10 +44,11 @@ class Relaxation(Columns):
         if budget_bytes is not None:
             replays = {column: self.program.cost[column] for op in self.N.values() for column in op}
             add_link_rows(self.program, graph, costs, capacities or {}, self.o, replays, self.ms_unit)
-        memory = MemoryRows(self)
-        memory.add_moments()
-        memory.add_replays()
-        self.moments = memory.moments
+        # Rows that hold at this peak whatever a plan decides are left out.
+        self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
+        self.moments: dict[int, int] = {}
+        self._memory_at_moments()
+        self._memory_of_replays()
 
     def _keep_or_replay(self) -> None:
         """What backward asks for is saved, offloaded, or replayed by the first time; what is saved is not replayed."""
@@ -101,13 +102,8 @@ class Relaxation(Columns):
             if any(unavoidable.ask_stages[x][0] <= stage for x in outputs if x in unavoidable.droppable):
                 found[op] = None
                 continue
-            readers = [
-                r for x in outputs for r in unavoidable.read_by.get(x, ()) if unavoidable.first_stage[r] <= stage
-            ]
-            meet: int | None = readers[0]
-            for other in readers[1:]:
-                meet = _meet(found, meet, other)
-            found[op] = meet
+            readers: list[int | None] = [r for x in outputs for r in unavoidable.read_by.get(x, ()) if r in found]
+            found[op] = reduce(partial(_meet, found), readers)
         return found
 
     def _pinned(self) -> None:
@@ -148,22 +144,7 @@ class Relaxation(Columns):
                         terms.update(dict.fromkeys(self.N[maker][low : self.slot_of(maker, stage) + 1], -1.0))
                     self._lazy_row(terms, upper=0)
 
-
-class MemoryRows:
-    """Adds the rows with bytes to the program of ``columns``.
-
-    Attributes:
-        moments: The event of each memory row, by row.
-    """
-
-    def __init__(self, columns: Columns) -> None:
-        self.columns, self.graph, self.unavoidable = columns, columns.graph, columns.unavoidable
-        budget_bytes = columns.budget_bytes
-        # Rows that hold at this peak whatever a plan decides are left out.
-        self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
-        self.moments: dict[int, int] = {}
-
-    def add_moments(self) -> None:
+    def _memory_at_moments(self) -> None:
         """At each moment that may bind, the floor and what is saved, pinned or held stay within the budget."""
         end = len(self.graph.events)
         change = np.zeros(end + 1, dtype=np.int64)
@@ -185,18 +166,18 @@ class MemoryRows:
                     if not live[column]:
                         del live[column]
                 due = next(upcoming, end + 1)
-            terms = {column: size / self.columns.byte_unit for column, size in live.items()}
-            self._add(terms, int(self.unavoidable.floor_bytes[event]), event)
+            terms = {column: size / self.byte_unit for column, size in live.items()}
+            self._memory_row(terms, int(self.unavoidable.floor_bytes[event]), event)
 
-    def add_replays(self) -> None:
+    def _memory_of_replays(self) -> None:
         """While an op runs again there are what it reads, what it makes and its workspace, beside all that is saved."""
-        unavoidable, byte_unit = self.unavoidable, self.columns.byte_unit
+        unavoidable, byte_unit = self.unavoidable, self.byte_unit
         if not unavoidable.stages:
             return
         rows = []
         for op in unavoidable.useful:
-            for i, stage in enumerate(self.columns.grid[op]):
-                begin = self.columns.slot_begin(op, i)
+            for i, stage in enumerate(self.grid[op]):
+                begin = self.slot_begin(op, i)
                 saved_bytes = self._saved_through(stage)
                 if self._most_beside(op, begin, stage) + saved_bytes <= self.limit_bytes:
                     continue
@@ -205,36 +186,35 @@ class MemoryRows:
                     rows.append((op, i, stage, floor, own))
         saved = self._saved_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
         for op, i, stage, floor, own in rows:
-            terms = {self.columns.N[op][i]: own / byte_unit, saved[stage]: 1.0}
-            for x in self.columns.decided_reads(op):
+            terms = {self.N[op][i]: own / byte_unit, saved[stage]: 1.0}
+            for x in self.decided_reads(op):
                 if self._saved_until.get(x, -1) >= unavoidable.last_asks[stage]:  # counted with the op already
-                    terms[self.columns.s[x]] = -self.graph.storages[x].bytes / byte_unit
-            self._add(terms, floor, unavoidable.last_asks[stage], lazy=True)
+                    terms[self.s[x]] = -self.graph.storages[x].bytes / byte_unit
+            self._memory_row(terms, floor, unavoidable.last_asks[stage], lazy=True)
 
-    def _add(self, terms: Terms, floor_bytes: int, event: int, *, lazy: bool = False) -> None:
-        columns = self.columns
-        if columns.peak is not None:
-            terms[columns.peak] = -1.0
-        most_bytes = self.graph.resident_bytes if columns.budget_bytes is None else columns.budget_bytes
-        row = columns.program.row(terms, upper=(most_bytes - floor_bytes) / columns.byte_unit, lazy=lazy)
+    def _memory_row(self, terms: Terms, floor_bytes: int, event: int, *, lazy: bool = False) -> None:
+        if self.peak is not None:
+            terms[self.peak] = -1.0
+        most_bytes = self.graph.resident_bytes if self.budget_bytes is None else self.budget_bytes
+        row = self.program.row(terms, upper=(most_bytes - floor_bytes) / self.byte_unit, lazy=lazy)
         self.moments[row] = event
 
     def _charges(self) -> Iterable[tuple[int, int, Iterable[Span]]]:
         """Column, bytes and when it costs them."""
         unavoidable, storages, birth = self.unavoidable, self.graph.storages, step_facts(self.graph).birth
         stages, ends = unavoidable.stages, unavoidable.stage_ends
-        for x, column in self.columns.s.items():
+        for x, column in self.s.items():
             size = storages[x].bytes
             if x in unavoidable.kept_spans:
                 yield column, size, unavoidable.kept_spans[x]
                 continue
             begin = min(unavoidable.first_stage[op] for op in unavoidable.read_by[x])
             yield column, size, unavoidable.extra_spans(x, [(birth[x], stages[begin])])
-            for stage, pinned in self.columns.K[x]:
+            for stage, pinned in self.K[x]:
                 yield pinned, size, unavoidable.extra_spans(x, [(stages[begin], ends[stage])])
                 begin = stage + 1
-        for (x, i), column in self.columns.V.items():
-            stage = self.columns.grid[self.columns.maker(x)][i]
+        for (x, i), column in self.V.items():
+            stage = self.grid[self.maker(x)][i]
             yield column, storages[x].bytes, unavoidable.extra_spans(x, [(unavoidable.last_asks[stage], ends[stage])])
 
     def _binding_events(self, most: np.ndarray, cuts: np.ndarray) -> list[int]:
@@ -249,11 +229,9 @@ class MemoryRows:
                 highest = int(floor[event])
                 chosen.append(event)
         backward = [e for e in peaks if e >= first_stage]
-        parts = (
-            len(backward)
-            if len(self.graph.ops) <= tuning.ALL_MOMENTS_OPS
-            else min(tuning.BACKWARD_MOMENTS, len(backward))
-        )
+        parts = len(backward)
+        if len(self.graph.ops) > tuning.ALL_MOMENTS_OPS:
+            parts = min(tuning.BACKWARD_MOMENTS, parts)
         for part in np.array_split(np.array(backward, dtype=int), max(parts, 1)):
             if len(part):
                 chosen.append(int(part[most[part].argmax()]))
@@ -261,17 +239,16 @@ class MemoryRows:
 
     def _most_beside(self, op: int, begin: int, end: int) -> int:
         """At least the sum of what ``_least_beside`` returns, and cheap to compute."""
-        low, high = self._asks_in(begin, end)
-        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[self._asks_in(begin, end)] - 1]
         return self._own_bytes(op) + sum(self.graph.storages[s].bytes for s in self._made_reads(op)) + int(idle.min())
 
     def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
         """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
-        low, high = self._asks_in(begin, end)
-        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[low:high] - 1]
+        asks = self._asks_in(begin, end)
+        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[asks] - 1]
         beside = floor.copy()
         for x in self._made_reads(op):
-            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[low:high]
+            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[asks]
         return int(floor.min()), self._own_bytes(op) + int(beside.min()) - int(floor.min())
 
     def _own_bytes(self, op: int) -> int:
@@ -283,28 +260,16 @@ class MemoryRows:
         """What ``op`` reads that was made in the step."""
         return [s for s in dict.fromkeys(self.graph.ops[op].reads) if self.graph.storages[s].op is not None]
 
-    def _asks_in(self, begin: int, end: int) -> tuple[int, int]:
-        """Of the stages from ``begin`` to ``end``: places in ``ask_events``, the second not included."""
-        unavoidable = self.unavoidable
-        events = (unavoidable.stages[begin], unavoidable.last_asks[end] + 1)
-        low, high = np.searchsorted(unavoidable.ask_events, events)
-        return int(low), int(high)
-
-    def _in_floor(self, storage: int) -> np.ndarray:
-        """Just before which ``ask_events`` the floor counts ``storage``, as a mask."""
-        if storage not in self._floor_masks:
-            self._floor_masks[storage] = self.unavoidable.in_floor(storage, self.unavoidable.ask_events - 1)
-        return self._floor_masks[storage]
-
-    @cached_property
-    def _floor_masks(self) -> dict[int, np.ndarray]:
-        return {}
+    def _asks_in(self, begin: int, end: int) -> slice:
+        """The part of ``ask_events`` in the stages from ``begin`` to ``end``."""
+        events = (self.unavoidable.stages[begin], self.unavoidable.last_asks[end] + 1)
+        return slice(*np.searchsorted(self.unavoidable.ask_events, events))
 
     @cached_property
     def _saved_until(self) -> dict[int, int]:
         """Of storages that, if saved, cost their bytes from before the first burst on: until which event."""
         first = int(self.unavoidable.ask_events[0]) - 1
-        spans = ((x, begin, end) for x in self.columns.s for begin, end in self.unavoidable.kept_spans.get(x, ()))
+        spans = ((x, begin, end) for x in self.s for begin, end in self.unavoidable.kept_spans.get(x, ()))
         return {x: end for x, begin, end in spans if begin <= first < end}
 
     def _saved_through(self, stage: int) -> int:
@@ -319,7 +284,6 @@ class MemoryRows:
 
     def _saved_columns(self, stages: list[int]) -> Mapping[int, int]:
         """For each of the falling ``stages`` a column with the bytes that are saved through it."""
-        columns = self.columns
         waiting = sorted(self._saved_until, key=lambda x: (self._saved_until[x], x))
         found: dict[int, int] = {}
         later: Terms = {}
@@ -327,9 +291,9 @@ class MemoryRows:
             terms = dict(later)
             while waiting and self._saved_until[waiting[-1]] >= self.unavoidable.last_asks[stage]:
                 x = waiting.pop()
-                terms[columns.s[x]] = -self.graph.storages[x].bytes / columns.byte_unit
-            found[stage] = columns.program.column(upper=INFINITY)
-            columns.program.row({found[stage]: 1.0, **terms}, lower=0.0)
+                terms[self.s[x]] = -self.graph.storages[x].bytes / self.byte_unit
+            found[stage] = self.program.column(upper=INFINITY)
+            self.program.row({found[stage]: 1.0, **terms}, lower=0.0)
             later = {found[stage]: -1.0}
         return found
 

@@ -13,8 +13,6 @@ Known weaknesses: only for small programs, and only where the plan is within ``T
 is not near the least peak. The bound depends on the known plan, and may rise with the budget by less than that gap.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import chain
@@ -58,7 +56,7 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         if answer.status == "infeasible":
             break
         values = answer.values if len(answer.values) else program.relax().values
-        more = violated_stages(graph, costs, model, values, budget_bytes) if len(values) else []
+        more = violated_stages(model, values, budget_bytes) if len(values) else []
         if not more:
             break
         slots.update(more)

@@ -11,8 +11,6 @@ It follows from the events alone, by the rules of the tape:
 Shares no code with the models of ``exact.py``.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable

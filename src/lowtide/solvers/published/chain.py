@@ -18,8 +18,6 @@ or may not be recomputed is kept in every plan and belongs to no stage; within a
 that the purpose of the run needs, each when it is first asked for, so that a schedule's own time is an upper bound.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from lowtide.plan import RECOMPUTE
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable, repeated_layers, stored_at_backward_start
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, ops_that_make, planned_ms
 
 EMPTY = "F_empty"  # run a stage for its output alone, and let its input go
 CK = "F_ck"  # run a stage for its output alone; its input stays
@@ -69,7 +67,21 @@ class Stage:
     backward_overhead_bytes: int = 0
 
 
-@dataclass(frozen=True)
+class _Work(NamedTuple):
+    """Ops of a stage that run again for its output, and for its backward."""
+
+    for_output: frozenset[int]
+    for_backward: frozenset[int]
+
+
+class _Runs(NamedTuple):
+    """How often a stage runs again: for its output alone, for its backward alone, and for both."""
+
+    through: int
+    inner: int
+    both: int
+
+
 class StepChain:
     """A step graph as a chain.
 
@@ -79,30 +91,29 @@ class StepChain:
     Attributes:
         stage_of: Stage of each forward op.
         layers: Stages that are repeated layers; the others are head and tail.
+        made: Storages that each stage makes.
         outputs: For each stage the storages that it hands to the next stage, and to no later one.
         kept: What may not be recomputed, or skips a stage.
+
+    Raises:
+        ValueError: no layer repeats.
     """
 
-    graph: StepGraph
-    stage_of: dict[int, int]
-    layers: range
-    outputs: tuple[frozenset[int], ...]
-    kept: frozenset[int]
-
-    @staticmethod
-    def of(graph: StepGraph, method: str) -> StepChain:
-        """Raises: ValueError: no layer repeats."""
+    def __init__(self, graph: StepGraph, method: str) -> None:
         layer_of = repeated_layers(graph, method)
         first, last = min(layer_of), max(layer_of)
         head = int(any(op.id < first for op in graph.forward_ops))
-        stage_of, latest = {}, 0
+        stage_of: dict[int, int] = {}
+        latest = 0
         for op in graph.forward_ops:
             latest = max(latest, layer_of.get(op.id, 0))
             stage_of[op.id] = 0 if op.id < first else head + latest + (op.id > last)
         count = max(stage_of.values()) + 1
+        made: list[set[int]] = [set() for _ in range(count)]
         outputs: list[set[int]] = [set() for _ in range(count)]
-        free = recomputable(graph)
-        kept = {s for op in graph.forward_ops for s in op.makes if s not in free}
+        for op in graph.forward_ops:
+            made[stage_of[op.id]].update(op.makes)
+        kept = set().union(*made) - recomputable(graph)
         for storage, ops in step_facts(graph).readers.items():
             maker = graph.storages[storage].op
             if maker is None or storage in kept:
@@ -112,8 +123,13 @@ class StepChain:
                 kept.add(storage)
             elif furthest > stage_of[maker]:
                 outputs[stage_of[maker]].add(storage)
-        layers = range(head, head + latest + 1)
-        return StepChain(graph, stage_of, layers, tuple(map(frozenset, outputs)), frozenset(kept))
+        self.graph, self.stage_of, self.layers = graph, stage_of, range(head, head + latest + 1)
+        self.made, self.outputs, self.kept = (
+            tuple(map(frozenset, made)),
+            tuple(map(frozenset, outputs)),
+            frozenset(kept),
+        )
+        self._known_work: dict[tuple[int, bool], _Work] = {}
 
     def stages(self, costs: Costs) -> tuple[Stage, ...]:
         """Times and bytes of each stage, read off the plain step.
@@ -125,15 +141,13 @@ class StepChain:
         - The overheads of F_all and B are peaks of the plain step within the stage, less what it starts with and, for
           F_all, what it keeps; that of F_∅ and F_ck is the peak when each value goes with its last reader.
         """
-        graph = self.graph
-        count = len(self.outputs)
-        line = simulate_actions(graph, costs, {})
+        graph, line = self.graph, simulate_actions(self.graph, costs, {})
         before = (graph.resident_bytes, *line.live_bytes)  # live bytes before each event
         forward, backward = self._events()
         gradients = _backward_bytes(graph)
         found = []
-        for k in range(count):
-            sizes = {s: graph.storages[s].bytes for s in self._made[k]}
+        for k in range(len(self.outputs)):
+            sizes = {s: graph.storages[s].bytes for s in self.made[k]}
             saved = sum(size for s, size in sizes.items() if s in (graph.stored | self.outputs[k]) - self.kept)
             stays = sum(size for s, size in sizes.items() if s in self.kept)
             saving = max((line.event_peak_bytes[e] for e in forward[k]), default=0)
@@ -196,51 +210,28 @@ class StepChain:
     def _work(self, stage: int, checkpoint: bool) -> _Work:
         """What a run of ``stage`` takes; ``checkpoint``: its output is there already."""
         if (stage, checkpoint) not in self._known_work:
-            free = self._made[stage] - self.kept - (self.outputs[stage] if checkpoint else frozenset())
+            free = self.made[stage] - self.kept - (self.outputs[stage] if checkpoint else frozenset())
             self._known_work[stage, checkpoint] = _Work(
-                self._needed(self.outputs[stage] & free, free),
-                self._needed((self.graph.stored & free) - self.outputs[stage], free),
+                ops_that_make(self.graph, self.outputs[stage] & free, free),
+                ops_that_make(self.graph, (self.graph.stored & free) - self.outputs[stage], free),
             )
         return self._known_work[stage, checkpoint]
-
-    @cached_property
-    def _known_work(self) -> dict[tuple[int, bool], _Work]:
-        return {}
-
-    @cached_property
-    def _made(self) -> tuple[frozenset[int], ...]:
-        """Storages that each stage makes."""
-        made: list[set[int]] = [set() for _ in self.outputs]
-        for op in self.graph.forward_ops:
-            made[self.stage_of[op.id]].update(op.makes)
-        return tuple(map(frozenset, made))
 
     @cached_property
     def _floors(self) -> list[tuple[int, int]]:
         """Bytes that each stage would hold when backward begins, without its output, and of its output."""
         found = []
-        for made, output in zip(self._made, self.outputs, strict=True):
+        for made, output in zip(self.made, self.outputs, strict=True):
             held = (made & stored_at_backward_start(self.graph)) - self.kept
             sizes = {s: self.graph.storages[s].bytes for s in held}
             found.append((sum(sizes[s] for s in held - output), sum(sizes[s] for s in held & output)))
         return found
 
-    def _needed(self, wanted: Iterable[int], free: frozenset[int]) -> frozenset[int]:
-        """Ops that make ``wanted`` out of what is not in ``free``."""
-        ops: set[int] = set()
-        left = list(wanted)
-        while left:
-            maker = self.graph.storages[left.pop()].op
-            if maker is not None and maker not in ops:
-                ops.add(maker)
-                left += free.intersection(self.graph.ops[maker].reads)
-        return frozenset(ops)
-
     def _run_peak(self, stage: int) -> int:
         """Most bytes at once when a stage runs for its output alone and each value goes with its last reader."""
         graph = self.graph
-        free = self._made[stage] - self.kept
-        ops = sorted(self._needed(self.outputs[stage], free))
+        free = self.made[stage] - self.kept
+        ops = sorted(ops_that_make(graph, self.outputs[stage], free))
         last = {s: op for op in ops for s in graph.ops[op].reads if s in free}
         last.update(dict.fromkeys(self.outputs[stage], -1))
         live = peak = 0
@@ -268,21 +259,6 @@ class StepChain:
                 stage = min(stage, packed_in.get(number, stage))
             (forward if event < backward_start else backward)[stage].append(event)
         return forward, backward
-
-
-class _Work(NamedTuple):
-    """Ops of a stage that run again for its output, and for its backward."""
-
-    for_output: frozenset[int]
-    for_backward: frozenset[int]
-
-
-class _Runs(NamedTuple):
-    """How often a stage runs again: for its output alone, for its backward alone, and for both."""
-
-    through: int
-    inner: int
-    both: int
 
 
 class _Parsed(NamedTuple):

@@ -3,8 +3,6 @@
 Layer-skipping as in transformers' ``every_n_layers`` and Megatron's ``--recompute-method block``.
 """
 
-from __future__ import annotations
-
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.graph_queries import checkpoint, repeated_layers
 

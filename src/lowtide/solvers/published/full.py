@@ -5,8 +5,6 @@ What ``gradient_checkpointing_enable()`` of transformers and Megatron's ``--reco
 and never what backward does not need.
 """
 
-from __future__ import annotations
-
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.graph_queries import checkpoint, repeated_layers
 

@@ -18,8 +18,6 @@ Known weaknesses: the kept bytes are bounded, not the peak, which may rise as th
 although a dropped item makes its readers dearer; rounding fills the knapsack past its capacity, or not quite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable, stored_at_backward_start
 from lowtide.solvers.milp.highs import LinearProgram
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, planned_ms
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, ops_that_make, planned_ms
 
 
 def greedy_knapsack(weights: Sequence[float], values: Sequence[float], capacity: float) -> list[int]:
@@ -144,17 +142,5 @@ def _items(graph: StepGraph) -> list[_Item]:
         stored = tuple(s for s in op.makes if s in graph.stored and s in free)
         size = sum(graph.storages[s].bytes for s in stored)
         if size:  # what takes no memory is not worth a replay
-            items.append(_Item(stored, _work(graph, op.id, free - graph.stored), size))
+            items.append(_Item(stored, ops_that_make(graph, stored, free - graph.stored), size))
     return sorted(items, key=lambda item: -item.bytes)
-
-
-def _work(graph: StepGraph, op: int, free: frozenset[int]) -> frozenset[int]:
-    """``op``, and the ops that make what it needs and is in ``free``."""
-    needed, left = {op}, [op]
-    while left:
-        for read in free.intersection(graph.ops[left.pop()].reads):
-            maker = graph.storages[read].op
-            if maker is not None and maker not in needed:
-                needed.add(maker)
-                left.append(maker)
-    return frozenset(needed)

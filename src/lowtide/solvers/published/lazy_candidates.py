@@ -1,8 +1,6 @@
 """A published method with many plans lists them cheaply; few are worked out and simulated for any one budget."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.graph.costs import Costs
@@ -24,6 +22,18 @@ class LazyCandidate:
     step_ms: float
     floor_bytes: int
     candidate: Callable[[], Candidate]
+
+
+def ops_that_make(graph: StepGraph, wanted: Iterable[int], free: frozenset[int]) -> frozenset[int]:
+    """Ops that make ``wanted`` out of what is not in ``free``."""
+    ops: set[int] = set()
+    left = list(wanted)
+    while left:
+        maker = graph.storages[left.pop()].op
+        if maker is not None and maker not in ops:
+            ops.add(maker)
+            left += free.intersection(graph.ops[maker].reads)
+    return frozenset(ops)
 
 
 def planned_ms(graph: StepGraph, costs: Costs, replay_ms: float, recorded: int) -> float:

@@ -1,8 +1,7 @@
 """The published methods, by the name under which ``solve`` knows them: add a method to one of the tables here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from contextlib import suppress
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -54,8 +53,6 @@ def fixed_actions(graph: StepGraph) -> list[Actions]:
     """The actions of every method in ``FIXED`` that applies to ``graph``: starting points for a search."""
     found = []
     for actions_of in FIXED.values():
-        try:
+        with suppress(ValueError):  # no layer repeats
             found.append(actions_of(graph))
-        except ValueError:  # no layer repeats
-            continue
     return found

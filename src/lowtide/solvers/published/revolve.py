@@ -16,8 +16,6 @@ Known weakness: counts snapshots, not bytes, and never keeps what is inside a la
 schedule it has replays every layer but one.
 """
 
-from __future__ import annotations
-
 from math import comb
 
 from lowtide.graph.costs import Costs
@@ -85,12 +83,10 @@ def revolve(graph: StepGraph, costs: Costs, n: int | None = None) -> list[LazyCa
     """
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ValueError(f"n={n!r} is not a positive int. Write n=3 to hold three layer inputs at a time.")
-    chain = StepChain.of(graph, "revolve")
+    chain = StepChain(graph, "revolve")
     most = max(len(chain.layers) - 1, 1)
-    return [
-        chain.lazy_candidate(costs, step_schedule(chain, slots))
-        for slots in ([min(n, most)] if n else range(1, most + 1))
-    ]
+    counts = [min(n, most)] if n else range(1, most + 1)
+    return [chain.lazy_candidate(costs, step_schedule(chain, snapshots)) for snapshots in counts]
 
 
 def step_schedule(chain: StepChain, snapshots: int) -> list[Step]:
@@ -100,11 +96,5 @@ def step_schedule(chain: StepChain, snapshots: int) -> list[Step]:
     around = schedule.index(Step(ALL, last)) + 1
     after = range(last + 1, count)
     tail = [*(Step(ALL, k) for k in after), *(Step(BACKWARD, k) for k in reversed(after))]
-    head = range(first)
-    return [
-        *(Step(ALL, k) for k in head),
-        *schedule[:around],
-        *tail,
-        *schedule[around:],
-        *(Step(BACKWARD, k) for k in reversed(head)),
-    ]
+    before, undone = [Step(ALL, k) for k in range(first)], [Step(BACKWARD, k) for k in reversed(range(first))]
+    return [*before, *schedule[:around], *tail, *schedule[around:], *undone]

@@ -23,8 +23,6 @@ simulated, and the fastest whose peak fits is taken, because the tape frees some
 Known weakness: of each layer it keeps either everything or only the input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,10 +124,7 @@ def tabulate(stages: Sequence[Stage], units: int, unit_bytes: int = 1) -> Table:
 
 def _less(times: np.ndarray, units: int) -> np.ndarray:
     """``times`` with ``units`` less memory."""
-    found = np.full(len(times), np.inf)
-    if units < len(times):
-        found[units:] = times[: len(times) - units]
-    return found
+    return np.concatenate((np.full(min(units, len(times)), np.inf), times[: max(len(times) - units, 0)]))
 
 
 def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
@@ -138,7 +133,7 @@ def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
     Raises:
         ValueError: no layer repeats.
     """
-    chain = StepChain.of(graph, "rotor")
+    chain = StepChain(graph, "rotor")
     stages = chain.stages(costs)
     most = _enough_bytes(stages)
     table = tabulate(stages, tuning.ROTOR_UNITS + 2 * len(stages), max(-(-most // tuning.ROTOR_UNITS), 1))

@@ -5,8 +5,6 @@ https://pytorch.org/blog/activation-checkpointing-techniques/, applied to every 
 no layer repeats).
 """
 
-from __future__ import annotations
-
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.graph_queries import checkpoint, layers
 

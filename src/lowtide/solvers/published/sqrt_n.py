@@ -6,8 +6,6 @@ Differs: segments are equal in layers (in ops where no layer repeats), not in by
 backward asks for it, not a whole segment at once.
 """
 
-from __future__ import annotations
-
 from math import isqrt
 
 from lowtide.graph.step_graph import StepGraph
