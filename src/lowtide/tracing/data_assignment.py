@@ -4,8 +4,6 @@ Such an assignment moves no version counter. A replay relies on what an op retur
 returned it, and plain backward sees the new data where a saved-tensor hook kept the old.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch

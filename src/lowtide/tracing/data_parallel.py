@@ -5,8 +5,6 @@ backward are what all later ones wait for, and ``find_unused_parameters`` notes 
 rehearsal runs on aliases of the parameters: the same memory, without those hooks.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Plain data. ``Recorder`` fills it from a real step; any other source of ops can do the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -194,21 +192,10 @@ class GraphBuilder:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def build(
-        self,
-        *,
-        device: str,
-        device_name: str,
-        resident: dict[str, int],
-        optimizer_step_bytes: int,
-        written_parameters: tuple[str, ...],
-        provenance: dict[str, str],
-    ) -> StepGraph:
-        """What was recorded; the arguments are the fields of ``StepGraph`` that no op tells."""
+    def build(self, **fields: Any) -> StepGraph:
+        """What was recorded; ``fields`` are those of ``StepGraph`` that no op tells."""
         return StepGraph(
-            device=device,
-            device_name=device_name,
-            resident=resident,
+            **fields,
             signatures=tuple(self.signatures),
             frames=tuple(self.frames),
             storages=tuple(self.storages),
@@ -217,8 +204,5 @@ class GraphBuilder:
             events=tuple(self.events),
             calls=tuple(self.calls),
             region=self.region,
-            optimizer_step_bytes=optimizer_step_bytes,
-            written_parameters=written_parameters,
             recorded_ms=dict(self.recorded_ms),
-            provenance=provenance,
         )

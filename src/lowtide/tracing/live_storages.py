@@ -1,7 +1,5 @@
 """Which storage of the graph each live tensor has; the death of a storage becomes an event."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

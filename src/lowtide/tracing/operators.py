@@ -1,7 +1,5 @@
 """Facts of one op that the dispatcher shows, and which operators must never be replayed, with reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@ its pure Python lifetime, and the gradients, which nobody needs, are wrong. Inte
 as copies: backward uses them as indices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Restores everything that a step of training may move, whatever happens in it."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -61,15 +59,10 @@ def _preserve(model: nn.Module, batch: Any, zero_grads: bool, written_parameters
     hooks = [p._post_accumulate_grad_hooks for p in parameters]
     leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
     leaf_grads = [t.grad for t in leaves]
-    data = [
-        *model.buffers(),
-        *batch_tensors(batch),
-        *(p for n, p in model.named_parameters() if n in written_parameters),
-    ]
-    data = [t for whole in data for t in plain_tensors(whole) if storage_of(t) is not None]
-    homes = [
-        (p, p.data) for p in parameters if storage_of(p) is not None
-    ]  # a step may give a parameter other memory (``p.data = ...``)
+    written = (p for n, p in model.named_parameters() if n in written_parameters)
+    data = [t for t in plain_tensors(*model.buffers(), *batch_tensors(batch), *written) if storage_of(t) is not None]
+    # A step may give a parameter other memory (``p.data = ...``).
+    homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
     bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign another tensor to a buffer
     with torch.no_grad():
         before = [t.detach().clone() for t in data]
@@ -86,8 +79,7 @@ def _preserve(model: nn.Module, batch: Any, zero_grads: bool, written_parameters
     finally:
         torch.autograd.set_detect_anomaly(*anomaly)
         for p, grad, hook in zip(parameters, grads, hooks, strict=True):
-            p.grad = grad
-            p._post_accumulate_grad_hooks = hook
+            p.grad, p._post_accumulate_grad_hooks = grad, hook
         for p, home in homes:
             if p.data_ptr() != home.data_ptr():
                 p.data = home

@@ -1,7 +1,5 @@
 """Saved-tensor hooks that hold a description in place of what autograd stores, while a step is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Its run is watched for what the kernel allocates beside its outputs, and for inp
 says that it only reads them.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

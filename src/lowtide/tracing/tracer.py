@@ -4,8 +4,6 @@ Runs the step once on the real tensors without holding what autograd stores (see
 plain step would not fit. Gradients, buffers, batch and random generators are afterwards as they were before.
 """
 
-from __future__ import annotations
-
 import gc
 import platform
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parameters that the traced step itself writes (``p.data.mul_(...)``, mostly): copied before, put back after."""
 
-from __future__ import annotations
-
 import torch
 
 

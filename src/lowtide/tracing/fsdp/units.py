@@ -12,8 +12,6 @@ A recipe that reads a gathered parameter can run only while that parameter is wh
   made of. A replay, or an unpack, at the wrong moment is then a named error (``observer``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
