@@ -41,17 +41,10 @@ from lowtide.tracing.operators import (
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
 from lowtide.tracing.signature_probe import SignatureProbe
-from lowtide.tracing.written_parameters import WrittenParameters
 
 
 class Recorder(TorchDispatchMode):
-    """Records one step; the observer of its module calls. ``stop`` ends it.
-
-    Attributes:
-        builder: What was recorded.
-        sums: The engine's own additions of gradients, to be folded.
-        written_parameters: Those that the step writes.
-    """
+    """Records one step in ``builder``; the observer of its module calls. ``stop`` ends it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,34 +61,20 @@ class Recorder(TorchDispatchMode):
         self.builder = GraphBuilder(region=region)
         self.live = LiveStorages(self.builder)
         self.sums = GradientSums(self.live)
-        self.written_parameters = WrittenParameters()
+        self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
+        self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
         self._assignments = DataAssignmentGuard(self.builder)
         self._compiled = CompiledRegions(self.builder, self.live, device)
+        self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
         self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self._assignments)
         self._probe = SignatureProbe(self.builder, device)
-        self._fsdp: FsdpRecording | None = None
+        self.fsdp_observer: FsdpRecording | None = None
         self._value_shaped: set[int] = set()  # storages whose shape depends on values
         self._backward = False
 
-    # -- module calls -------------------------------------------------------------------------------------------
-
-    def enter(self, path: str) -> None:
-        self.builder.enter(path)
-
-    def leave(self) -> None:
-        self.builder.leave()
-
-    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
-        """A call of compiled code."""
-        return self._compiled.record(path, module, run, inputs)
-
-    @property
-    def fsdp_observer(self) -> FsdpRecording | None:
-        return self._fsdp
-
     def observe_fsdp(self, model: nn.Module) -> None:
         """``model`` is sharded by FSDP."""
-        self._fsdp = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
+        self.fsdp_observer = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
 
     # -- operators ----------------------------------------------------------------------------------------------
 
@@ -143,11 +122,17 @@ class Recorder(TorchDispatchMode):
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
         number = self.live.id_of(tensor)
-        if number is None or self.builder.storages[number].kind != "parameter":
+        if number is None or number in self.written_parameters or self._is_gathering(number):
             return
-        if self._fsdp is None or not self._fsdp.is_gathering(number):
+        if self.builder.storages[number].kind == "parameter":
             with self.builder.ignoring_ops():
-                self.written_parameters.copy(tensor, number)
+                memory = tensor.untyped_storage()
+                now = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+                self.written_parameters.add(number)
+                self._before_writes.append((now, now.clone()))
+
+    def _is_gathering(self, storage: int) -> bool:
+        return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)
 
     def _rng_bytes(self) -> int:
         cpu = self._device.type == "cpu"
@@ -178,7 +163,7 @@ class Recorder(TorchDispatchMode):
             rng_bytes = 0
         else:
             for s in writes:
-                if self._fsdp is None or not self._fsdp.is_gathering(s):
+                if not self._is_gathering(s):
                     builder.mark_written(s)
         builder.add_op(
             Op(
@@ -200,9 +185,9 @@ class Recorder(TorchDispatchMode):
     def _why_fixed(self, reads: tuple[int, ...], reason: str, *, opaque: bool) -> str:
         """Why what a forward op makes must be saved; "" if it may be recomputed."""
         builder = self.builder
-        if self._fsdp is not None:
-            self._fsdp.check_reads(reads)
-            if self._fsdp.in_hook:
+        if self.fsdp_observer is not None:
+            self.fsdp_observer.check_reads(reads)
+            if self.fsdp_observer.in_hook:
                 return OF_THE_SHARDING
         if reason:
             return reason
@@ -259,7 +244,9 @@ class Recorder(TorchDispatchMode):
         self.builder.recording = False
         self._compiled.stop()
         self.live.stop()
-        self.written_parameters.restore()
+        for now, before in self._before_writes:
+            now.copy_(before)
+        self._before_writes.clear()
         self.sums.forget_nodes()
 
 
