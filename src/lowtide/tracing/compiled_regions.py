@@ -35,7 +35,7 @@ class CompiledRegions:
         self._builder, self._live, self._device = builder, live, device
         self.current: CompiledOp | None = None  # of the call that runs now
         self._compiled: set[int] = set()  # ids of modules that have run
-        self._in_backward = ExitStack()  # what a failed backward leaves open
+        self.open_in_backward = ExitStack()  # what a failed backward leaves open
 
     def record(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """Run a call of compiled code as one op of the step; a new module once more before, to compile it."""
@@ -53,10 +53,6 @@ class CompiledRegions:
         for node in _nodes_since(first_node, batch_tensors(result)):
             self._record_backward(node)
         return result
-
-    def stop(self) -> None:
-        """Close what a backward that failed has left open."""
-        self._in_backward.close()
 
     def _forward(self, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         builder = self._builder
@@ -84,7 +80,7 @@ class CompiledRegions:
             nonlocal op
             op = CompiledOp(self._builder, self._live, self._device, ())
             op.running.enter_context(self._builder.ignoring_ops())
-            self._in_backward.callback(op.running.close)
+            self.open_in_backward.callback(op.running.close)
 
         @never_compiled
         def end(made: Any, gradients: Any) -> None:
@@ -145,7 +141,7 @@ class CompiledOp:
         self._number = builder.begin_op()
         self._makes: list[int] = []
         self._backward = torch._C._current_graph_task_id() != -1
-        builder.add_op(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
+        builder.ops.append(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
         self._ms, start_s = 0.0, time.perf_counter()
         self.running = ExitStack()
         self._counter = self.running.enter_context(measuring(device))

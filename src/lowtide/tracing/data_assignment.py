@@ -40,8 +40,7 @@ class DataAssignmentGuard:
         if made is None:
             return
         reference, storage, metadata = made
-        assigned = reference() is tensor and metadata != _metadata(tensor)
-        if not assigned:
+        if reference() is not tensor or metadata == _metadata(tensor):
             return
         self._builder.fix(storage, "was given other memory or another shape through .data")
         self.add(tensor, storage)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lowtide.graph.step_graph import FREE, PACK, RELEASE, RUN, Frame, Op, StepGraph, Storage
+from lowtide.graph.step_graph import PACK, RUN, Frame, Op, StepGraph, Storage
 
 
 class GraphBuilder:
@@ -36,8 +36,6 @@ class GraphBuilder:
         self._calls_of: dict[tuple[int, str], int] = {}  # (parent frame, path) -> calls so far
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._unread: set[int] = set()  # storages made and not read yet: an in-place op may still complete them
-
-    # -- what is recorded ---------------------------------------------------------------------------------------
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is not part of the step."""
@@ -68,14 +66,6 @@ class GraphBuilder:
         if self.recording:
             self.events.append((kind, number))
 
-    def add_free(self, storage: int) -> None:
-        self.add_event(FREE, storage)
-
-    def add_release(self, saved: int) -> None:
-        self.add_event(RELEASE, saved)
-
-    # -- module calls -------------------------------------------------------------------------------------------
-
     def enter(self, path: str) -> None:
         parent = self._stack[-1]
         ordinal = self._calls_of.get((parent, path), 0)
@@ -95,8 +85,6 @@ class GraphBuilder:
     def path(self) -> str:
         """Its path as errors name it."""
         return self.frames[self._stack[-1]].path or "(the step)"
-
-    # -- storages -----------------------------------------------------------------------------------------------
 
     def add_storage(self, size: int, kind: str, *, op: int | None = None, output: int = 0, fixed: str = "") -> int:
         """The id of a new storage of ``size`` bytes; made by ``op``, or there before the step."""
@@ -124,8 +112,6 @@ class GraphBuilder:
                 for made in self.ops[earlier if completed is None else completed].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
 
-    # -- ops ----------------------------------------------------------------------------------------------------
-
     def add_signature(self, signature: dict[str, Any], *, recorded_ms: float | None = None) -> int:
         """The number of a new signature; ``recorded_ms`` of one that cannot be run again for timing."""
         self.signatures.append(signature)
@@ -134,12 +120,9 @@ class GraphBuilder:
         return len(self.signatures) - 1
 
     def begin_op(self) -> int:
-        """The id of the op that runs now; ``add_op`` is to follow."""
+        """The id of the op that runs now; append the op to ``ops`` when it has run."""
         self.add_event(RUN, len(self.ops))
         return len(self.ops)
-
-    def add_op(self, op: Op) -> None:
-        self.ops.append(op)
 
     def add_reads(self, op: int, reads: tuple[int, ...], writes: tuple[int, ...] = ()) -> None:
         """A forward op reads these."""
@@ -157,8 +140,6 @@ class GraphBuilder:
         self.add_event(PACK, len(self.saved) - 1)
         self._unread.discard(storage)
         return len(self.saved) - 1
-
-    # -- ops that complete an earlier op's output ---------------------------------------------------------------
 
     def allow_completion(self, storages: list[int]) -> None:
         """In-place ops may complete these as long as nothing reads them."""
@@ -189,8 +170,6 @@ class GraphBuilder:
     def unfix(self, storage: int) -> None:
         """Nothing has to save the storage any more."""
         self.storages[storage] = replace(self.storages[storage], fixed="")
-
-    # -- the end ------------------------------------------------------------------------------------------------
 
     def build(self, **fields: Any) -> StepGraph:
         """What was recorded; ``fields`` are those of ``StepGraph`` that no op tells."""

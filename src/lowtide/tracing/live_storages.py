@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lowtide.graph.step_graph import DROP
+from lowtide.graph.step_graph import DROP, FREE
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import allocated_bytes, storage_of
@@ -35,42 +35,29 @@ class LiveStorages:
         if storage is None:
             return None
         number = self._ids.get(storage._cdata)
-        return self.add(storage, kind, op=op, output=output, fixed=fixed) if number is None else number
-
-    def add(
-        self, storage: torch.UntypedStorage, kind: str, *, op: int | None = None, output: int = 0, fixed: str = ""
-    ) -> int:
-        """The id of a storage never seen before."""
-        number = self._builder.add_storage(allocated_bytes(storage), kind, op=op, output=output, fixed=fixed)
-        key, builder = storage._cdata, self._builder
-        self._ids[key] = number
-
-        @never_compiled
-        def died(_: Any) -> None:
-            self._ids.pop(key, None)
-            self._references.pop(number, None)
-            if op is not None:
-                builder.add_free(number)
-
-        self._references[number] = weakref.ref(storage, died)
+        if number is None:
+            number = self._builder.add_storage(allocated_bytes(storage), kind, op=op, output=output, fixed=fixed)
+            self._add(storage, number, None if op is None else (FREE, number))
         return number
 
     def add_copy(self, tensor: torch.Tensor, saved: int) -> None:
         """Backward ops that touch ``tensor`` touch what was stored as ``saved``; its death is the DROP of ``saved``."""
         storage = tensor.untyped_storage()
+        if storage._cdata not in self._ids:
+            self._add(storage, self._builder.saved[saved], (DROP, saved))
+
+    def _add(self, storage: torch.UntypedStorage, number: int, death: tuple[int, int] | None) -> None:
+        """``storage`` has the id ``number`` until it dies, which is the event ``death``."""
         key, builder = storage._cdata, self._builder
-        if key in self._ids:
-            return
-        self._ids[key] = builder.saved[saved]
-        marker = -key  # not ``saved``: a saved tensor may be unpacked again while its first copy lives
 
         @never_compiled
         def died(_: Any) -> None:
             self._ids.pop(key, None)
-            self._references.pop(marker, None)
-            builder.add_event(DROP, saved)
+            self._references.pop(key, None)
+            if death is not None:
+                builder.add_event(*death)
 
-        self._references[marker] = weakref.ref(storage, died)
+        self._ids[key], self._references[key] = number, weakref.ref(storage, died)
 
     def stop(self) -> None:
         """Deaths count no more."""

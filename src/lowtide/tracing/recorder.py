@@ -6,7 +6,6 @@ its pure Python lifetime, and the gradients, which nobody needs, are wrong. Inte
 as copies: backward uses them as indices.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,8 +74,6 @@ class Recorder(TorchDispatchMode):
     def observe_fsdp(self, model: nn.Module) -> None:
         """``model`` is sharded by FSDP."""
         self.fsdp_observer = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
-
-    # -- operators ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -165,7 +162,7 @@ class Recorder(TorchDispatchMode):
             for s in writes:
                 if not self._is_gathering(s):
                     builder.mark_written(s)
-        builder.add_op(
+        builder.ops.append(
             Op(
                 number,
                 str(func),
@@ -202,19 +199,18 @@ class Recorder(TorchDispatchMode):
     def _add_outputs(self, op: int, result: Any, fixed: str, *, backward: bool, writes: bool) -> list[int]:
         """The storages that ``op`` has made; views of known ones, and outputs that it was given, are none."""
         makes: list[int] = []
+        kind = "backward" if backward else "activation"
         for output, tensor in enumerate(tensors_in(result)):
-            known = self.live.find(tensor)
-            storage = storage_of(tensor) if known is None else None
-            if known is not None and not backward:
-                self._assignments.add_view(tensor, known, written=writes)
-            if storage is None:
-                continue
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
-            kind = "backward" if backward else "activation"
-            makes.append(self.live.add(storage, kind, op=op, output=output, fixed=fixed))
-            if not backward:
-                self._assignments.add(tensor, makes[-1])
+            known = len(self.builder.storages)
+            number = self.live.id_of(tensor, kind, op=op, output=output, fixed=fixed)
+            if number == known:
+                makes.append(number)
+                if not backward:
+                    self._assignments.add(tensor, number)
+            elif number is not None and not backward:
+                self._assignments.add_view(tensor, number, written=writes)
         return makes
 
     def _complete_inplace(
@@ -233,8 +229,6 @@ class Recorder(TorchDispatchMode):
         builder.complete_inplace(maker, others, rng_bytes)
         return maker
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def start_backward(self) -> None:
         self._backward = True
         self.sums.start_backward()
@@ -242,7 +236,7 @@ class Recorder(TorchDispatchMode):
     def stop(self) -> None:
         """Record no more, restore the parameters that the step wrote, and hold nothing of the step's graph."""
         self.builder.recording = False
-        self._compiled.stop()
+        self._compiled.open_in_backward.close()
         self.live.stop()
         for now, before in self._before_writes:
             now.copy_(before)

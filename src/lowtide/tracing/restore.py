@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -18,15 +19,11 @@ from lowtide.tracing.subclasses import plain_tensors
 
 def rng_state(cuda: bool) -> tuple:
     """State of the torch, Python and NumPy generators."""
-    import numpy
-
     gpu = torch.cuda.get_rng_state_all() if cuda else None
     return torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state()
 
 
 def set_rng_state(state: tuple) -> None:
-    import numpy
-
     cpu, gpu, python, legacy = state
     torch.set_rng_state(cpu)
     if gpu is not None:

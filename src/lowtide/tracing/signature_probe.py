@@ -16,16 +16,11 @@ from lowtide.tracing.operators import COMMUNICATES, fingerprint, may_write_undec
 
 
 class SignatureProbe:
-    """Numbers signatures, and runs the first op of each under watch.
-
-    Attributes:
-        workspace_bytes: What a kernel allocates beside its outputs, by signature.
-        undeclared_writes: By signature, the positions of the inputs that it changes without saying so.
-    """
+    """Numbers signatures, and runs the first op of each under watch."""
 
     def __init__(self, builder: GraphBuilder, device: torch.device) -> None:
-        self.workspace_bytes: dict[int, int] = {}
-        self.undeclared_writes: dict[int, list[int]] = {}
+        self.workspace_bytes: dict[int, int] = {}  # by signature
+        self.undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
         self._builder, self._device = builder, device
         self._numbers: dict[str, int] = {}
 
@@ -42,15 +37,12 @@ class SignatureProbe:
         if signature in self.workspace_bytes:
             return func(*args, **kwargs)
         with self._builder.ignoring_ops():
-            return self._first_run(signature, func, args, kwargs, inputs)
-
-    def _first_run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
-        if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
-            self.undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
-            self.workspace_bytes[signature] = 0
-            return func(*args, **kwargs)
-        before = [fingerprint(t) for t in inputs]
-        result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self._device)
-        self.undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
-        self.workspace_bytes[signature] = workspace or 0
-        return result
+            if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
+                self.undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
+                self.workspace_bytes[signature] = 0
+                return func(*args, **kwargs)
+            before = [fingerprint(t) for t in inputs]
+            result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self._device)
+            self.undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
+            self.workspace_bytes[signature] = workspace or 0
+            return result

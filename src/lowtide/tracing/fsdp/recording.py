@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from lowtide.graph.step_graph import Op
+from lowtide.graph.step_graph import FREE, Op
 from lowtide.tracing.fsdp.observer import FsdpObserver
 from lowtide.tracing.fsdp.units import states_of, units_of, whole_tensors
 from lowtide.tracing.graph_builder import GraphBuilder
@@ -79,13 +79,13 @@ class FsdpRecording(FsdpObserver):
             self._bytes_of[number] = builder.add_storage(size, kind, op=op, output=output, fixed=OF_THE_SHARDING)
             made.append(self._bytes_of[number])
         signature = builder.add_signature({"op": NAME}, recorded_ms=0.0)
-        builder.add_op(Op(op, NAME, builder.frame, backward, (), tuple(made), signature=signature))
+        builder.ops.append(Op(op, NAME, builder.frame, backward, (), tuple(made), signature=signature))
 
     def freed(self, whole: list[torch.Tensor]) -> None:
         for tensor in whole:
             number = self._live.id_of(tensor, "parameter")
             if number in self._bytes_of:
-                self._builder.add_free(self._bytes_of.pop(number))
+                self._builder.add_event(FREE, self._bytes_of.pop(number))
 
     def check_reads(self, storages: tuple[int, ...]) -> None:
         """Fix those of ``storages`` that were made in a unit's call around which the present module call is not.

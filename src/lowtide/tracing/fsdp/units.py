@@ -58,13 +58,12 @@ def gather_each_once(model: nn.Module) -> None:
 
     A collective: every rank has to call it.
     """
-    for _, state in states_of(model):
-        for unit in state._fsdp_param_groups:
-            if any(not hasattr(p, "_unsharded_param") for p in unit.fsdp_params):
-                unit.lazy_init()
-                unit.unshard()
-                unit.wait_for_unshard()
-            unit.reshard()
+    for unit in units_of(model):
+        if not all(map(was_gathered, unit.fsdp_params)):
+            unit.lazy_init()
+            unit.unshard()
+            unit.wait_for_unshard()
+        unit.reshard()
 
 
 @contextmanager
