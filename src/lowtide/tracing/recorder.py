@@ -6,6 +6,7 @@ its pure Python lifetime, and the gradients, which nobody needs, are wrong. Inte
 as copies: backward uses them as indices.
 """
 
+import json
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import Op
+from lowtide.measurement.allocator import run_with_workspace
+from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
-from lowtide.tracing.data_assignment import DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import OF_THE_SHARDING, FsdpRecording
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.live_storages import DataAssignmentGuard, LiveStorages
 from lowtide.tracing.operators import (
+    COMMUNICATES,
     OVERWRITERS,
     PLAIN_TYPES,
     UNINITIALISED,
@@ -29,7 +32,9 @@ from lowtide.tracing.operators import (
     draws,
     draws_random_numbers,
     fills_its_storage,
+    fingerprint,
     is_wrapper_type,
+    may_write_undeclared,
     omitted_in_replay,
     packet_name,
     shape_depends_on_values,
@@ -39,7 +44,6 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
-from lowtide.tracing.signature_probe import SignatureProbe
 
 
 class Recorder(TorchDispatchMode):
@@ -66,7 +70,9 @@ class Recorder(TorchDispatchMode):
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
         self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self._assignments)
-        self._probe = SignatureProbe(self.builder, device)
+        self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
+        self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
+        self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
         self.fsdp_observer: FsdpRecording | None = None
         self._value_shaped: set[int] = set()  # storages whose shape depends on values
         self._backward = False
@@ -94,7 +100,6 @@ class Recorder(TorchDispatchMode):
                     "Train this model without lowtide, or unwrap the tensor before the step."
                 )
         reads = tuple(dict.fromkeys(n for n in map(id_of, inputs) if n is not None))
-        opaque = any(storage_of(t) is None for t in inputs)
         not_replayed = [id_of(args[i]) for i in omitted_in_replay(func, args) if isinstance(args[i], torch.Tensor)]
         reads = tuple(n for n in reads if n not in not_replayed)
         to_write = written_tensors(func, args, kwargs)
@@ -103,19 +108,47 @@ class Recorder(TorchDispatchMode):
             self._assignments.check(tensor)
         for tensor in to_write:
             self._copy_before_write(tensor)
-        signature = self._probe.signature_of(func, args, kwargs)
+        signature = self._signature_of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        result = self._probe.run(signature, func, args, kwargs, inputs)
+        result = self._run(signature, func, args, kwargs, inputs)
         rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
-        if undeclared := self._probe.undeclared_writes[signature]:
+        if undeclared := self._undeclared_writes[signature]:
             changed = {n for i in undeclared if (n := id_of(inputs[i])) is not None} - set(writes)
             if changed.difference(not_replayed):
                 reason = reason or "changes an input that its schema says it only reads"
             writes += tuple(sorted(changed))
+        if not reason and any(storage_of(t) is None for t in inputs):
+            reason = "reads a tensor without one plain storage"
         if self._backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
-        self._add_op(func, result, reads, writes, reason, signature, rng_bytes, opaque=opaque)
+        self._add_op(func, result, reads, writes, reason, signature, rng_bytes)
         return result
+
+    def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:
+        signature = describe(func, args, kwargs)
+        text = json.dumps(signature, sort_keys=True)
+        if text not in self._signatures:
+            self._signatures[text] = self.builder.add_signature(signature)
+        return self._signatures[text]
+
+    def _run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
+        """What ``func`` returns. The first run of a signature is watched.
+
+        What counts is what the kernel allocates, and which inputs it changes though its schema says that it only reads
+        them.
+        """
+        if signature in self._workspace_bytes:
+            return func(*args, **kwargs)
+        with self.builder.ignoring_ops():
+            if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
+                self._undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
+                self._workspace_bytes[signature] = 0
+                return func(*args, **kwargs)
+            before = [fingerprint(t) for t in inputs]
+            result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self._device)
+            self._undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
+            self._workspace_bytes[signature] = workspace or 0
+            return result
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
         number = self.live.id_of(tensor)
@@ -137,7 +170,7 @@ class Recorder(TorchDispatchMode):
 
     def _add_op(
         self, func: Any, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str, signature: int,
-        rng_bytes: int, *, opaque: bool,
+        rng_bytes: int,
     ) -> None:  # fmt: skip
         builder = self.builder
         number = builder.begin_op()
@@ -145,7 +178,7 @@ class Recorder(TorchDispatchMode):
         fixed = ""
         if not backward:
             builder.add_reads(number, reads, writes)
-            fixed = self._why_fixed(reads, reason, opaque=opaque)
+            fixed = self._why_fixed(reads, reason)
         makes = self._add_outputs(number, result, fixed, backward=backward, writes=bool(writes))
         if backward:
             self.sums.add_made(makes)
@@ -171,7 +204,7 @@ class Recorder(TorchDispatchMode):
                 reads,
                 tuple(makes),
                 writes,
-                workspace_bytes=self._probe.workspace_bytes[signature],
+                workspace_bytes=self._workspace_bytes[signature],
                 rng_bytes=rng_bytes,
                 signature=signature,
                 dynamic=bool(makes) and makes[0] in self._value_shaped,
@@ -179,7 +212,7 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def _why_fixed(self, reads: tuple[int, ...], reason: str, *, opaque: bool) -> str:
+    def _why_fixed(self, reads: tuple[int, ...], reason: str) -> str:
         """Why what a forward op makes must be saved; "" if it may be recomputed."""
         builder = self.builder
         if self.fsdp_observer is not None:
@@ -188,8 +221,6 @@ class Recorder(TorchDispatchMode):
                 return OF_THE_SHARDING
         if reason:
             return reason
-        if opaque:
-            return "reads a tensor without one plain storage"
         if any(builder.changes_during_step(s) for s in reads):
             return "reads memory that is written during the step"
         if builder.region == "model" and builder.frame == 0:
@@ -246,7 +277,5 @@ class Recorder(TorchDispatchMode):
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:
     """A Parameter subclass that only carries attributes dispatches like a Parameter."""
-    return (
-        isinstance(tensor, torch.nn.Parameter)
-        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    )
+    dispatch = type(tensor).__torch_dispatch__
+    return isinstance(tensor, nn.Parameter) and dispatch is torch._C._disabled_torch_dispatch_impl

@@ -8,10 +8,9 @@ import torch
 from lowtide.graph.step_graph import DROP, RELEASE, UNPACK
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
-from lowtide.tracing.data_assignment import DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import FsdpRecording
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.live_storages import DataAssignmentGuard, LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import is_wrapper_type
 
