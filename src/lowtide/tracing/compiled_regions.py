@@ -46,7 +46,7 @@ class CompiledRegions:
                     self._compiled.add(id(module))
                     with self._builder.paused():
                         _warm_up(module, run)
-                first_node = _next_node()
+                first_node = torch._C._autograd._get_sequence_nr()
                 result = self._forward(module, run, inputs)
         finally:
             self._builder.leave()
@@ -94,8 +94,7 @@ class CompiledRegions:
 
 def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
     """Compile, forward and backward, and have buffers and the generator as they were."""
-    cuda = any(p.is_cuda for p in module.parameters())
-    generators = rng_state(cuda)
+    generators = rng_state(any(p.is_cuda for p in module.parameters()))
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     outputs = [t for t in batch_tensors(run()) if t.requires_grad]
     wanted = [p for p in module.parameters() if p.requires_grad]
@@ -106,14 +105,6 @@ def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
         for buffer, before in buffers:
             buffer.copy_(before)
     set_rng_state(generators)
-
-
-def _next_node() -> int:
-    """The sequence number that the next autograd node gets, at least."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).clone().grad_fn
-    assert node is not None
-    return node._sequence_nr()
 
 
 def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:

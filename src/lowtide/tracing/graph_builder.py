@@ -156,16 +156,14 @@ class GraphBuilder:
         maker = self.storages[storage].op
         if storage not in self._unread or maker is None:
             return None
-        if any((self.storages[s].op or 0) > maker or self.changes_during_step(s) for s in others):
-            return None
-        return maker
+        too_late = any((self.storages[s].op or 0) > maker or self.changes_during_step(s) for s in others)
+        return None if too_late else maker
 
     def complete_inplace(self, maker: int, others: tuple[int, ...], rng_bytes: int) -> None:
         """Count what the completing op reads and draws with ``maker``; the two are replayed as one."""
         op = self.ops[maker]
-        self.ops[maker] = replace(
-            op, reads=tuple(dict.fromkeys((*op.reads, *others))), rng_bytes=op.rng_bytes + rng_bytes
-        )
+        reads = tuple(dict.fromkeys((*op.reads, *others)))
+        self.ops[maker] = replace(op, reads=reads, rng_bytes=op.rng_bytes + rng_bytes)
 
     def unfix(self, storage: int) -> None:
         """Nothing has to save the storage any more."""

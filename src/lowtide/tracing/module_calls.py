@@ -120,16 +120,15 @@ def compiled_call_of(module: nn.Module, path: str = "") -> CompiledCall | None:
     return CompiledCall(module, path) if is_compiled(module) else None
 
 
-def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callable[[], None]:
-    """Put a ``ObservedCall`` on every submodule, ``root`` (or one more) on the model itself; returns the undo."""
+def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
+    """Put an ``ObservedCall`` on every submodule, ``root`` on the model itself; returns the undo."""
     placed: list[tuple[weakref.ref[nn.Module], Any, Any]] = []
     compiled = compiled_parts(model)
     inside = tuple(f"{path}." if path else "" for path in compiled)
     for path, module in model.named_modules():
         if path.startswith(inside) and path not in compiled:
             continue
-        is_root = root is not None and module is model
-        call = root if is_root else compiled_call_of(module, path) or ObservedCall(module, path)
+        call = root if module is model else compiled_call_of(module, path) or ObservedCall(module, path)
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
     stop_observing = observe_units(model, thread_state)

@@ -111,7 +111,10 @@ class Recorder(TorchDispatchMode):
         signature = self._signature_of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
         result = self._run(signature, func, args, kwargs, inputs)
-        rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
+        rng_bytes = 0
+        if draws_random_numbers(func) and draws(func, args, kwargs):
+            cpu = self._device.type == "cpu"
+            rng_bytes = (torch.get_rng_state() if cpu else torch.cuda.get_rng_state(self._device)).numel()
         if undeclared := self._undeclared_writes[signature]:
             changed = {n for i in undeclared if (n := id_of(inputs[i])) is not None} - set(writes)
             if changed.difference(not_replayed):
@@ -163,10 +166,6 @@ class Recorder(TorchDispatchMode):
 
     def _is_gathering(self, storage: int) -> bool:
         return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)
-
-    def _rng_bytes(self) -> int:
-        cpu = self._device.type == "cpu"
-        return (torch.get_rng_state() if cpu else torch.cuda.get_rng_state(self._device)).numel()
 
     def _add_op(
         self, func: Any, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str, signature: int,
