@@ -12,16 +12,10 @@ from lowtide.graph.step_graph import PACK, RUN, Frame, Op, StepGraph, Storage
 
 
 class GraphBuilder:
-    """Storages, ops, saved tensors, events and module calls in the order in which they are added.
-
-    Attributes:
-        region: As in ``StepGraph``.
-        recording: What happens now is part of the step; if not, events are left out.
-        ops_ignored: Whoever sees ops leaves them out now; events still count.
-    """
+    """Storages, ops, saved tensors, events and module calls in the order in which they are added."""
 
     def __init__(self, *, region: str) -> None:
-        self.region = region
+        self.region = region  # as in ``StepGraph``
         self.storages: list[Storage] = []
         self.ops: list[Op] = []
         self.saved: list[int] = []
@@ -30,8 +24,8 @@ class GraphBuilder:
         self.signatures: list[dict[str, Any]] = []
         self.recorded_ms: dict[int, float] = {}
         self.calls: list[str] = []
-        self.recording = True
-        self.ops_ignored = False
+        self.recording = True  # what happens now is part of the step; if not, events are left out
+        self.ops_ignored = False  # if set, whoever sees ops leaves them out; events still count
         self._stack = [0]
         self._calls_of: dict[tuple[int, str], int] = {}  # (parent frame, path) -> calls so far
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it

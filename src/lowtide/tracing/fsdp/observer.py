@@ -44,7 +44,7 @@ class PauseDuringFsdp(FsdpObserver):
 
 
 def observe_units(model: nn.Module, thread_state: Any) -> Callable[[], None]:
-    """Tell ``observer`` of ``module_calls.thread_state`` of FSDP's work on the model's units; returns the undo."""
+    """Tell ``thread_state.observer`` (see ``module_calls``) of FSDP's work on the model's units; returns the undo."""
     units = units_of(model)
     for unit in units:
         if isinstance(unit, _ObservedUnit):
