@@ -22,7 +22,7 @@ from lowtide import planner
 from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.tape import tape
-from lowtide.tracing import operators, signature_probe, subclasses
+from lowtide.tracing import operators, recorder, subclasses
 from lowtide.tracing.fsdp import observer, recording, units
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -348,7 +348,7 @@ def summed_in_place(self: Parts, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_a_collective_is_given_counts_as_written(guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(signature_probe, "may_write_undeclared", lambda func: False)
+        monkeypatch.setattr(recorder, "may_write_undeclared", lambda func: False)
     graph = lowtide.trace(Parts(summed_in_place), X)
     given = {s for op in graph.ops if op.name.startswith("c10d.allreduce_") for s in op.reads}
 

@@ -33,7 +33,7 @@ import lowtide
 from lowtide import ReplayError, UnsupportedModelError, planner
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.tape import recipes, replay, tape, values
-from lowtide.tracing import data_assignment, operators, recorder, signature_probe
+from lowtide.tracing import live_storages, operators, recorder
 from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ def no_list(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_first_sight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature_probe, "fingerprint", lambda tensor: ())
+    patch.setattr(recorder, "fingerprint", lambda tensor: ())
 
 
 BATCH_NORM_GUARDS = {
@@ -346,7 +346,7 @@ def test_a_view_that_is_assigned_to_through_data_is_refused(forward):
 @pytest.mark.parametrize("forward", TURNS)
 def test_a_view_that_is_assigned_to_through_data_is_wrong_without_the_refusal(forward, monkeypatch):
     model, x = Net(forward), torch.randn(8, 8)
-    monkeypatch.setattr(data_assignment.DataAssignmentGuard, "add_view", lambda self, tensor, storage, written: None)
+    monkeypatch.setattr(live_storages.DataAssignmentGuard, "add_view", lambda self, tensor, storage, written: None)
 
     assert differing(plain(model, x), planned(model, x, harshest(model, x)))
 

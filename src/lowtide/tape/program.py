@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.plan import RECOMPUTE, TIER_OF, Plan
-from lowtide.tracing.operators import draws_random_numbers, may_omit_arguments
+from lowtide.tracing.operators import draws_random_numbers, omittable_arguments
 
 
 class Move(NamedTuple):
@@ -87,7 +87,7 @@ class PlannedOp:
         self.func = func
         self.kernel = getattr(func, "_op", func)
         self.random = func is not None and draws_random_numbers(func)
-        self.may_skip_arguments = func is not None and may_omit_arguments(func)
+        self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 
 class PlannedCall:

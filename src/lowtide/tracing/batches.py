@@ -1,8 +1,6 @@
 """Batches of any form: how a model is called with one, which tensors it holds, its rows."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -30,9 +28,7 @@ def call_of(batch: Any) -> Call:
         return batch
     if isinstance(batch, (tuple, list)):
         return Call(tuple(batch), {})
-    if _is_mapping(batch):
-        return Call((), {**batch})
-    return Call((batch,), {})
+    return Call((), {**batch}) if _is_mapping(batch) else Call((batch,), {})
 
 
 def batch_of(call: Call, like: type) -> Any:
@@ -46,19 +42,16 @@ def batch_of(call: Call, like: type) -> Any:
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:
     """Every tensor of a batch, or of what a model returned, however deep, in order."""
-    return list(_tensors(batch))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif _is_mapping(value):  # before dataclasses: the outputs of transformers are both
-        yield from _tensors(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, field.name, None) for field in fields(value)])
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    parts: Iterable[Any] = ()
+    if isinstance(batch, (list, tuple)):
+        parts = batch
+    elif _is_mapping(batch):  # before dataclasses: the outputs of transformers are both
+        parts = batch.values()
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        parts = (getattr(batch, field.name, None) for field in fields(batch))
+    return [tensor for part in parts for tensor in batch_tensors(part)]
 
 
 def describe_batch(batch: Any) -> str:
@@ -67,9 +60,7 @@ def describe_batch(batch: Any) -> str:
         batch = {**{str(i): a for i, a in enumerate(batch.args)}, **batch.kwargs}
     if _is_mapping(batch):
         return ", ".join(f"{k}: {_shape(v)}" for k, v in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return ", ".join(map(_shape, batch))
-    return _shape(batch)
+    return ", ".join(map(_shape, batch if isinstance(batch, (list, tuple)) else [batch]))
 
 
 def rows(batch: Any) -> int:

@@ -5,8 +5,6 @@ What can be seen is what the call reads and returns, what autograd stores of it,
 backward.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,23 +22,20 @@ from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import fingerprint
+from lowtide.tracing.restore import rng_state, set_rng_state
 
 NAME = "lowtide.compiled.region"
 MADE_HERE = "made by compiled code"
 
 
 class CompiledRegions:
-    """Records the calls of compiled code in one step.
-
-    Attributes:
-        current: The op of the call that runs now.
-    """
+    """Records the calls of compiled code in one step."""
 
     def __init__(self, builder: GraphBuilder, live: LiveStorages, device: torch.device) -> None:
         self._builder, self._live, self._device = builder, live, device
-        self.current: CompiledOp | None = None
+        self.current: CompiledOp | None = None  # of the call that runs now
         self._compiled: set[int] = set()  # ids of modules that have run
-        self._in_backward = ExitStack()  # what a failed backward leaves open
+        self.open_in_backward = ExitStack()  # what a failed backward leaves open
 
     def record(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """Run a call of compiled code as one op of the step; a new module once more before, to compile it."""
@@ -51,7 +46,7 @@ class CompiledRegions:
                     self._compiled.add(id(module))
                     with self._builder.paused():
                         _warm_up(module, run)
-                first_node = _next_node()
+                first_node = torch._C._autograd._get_sequence_nr()
                 result = self._forward(module, run, inputs)
         finally:
             self._builder.leave()
@@ -59,26 +54,18 @@ class CompiledRegions:
             self._record_backward(node)
         return result
 
-    def stop(self) -> None:
-        """Close what a backward that failed has left open."""
-        self._in_backward.close()
-
     def _forward(self, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         builder = self._builder
         state = [*inputs, *module.parameters(), *module.buffers()]
         known = {n: t for t in state if (n := self._live.id_of(t)) is not None}
         before = {n: fingerprint(t) for n, t in known.items() if builder.storages[n].kind != "parameter"}
-        op = self.current = CompiledOp(builder, self._live, tuple(known))
+        op = self.current = CompiledOp(builder, self._live, self._device, tuple(known))
         try:
-            start = time.perf_counter()
-            with measuring(self._device) as counter:
+            with op.running:
                 result = run()
-            ms = (time.perf_counter() - start) * 1e3
-            for tensor in batch_tensors(result):
-                op.id_of(tensor)
         finally:
             self.current = None
-        op.finish(ms, counter)
+        op.finish(batch_tensors(result))
         for number, was in before.items():
             if fingerprint(known[number]) != was:
                 builder.mark_written(number)
@@ -87,28 +74,19 @@ class CompiledRegions:
     def _record_backward(self, node: Any) -> None:
         """When backward comes to ``node``, record it as one op."""
         op: CompiledOp | None = None
-        counter: Any = None
-        start_s = 0.0
-        running = ExitStack()
 
         @never_compiled
         def begin(gradients: Any) -> None:
-            nonlocal op, counter, start_s
-            op = CompiledOp(self._builder, self._live, ())
-            start_s = time.perf_counter()
-            counter = running.enter_context(measuring(self._device))
-            running.enter_context(self._builder.ignoring_ops())
-            self._in_backward.callback(running.close)
+            nonlocal op
+            op = CompiledOp(self._builder, self._live, self._device, ())
+            op.running.enter_context(self._builder.ignoring_ops())
+            self.open_in_backward.callback(op.running.close)
 
         @never_compiled
         def end(made: Any, gradients: Any) -> None:
             assert op is not None
-            ms = (time.perf_counter() - start_s) * 1e3
-            running.close()
-            for tensor in made:
-                if tensor is not None:
-                    op.id_of(tensor)
-            op.finish(ms, counter)
+            op.running.close()
+            op.finish([t for t in made if t is not None])
 
         node.register_prehook(begin)
         node.register_hook(end)
@@ -116,8 +94,7 @@ class CompiledRegions:
 
 def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
     """Compile, forward and backward, and have buffers and the generator as they were."""
-    cuda = any(p.is_cuda for p in module.parameters())
-    state = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
+    generators = rng_state(any(p.is_cuda for p in module.parameters()))
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     outputs = [t for t in batch_tensors(run()) if t.requires_grad]
     wanted = [p for p in module.parameters() if p.requires_grad]
@@ -127,17 +104,7 @@ def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])
-
-
-def _next_node() -> int:
-    """The sequence number that the next autograd node gets, at least."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).clone().grad_fn
-    assert node is not None
-    return node._sequence_nr()
+    set_rng_state(generators)
 
 
 def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:
@@ -156,16 +123,24 @@ def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:
 class CompiledOp:
     """The op of one call, forward or backward: storages that appear while it runs are made by it.
 
-    Its event comes first: what the call lets autograd store is stored afterwards.
+    Its event comes first: what the call lets autograd store is stored afterwards. Close ``running`` when the call ends.
     """
 
-    def __init__(self, builder: GraphBuilder, live: LiveStorages, reads: tuple[int, ...]) -> None:
+    def __init__(self, builder: GraphBuilder, live: LiveStorages, device: torch.device, reads: tuple[int, ...]) -> None:
         self._builder, self._live = builder, live
         self._first_event = len(builder.events)
         self._number = builder.begin_op()
         self._makes: list[int] = []
         self._backward = torch._C._current_graph_task_id() != -1
-        builder.add_op(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
+        builder.ops.append(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
+        self._ms, start_s = 0.0, time.perf_counter()
+        self.running = ExitStack()
+        self._counter = self.running.enter_context(measuring(device))
+
+        def stop_clock() -> None:
+            self._ms = (time.perf_counter() - start_s) * 1e3
+
+        self.running.callback(stop_clock)
 
     def id_of(self, tensor: torch.Tensor) -> int | None:
         """As ``LiveStorages.id_of``, for what autograd stores of the call and what it returns."""
@@ -175,9 +150,11 @@ class CompiledOp:
             self._makes.append(number)
         return number
 
-    def finish(self, ms: float, counter: Any) -> None:
+    def finish(self, made: list[torch.Tensor]) -> None:
         """Complete the op: what it made, and what the allocator had beyond that."""
         builder = self._builder
+        for tensor in made:
+            self.id_of(tensor)
 
         def total(storages: Any) -> int:
             return sum(builder.storages[s].bytes for s in storages)
@@ -185,10 +162,10 @@ class CompiledOp:
         # While a step is traced autograd gets copies of what the step made, which the allocator has counted here.
         unpacked = {builder.saved[n] for kind, n in builder.events[self._first_event :] if kind == UNPACK}
         copies = (s for s in unpacked if builder.storages[s].op is not None)
-        peak = 0 if counter is None else counter.peak - total(copies)
+        peak = 0 if self._counter is None else self._counter.peak - total(copies)
         builder.ops[self._number] = replace(
             builder.ops[self._number],
             makes=tuple(self._makes),
             workspace_bytes=max(peak - total(self._makes), 0),
-            signature=builder.add_signature({"op": NAME}, recorded_ms=ms),
+            signature=builder.add_signature({"op": NAME}, recorded_ms=self._ms),
         )

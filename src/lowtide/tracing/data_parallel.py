@@ -5,8 +5,6 @@ backward are what all later ones wait for, and ``find_unused_parameters`` notes 
 rehearsal runs on aliases of the parameters: the same memory, without those hooks.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,10 +43,8 @@ def ddp_bucket_bytes(model: nn.Module) -> int:
 @contextmanager
 def preserve_ddp_state(model: nn.Module) -> Iterator[None]:
     """Inside, the parameters of a model in DDP are aliases of the same memory."""
-    if ddp_wrapper_of(model) is None:
-        yield
-        return
-    places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    modules = [] if ddp_wrapper_of(model) is None else list(model.modules())
+    places = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
     aliases: dict[int, nn.Parameter] = {}
     try:
         for module, name, p in places:

@@ -8,28 +8,22 @@ formulas scatter into zeros (of ``gather`` and ``topk``, say): ``areAnyTensorSub
 storage under a mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lowtide.graph.step_graph import FREE, RUN, Op, StepGraph
+from lowtide.graph.step_graph import FREE, RUN, StepGraph
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.operators import SCATTERS, fills_its_storage
 
 
 class GradientSums:
-    """Finds the engine's own additions among the ops of backward, by the autograd nodes that made their inputs.
-
-    Attributes:
-        targets: Op id of each addition -> the storages it may add into, in the engine's order.
-    """
+    """Finds the engine's own additions among the ops of backward, by the autograd nodes that made their inputs."""
 
     def __init__(self, live: LiveStorages) -> None:
-        self.targets: dict[int, tuple[int, ...]] = {}
+        self.targets: dict[int, tuple[int, ...]] = {}  # op id -> storages it may add into, in the engine's order
         self._live = live
         self._nodes: list[Any] = []  # in the order in which they ran
         self._inner_nodes: list[Any] = []  # as _nodes, of a graph that backward itself made
@@ -72,7 +66,7 @@ class GradientSums:
         return number
 
     def forget_nodes(self) -> None:
-        """Drop the nodes that were seen, which hold the graph of the step and, through its hooks, this object."""
+        """Drop the nodes, which hold the graph of the step and, through its hooks, this object."""
         _release_in_order(self._inner_nodes)
         _release_in_order(self._nodes)
 
@@ -86,11 +80,28 @@ def _release_in_order(nodes: list[Any]) -> None:
 
 def fold(graph: StepGraph, targets: Mapping[int, tuple[int, ...]]) -> StepGraph:
     """The step as it is without a dispatch mode; ``targets`` as in ``GradientSums``."""
-    sizes = [s.bytes for s in graph.storages]
-    ops, events, replaced_by = _folded(list(graph.ops), list(graph.events), targets, sizes)
+    events, ops = graph.events, list(graph.ops)
+    replaced_by: dict[int, int] = {}  # storage of a sum -> the term that it is added into
+    skipped: set[int] = set()  # indices of events
+    for at, (kind, op) in enumerate(events):
+        if kind != RUN or op not in targets or len(ops[op].makes) != 1:
+            continue
+        dying = {}  # storage -> index of its FREE, among those right after the addition
+        for after in range(at + 1, len(events)):
+            kind, freed = events[after]
+            if kind != FREE:
+                break
+            dying[replaced_by.get(freed, freed)] = after
+        (made,) = ops[op].makes
+        for term in (replaced_by.get(s, s) for s in targets[op]):
+            if term in dying and graph.storages[term].bytes == graph.storages[made].bytes:
+                replaced_by[made] = term
+                skipped.add(dying[term])
+                ops[op] = replace(ops[op], makes=(), writes=(term,))
+                break
     left = [s for s in graph.storages if s.id not in replaced_by]
     number = {s.id: i for i, s in enumerate(left)}
-    number |= {sum_: number[term] for sum_, term in replaced_by.items()}
+    number |= {made: number[term] for made, term in replaced_by.items()}
 
     def renumbered(ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(number[s] for s in ids)
@@ -102,39 +113,5 @@ def fold(graph: StepGraph, targets: Mapping[int, tuple[int, ...]]) -> StepGraph:
             replace(o, reads=renumbered(o.reads), makes=renumbered(o.makes), writes=renumbered(o.writes)) for o in ops
         ),
         saved=renumbered(graph.saved),
-        events=tuple((kind, number[n]) if kind == FREE else (kind, n) for kind, n in events),
+        events=tuple((k, number[n] if k == FREE else n) for i, (k, n) in enumerate(events) if i not in skipped),
     )
-
-
-def _folded(
-    ops: list[Op], events: list[tuple[int, int]], targets: Mapping[int, tuple[int, ...]], sizes: list[int]
-) -> tuple[list[Op], list[tuple[int, int]], dict[int, int]]:
-    """Ops and events without the sums' storages, and which storage replaces each of those."""
-    replaced_by: dict[int, int] = {}
-    kept: list[tuple[int, int]] = []
-    skipped: set[int] = set()
-    for at, (kind, number) in enumerate(events):
-        if at in skipped:
-            continue
-        if kind == FREE:
-            kept.append((FREE, replaced_by.get(number, number)))
-            continue
-        if kind == RUN:
-            op = ops[number]
-            reads = tuple(replaced_by.get(s, s) for s in op.reads)
-            ops[number] = op = replace(op, reads=reads, writes=tuple(replaced_by.get(s, s) for s in op.writes))
-            if number in targets and len(op.makes) == 1:
-                dying = {}  # storage -> index of its FREE, among those right after the addition
-                after = at + 1
-                while after < len(events) and events[after][0] == FREE:
-                    dying[replaced_by.get(events[after][1], events[after][1])] = after
-                    after += 1
-                made = op.makes[0]
-                for term in (replaced_by.get(s, s) for s in targets[number]):
-                    if term in dying and sizes[term] == sizes[made]:
-                        replaced_by[made] = term
-                        skipped.add(dying[term])
-                        ops[number] = replace(op, makes=(), writes=(term,))
-                        break
-        kept.append((kind, number))
-    return ops, kept, replaced_by

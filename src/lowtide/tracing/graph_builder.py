@@ -3,27 +3,19 @@
 Plain data. ``Recorder`` fills it from a real step; any other source of ops can do the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lowtide.graph.step_graph import FREE, PACK, RELEASE, RUN, Frame, Op, StepGraph, Storage
+from lowtide.graph.step_graph import PACK, RUN, Frame, Op, StepGraph, Storage
 
 
 class GraphBuilder:
-    """Storages, ops, saved tensors, events and module calls in the order in which they are added.
-
-    Attributes:
-        region: As in ``StepGraph``.
-        recording: What happens now is part of the step; if not, events are left out.
-        ops_ignored: Whoever sees ops leaves them out now; events still count.
-    """
+    """Storages, ops, saved tensors, events and module calls in the order in which they are added."""
 
     def __init__(self, *, region: str) -> None:
-        self.region = region
+        self.region = region  # as in ``StepGraph``
         self.storages: list[Storage] = []
         self.ops: list[Op] = []
         self.saved: list[int] = []
@@ -32,14 +24,12 @@ class GraphBuilder:
         self.signatures: list[dict[str, Any]] = []
         self.recorded_ms: dict[int, float] = {}
         self.calls: list[str] = []
-        self.recording = True
-        self.ops_ignored = False
+        self.recording = True  # what happens now is part of the step; if not, events are left out
+        self.ops_ignored = False  # if set, whoever sees ops leaves them out; events still count
         self._stack = [0]
         self._calls_of: dict[tuple[int, str], int] = {}  # (parent frame, path) -> calls so far
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._unread: set[int] = set()  # storages made and not read yet: an in-place op may still complete them
-
-    # -- what is recorded ---------------------------------------------------------------------------------------
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is not part of the step."""
@@ -70,14 +60,6 @@ class GraphBuilder:
         if self.recording:
             self.events.append((kind, number))
 
-    def add_free(self, storage: int) -> None:
-        self.add_event(FREE, storage)
-
-    def add_release(self, saved: int) -> None:
-        self.add_event(RELEASE, saved)
-
-    # -- module calls -------------------------------------------------------------------------------------------
-
     def enter(self, path: str) -> None:
         parent = self._stack[-1]
         ordinal = self._calls_of.get((parent, path), 0)
@@ -97,8 +79,6 @@ class GraphBuilder:
     def path(self) -> str:
         """Its path as errors name it."""
         return self.frames[self._stack[-1]].path or "(the step)"
-
-    # -- storages -----------------------------------------------------------------------------------------------
 
     def add_storage(self, size: int, kind: str, *, op: int | None = None, output: int = 0, fixed: str = "") -> int:
         """The id of a new storage of ``size`` bytes; made by ``op``, or there before the step."""
@@ -126,8 +106,6 @@ class GraphBuilder:
                 for made in self.ops[earlier if completed is None else completed].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
 
-    # -- ops ----------------------------------------------------------------------------------------------------
-
     def add_signature(self, signature: dict[str, Any], *, recorded_ms: float | None = None) -> int:
         """The number of a new signature; ``recorded_ms`` of one that cannot be run again for timing."""
         self.signatures.append(signature)
@@ -136,12 +114,9 @@ class GraphBuilder:
         return len(self.signatures) - 1
 
     def begin_op(self) -> int:
-        """The id of the op that runs now; ``add_op`` is to follow."""
+        """The id of the op that runs now; append the op to ``ops`` when it has run."""
         self.add_event(RUN, len(self.ops))
         return len(self.ops)
-
-    def add_op(self, op: Op) -> None:
-        self.ops.append(op)
 
     def add_reads(self, op: int, reads: tuple[int, ...], writes: tuple[int, ...] = ()) -> None:
         """A forward op reads these."""
@@ -160,8 +135,6 @@ class GraphBuilder:
         self._unread.discard(storage)
         return len(self.saved) - 1
 
-    # -- ops that complete an earlier op's output ---------------------------------------------------------------
-
     def allow_completion(self, storages: list[int]) -> None:
         """In-place ops may complete these as long as nothing reads them."""
         self._unread.update(storages)
@@ -177,38 +150,23 @@ class GraphBuilder:
         maker = self.storages[storage].op
         if storage not in self._unread or maker is None:
             return None
-        if any((self.storages[s].op or 0) > maker or self.changes_during_step(s) for s in others):
-            return None
-        return maker
+        too_late = any((self.storages[s].op or 0) > maker or self.changes_during_step(s) for s in others)
+        return None if too_late else maker
 
     def complete_inplace(self, maker: int, others: tuple[int, ...], rng_bytes: int) -> None:
         """Count what the completing op reads and draws with ``maker``; the two are replayed as one."""
         op = self.ops[maker]
-        self.ops[maker] = replace(
-            op, reads=tuple(dict.fromkeys((*op.reads, *others))), rng_bytes=op.rng_bytes + rng_bytes
-        )
+        reads = tuple(dict.fromkeys((*op.reads, *others)))
+        self.ops[maker] = replace(op, reads=reads, rng_bytes=op.rng_bytes + rng_bytes)
 
     def unfix(self, storage: int) -> None:
         """Nothing has to save the storage any more."""
         self.storages[storage] = replace(self.storages[storage], fixed="")
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
-    def build(
-        self,
-        *,
-        device: str,
-        device_name: str,
-        resident: dict[str, int],
-        optimizer_step_bytes: int,
-        written_parameters: tuple[str, ...],
-        provenance: dict[str, str],
-    ) -> StepGraph:
-        """What was recorded; the arguments are the fields of ``StepGraph`` that no op tells."""
+    def build(self, **fields: Any) -> StepGraph:
+        """What was recorded; ``fields`` are those of ``StepGraph`` that no op tells."""
         return StepGraph(
-            device=device,
-            device_name=device_name,
-            resident=resident,
+            **fields,
             signatures=tuple(self.signatures),
             frames=tuple(self.frames),
             storages=tuple(self.storages),
@@ -217,8 +175,5 @@ class GraphBuilder:
             events=tuple(self.events),
             calls=tuple(self.calls),
             region=self.region,
-            optimizer_step_bytes=optimizer_step_bytes,
-            written_parameters=written_parameters,
             recorded_ms=dict(self.recorded_ms),
-            provenance=provenance,
         )

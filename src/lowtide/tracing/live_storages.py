@@ -1,20 +1,19 @@
-"""Which storage of the graph each live tensor has; the death of a storage becomes an event."""
-
-from __future__ import annotations
+"""Which storage of the graph each live tensor has, and whether the tensor is still as its op returned it."""
 
 import weakref
 from typing import Any
 
 import torch
 
-from lowtide.graph.step_graph import DROP
+from lowtide.errors import UnsupportedModelError
+from lowtide.graph.step_graph import DROP, FREE
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import allocated_bytes, storage_of
 
 
 class LiveStorages:
-    """Storage ids by the address of the storage; an entry goes when the storage dies."""
+    """Storage ids by the address of the storage; its death ends the entry and becomes an event."""
 
     def __init__(self, builder: GraphBuilder) -> None:
         self._builder = builder
@@ -37,43 +36,82 @@ class LiveStorages:
         if storage is None:
             return None
         number = self._ids.get(storage._cdata)
-        return self.add(storage, kind, op=op, output=output, fixed=fixed) if number is None else number
-
-    def add(
-        self, storage: torch.UntypedStorage, kind: str, *, op: int | None = None, output: int = 0, fixed: str = ""
-    ) -> int:
-        """The id of a storage never seen before."""
-        number = self._builder.add_storage(allocated_bytes(storage), kind, op=op, output=output, fixed=fixed)
-        key, builder = storage._cdata, self._builder
-        self._ids[key] = number
-
-        @never_compiled
-        def died(_: Any) -> None:
-            self._ids.pop(key, None)
-            self._references.pop(number, None)
-            if op is not None:
-                builder.add_free(number)
-
-        self._references[number] = weakref.ref(storage, died)
+        if number is None:
+            number = self._builder.add_storage(allocated_bytes(storage), kind, op=op, output=output, fixed=fixed)
+            self._add(storage, number, None if op is None else (FREE, number))
         return number
 
     def add_copy(self, tensor: torch.Tensor, saved: int) -> None:
         """Backward ops that touch ``tensor`` touch what was stored as ``saved``; its death is the DROP of ``saved``."""
         storage = tensor.untyped_storage()
+        if storage._cdata not in self._ids:
+            self._add(storage, self._builder.saved[saved], (DROP, saved))
+
+    def _add(self, storage: torch.UntypedStorage, number: int, death: tuple[int, int] | None) -> None:
+        """``storage`` has the id ``number`` until it dies, which is the event ``death``."""
         key, builder = storage._cdata, self._builder
-        if key in self._ids:
-            return
-        self._ids[key] = builder.saved[saved]
-        marker = -key  # not ``saved``: a saved tensor may be unpacked again while its first copy lives
 
         @never_compiled
         def died(_: Any) -> None:
             self._ids.pop(key, None)
-            self._references.pop(marker, None)
-            builder.add_event(DROP, saved)
+            self._references.pop(key, None)
+            if death is not None:
+                builder.add_event(*death)
 
-        self._references[marker] = weakref.ref(storage, died)
+        self._ids[key], self._references[key] = number, weakref.ref(storage, died)
 
     def stop(self) -> None:
         """Deaths count no more."""
         self._references.clear()
+
+
+class DataAssignmentGuard:
+    """Refuses tensors that were given other memory, or another shape, through ``.data``: ``x.data = x.data.t()``.
+
+    Such an assignment moves no version counter. A replay relies on what an op returned still being described as the op
+    returned it, and plain backward sees the new data where a saved-tensor hook kept the old.
+    """
+
+    def __init__(self, builder: GraphBuilder) -> None:
+        self._builder = builder
+        # By id of the tensor its storage and metadata; the weak reference proves that the id has not been used again.
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple]] = {}
+
+    def add(self, tensor: torch.Tensor, storage: int) -> None:
+        """An op returned ``tensor`` over a new storage."""
+        if not tensor.is_inference():  # autograd stores none of those
+            self._made[id(tensor)] = weakref.ref(tensor), storage, _metadata(tensor)
+
+    def add_view(self, tensor: torch.Tensor, storage: int, *, written: bool) -> None:
+        """An op returned ``tensor`` over a known storage: a view, or (``t_()``) a tensor of another shape now."""
+        if not written or id(tensor) in self._made:
+            self.add(tensor, storage)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Fix the storage of ``tensor`` if it was assigned to.
+
+        Raises:
+            UnsupportedModelError: something had read it before.
+        """
+        made = self._made.get(id(tensor))
+        if made is None:
+            return
+        reference, storage, metadata = made
+        assigned = reference() is tensor and metadata != _metadata(tensor)
+        if not assigned:
+            return
+        self._builder.fix(storage, "was given other memory or another shape through .data")
+        self.add(tensor, storage)
+        if self._builder.was_read(storage):
+            raise UnsupportedModelError(
+                f"in module {self._builder.path} a tensor of shape {list(tensor.shape)} was assigned to "
+                "(x.data = ...) after an operator had read it.\n  Its backward and its replay would read the new data, "
+                "which no version tells of.\nAssign to the name (x = ...), or to .data before anything reads x."
+            )
+
+
+def _metadata(tensor: torch.Tensor) -> tuple:
+    return (
+        tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip

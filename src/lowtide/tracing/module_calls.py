@@ -5,8 +5,6 @@ drop it (``Module.__getstate__`` does), and ``try/finally`` holds where forward 
 leaves an ``always_call`` hook's mode on).
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,8 +19,6 @@ from lowtide.tracing.fsdp.observer import FsdpObserver, observe_units
 from lowtide.tracing.operators import tensors_in
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -76,17 +72,13 @@ class ObservedCall:
 
 
 class CompiledCall:
-    """Calls compiled code; the thread's observer takes the whole call as one op, whose inside is not seen.
-
-    Attributes:
-        before: What ``nn.Module.compile`` had put in place; None for the wrapper that ``torch.compile`` returns.
-    """
+    """Calls compiled code; the thread's observer takes the whole call as one op, whose inside is not seen."""
 
     __slots__ = ("_module", "before", "path")
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self._module, self.path = weakref.ref(module), path
-        self.before = module._compiled_call_impl
+        self.before = module._compiled_call_impl  # None for the wrapper that ``torch.compile`` returns
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -128,37 +120,27 @@ def compiled_call_of(module: nn.Module, path: str = "") -> CompiledCall | None:
     return CompiledCall(module, path) if is_compiled(module) else None
 
 
-def install(model: nn.Module, root: Callable[..., Any] | None = None) -> Callable[[], None]:
-    """Put a ``ObservedCall`` on every submodule, ``root`` (or one more) on the model itself; returns the undo."""
+def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
+    """Put an ``ObservedCall`` on every submodule, ``root`` on the model itself; returns the undo."""
     placed: list[tuple[weakref.ref[nn.Module], Any, Any]] = []
     compiled = compiled_parts(model)
     inside = tuple(f"{path}." if path else "" for path in compiled)
     for path, module in model.named_modules():
         if path.startswith(inside) and path not in compiled:
             continue
-        call = (
-            root
-            if root is not None and module is model
-            else compiled_call_of(module, path) or ObservedCall(module, path)
-        )
+        call = root if module is model else compiled_call_of(module, path) or ObservedCall(module, path)
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
     stop_observing = observe_units(model, thread_state)
 
     def undo() -> None:
-        nonlocal stop_observing
         stop_observing()
-        stop_observing = _nothing
         for reference, call, before in placed:
             module = reference()
             if module is not None and module._compiled_call_impl is call:
                 module._compiled_call_impl = before
 
     return undo
-
-
-def _nothing() -> None:
-    """In place of ``stop_observing`` when undo is called twice."""
 
 
 def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:

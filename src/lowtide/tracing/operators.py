@@ -1,7 +1,5 @@
 """Facts of one op that the dispatcher shows, and which operators must never be replayed, with reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -39,6 +37,9 @@ SCATTERS = frozenset({
 _BLOCK_BYTES = {"cuda": 512}
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
+DROPOUT = "dropout_p"
+UNINITIALISED = "makes uninitialised memory"
+WRITES = "writes in place"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -61,11 +62,8 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for position, name in written_arguments(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        found.extend(tensors_in(value))
-    return found
+    written = written_arguments(func)
+    return [t for i, name in written for t in tensors_in(args[i] if i < len(args) else kwargs.get(name))]
 
 
 @cache
@@ -90,11 +88,6 @@ def _dropout_argument(func: Any) -> int | None:
 @cache
 def shape_depends_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-
-
-DROPOUT = "dropout_p"
-UNINITIALISED = "makes uninitialised memory"
-WRITES = "writes in place"
 
 
 def packet_name(func: Any) -> str:
@@ -126,17 +119,13 @@ def may_write_undeclared(func: Any) -> bool:
 
 def omitted_in_replay(func: Any, args: tuple) -> tuple[int, ...]:
     """Positions of arguments that a replay of ``func`` passes as None: only in training are they not read."""
-    omittable = _omittable(func)
-    return omittable if omittable and any(a is True for a in args) else ()
-
-
-def may_omit_arguments(func: Any) -> bool:
-    """Some call of ``func`` leaves arguments out when it is replayed."""
-    return bool(_omittable(func))
+    positions = omittable_arguments(func)
+    return positions if positions and any(a is True for a in args) else ()
 
 
 @cache
-def _omittable(func: Any) -> tuple[int, ...]:
+def omittable_arguments(func: Any) -> tuple[int, ...]:
+    """Positions of arguments that some call of ``func`` leaves out when it is replayed."""
     return OMITTED_IN_REPLAYS.get(packet_name(func), ())
 
 

@@ -1,7 +1,5 @@
 """Bytes that an optimizer keeps between steps and needs during one, before its first step has made them."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -9,13 +7,13 @@ import torch
 
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import tensors_in
-from lowtide.tracing.subclasses import local_bytes, local_elements
+from lowtide.tracing.subclasses import local_bytes, plain_tensors
 
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
 }  # fmt: skip
-_SIDE = 64  # the probe's parameter is _SIDE x _SIDE: large beside per-parameter scalars such as Adam's step
+_SIDE = 64  # of the probe's square parameter: large beside per-parameter scalars such as Adam's step
 
 
 def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tuple[int, int]:
@@ -34,7 +32,7 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
         kind, settings = _BY_NAME[optimizer.lower()], {}
     else:
         kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    sizes = [local_elements(p) for p in parameters]
+    sizes = [sum(t.numel() for t in plain_tensors(p)) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
     state_each, one = _probe(kind, settings, like, 1)
     _, two = _probe(kind, settings, like, 2)

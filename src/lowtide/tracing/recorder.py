@@ -6,9 +6,7 @@ its pure Python lifetime, and the gradients, which nobody needs, are wrong. Inte
 as copies: backward uses them as indices.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import json
 from typing import Any
 
 import torch
@@ -17,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import Op
+from lowtide.measurement.allocator import run_with_workspace
+from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
-from lowtide.tracing.data_assignment import DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import OF_THE_SHARDING, FsdpRecording
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.live_storages import DataAssignmentGuard, LiveStorages
 from lowtide.tracing.operators import (
+    COMMUNICATES,
     OVERWRITERS,
     PLAIN_TYPES,
     UNINITIALISED,
@@ -32,7 +32,9 @@ from lowtide.tracing.operators import (
     draws,
     draws_random_numbers,
     fills_its_storage,
+    fingerprint,
     is_wrapper_type,
+    may_write_undeclared,
     omitted_in_replay,
     packet_name,
     shape_depends_on_values,
@@ -42,18 +44,10 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
-from lowtide.tracing.signature_probe import SignatureProbe
-from lowtide.tracing.written_parameters import WrittenParameters
 
 
 class Recorder(TorchDispatchMode):
-    """Records one step; the observer of its module calls. ``stop`` ends it.
-
-    Attributes:
-        builder: What was recorded.
-        sums: The engine's own additions of gradients, to be folded.
-        written_parameters: Those that the step writes.
-    """
+    """Records one step in ``builder``; the observer of its module calls. ``stop`` ends it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -70,36 +64,22 @@ class Recorder(TorchDispatchMode):
         self.builder = GraphBuilder(region=region)
         self.live = LiveStorages(self.builder)
         self.sums = GradientSums(self.live)
-        self.written_parameters = WrittenParameters()
+        self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
+        self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
         self._assignments = DataAssignmentGuard(self.builder)
         self._compiled = CompiledRegions(self.builder, self.live, device)
+        self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
         self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self._assignments)
-        self._probe = SignatureProbe(self.builder, device)
-        self._fsdp: FsdpRecording | None = None
+        self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
+        self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
+        self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
+        self.fsdp_observer: FsdpRecording | None = None
         self._value_shaped: set[int] = set()  # storages whose shape depends on values
         self._backward = False
 
-    # -- module calls -------------------------------------------------------------------------------------------
-
-    def enter(self, path: str) -> None:
-        self.builder.enter(path)
-
-    def leave(self) -> None:
-        self.builder.leave()
-
-    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
-        """A call of compiled code."""
-        return self._compiled.record(path, module, run, inputs)
-
-    @property
-    def fsdp_observer(self) -> FsdpRecording | None:
-        return self._fsdp
-
     def observe_fsdp(self, model: nn.Module) -> None:
         """``model`` is sharded by FSDP."""
-        self._fsdp = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
-
-    # -- operators ----------------------------------------------------------------------------------------------
+        self.fsdp_observer = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +100,6 @@ class Recorder(TorchDispatchMode):
                     "Train this model without lowtide, or unwrap the tensor before the step."
                 )
         reads = tuple(dict.fromkeys(n for n in map(id_of, inputs) if n is not None))
-        opaque = any(storage_of(t) is None for t in inputs)
         not_replayed = [id_of(args[i]) for i in omitted_in_replay(func, args) if isinstance(args[i], torch.Tensor)]
         reads = tuple(n for n in reads if n not in not_replayed)
         to_write = written_tensors(func, args, kwargs)
@@ -129,35 +108,68 @@ class Recorder(TorchDispatchMode):
             self._assignments.check(tensor)
         for tensor in to_write:
             self._copy_before_write(tensor)
-        signature = self._probe.signature_of(func, args, kwargs)
+        signature = self._signature_of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        result = self._probe.run(signature, func, args, kwargs, inputs)
-        rng_bytes = self._rng_bytes() if draws_random_numbers(func) and draws(func, args, kwargs) else 0
-        if undeclared := self._probe.undeclared_writes[signature]:
+        result = self._run(signature, func, args, kwargs, inputs)
+        rng_bytes = 0
+        if draws_random_numbers(func) and draws(func, args, kwargs):
+            cpu = self._device.type == "cpu"
+            rng_bytes = (torch.get_rng_state() if cpu else torch.cuda.get_rng_state(self._device)).numel()
+        if undeclared := self._undeclared_writes[signature]:
             changed = {n for i in undeclared if (n := id_of(inputs[i])) is not None} - set(writes)
             if changed.difference(not_replayed):
                 reason = reason or "changes an input that its schema says it only reads"
             writes += tuple(sorted(changed))
+        if not reason and any(storage_of(t) is None for t in inputs):
+            reason = "reads a tensor without one plain storage"
         if self._backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
-        self._add_op(func, result, reads, writes, reason, signature, rng_bytes, opaque=opaque)
+        self._add_op(func, result, reads, writes, reason, signature, rng_bytes)
         return result
+
+    def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:
+        signature = describe(func, args, kwargs)
+        text = json.dumps(signature, sort_keys=True)
+        if text not in self._signatures:
+            self._signatures[text] = self.builder.add_signature(signature)
+        return self._signatures[text]
+
+    def _run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
+        """What ``func`` returns. The first run of a signature is watched.
+
+        What counts is what the kernel allocates, and which inputs it changes though its schema says that it only reads
+        them.
+        """
+        if signature in self._workspace_bytes:
+            return func(*args, **kwargs)
+        with self.builder.ignoring_ops():
+            if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
+                self._undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
+                self._workspace_bytes[signature] = 0
+                return func(*args, **kwargs)
+            before = [fingerprint(t) for t in inputs]
+            result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self._device)
+            self._undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
+            self._workspace_bytes[signature] = workspace or 0
+            return result
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
         number = self.live.id_of(tensor)
-        if number is None or self.builder.storages[number].kind != "parameter":
+        if number is None or number in self.written_parameters or self._is_gathering(number):
             return
-        if self._fsdp is None or not self._fsdp.is_gathering(number):
+        if self.builder.storages[number].kind == "parameter":
             with self.builder.ignoring_ops():
-                self.written_parameters.copy(tensor, number)
+                memory = tensor.untyped_storage()
+                now = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+                self.written_parameters.add(number)
+                self._before_writes.append((now, now.clone()))
 
-    def _rng_bytes(self) -> int:
-        cpu = self._device.type == "cpu"
-        return (torch.get_rng_state() if cpu else torch.cuda.get_rng_state(self._device)).numel()
+    def _is_gathering(self, storage: int) -> bool:
+        return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)
 
     def _add_op(
         self, func: Any, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str, signature: int,
-        rng_bytes: int, *, opaque: bool,
+        rng_bytes: int,
     ) -> None:  # fmt: skip
         builder = self.builder
         number = builder.begin_op()
@@ -165,7 +177,7 @@ class Recorder(TorchDispatchMode):
         fixed = ""
         if not backward:
             builder.add_reads(number, reads, writes)
-            fixed = self._why_fixed(reads, reason, opaque=opaque)
+            fixed = self._why_fixed(reads, reason)
         makes = self._add_outputs(number, result, fixed, backward=backward, writes=bool(writes))
         if backward:
             self.sums.add_made(makes)
@@ -180,9 +192,9 @@ class Recorder(TorchDispatchMode):
             rng_bytes = 0
         else:
             for s in writes:
-                if self._fsdp is None or not self._fsdp.is_gathering(s):
+                if not self._is_gathering(s):
                     builder.mark_written(s)
-        builder.add_op(
+        builder.ops.append(
             Op(
                 number,
                 str(func),
@@ -191,7 +203,7 @@ class Recorder(TorchDispatchMode):
                 reads,
                 tuple(makes),
                 writes,
-                workspace_bytes=self._probe.workspace_bytes[signature],
+                workspace_bytes=self._workspace_bytes[signature],
                 rng_bytes=rng_bytes,
                 signature=signature,
                 dynamic=bool(makes) and makes[0] in self._value_shaped,
@@ -199,17 +211,15 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def _why_fixed(self, reads: tuple[int, ...], reason: str, *, opaque: bool) -> str:
+    def _why_fixed(self, reads: tuple[int, ...], reason: str) -> str:
         """Why what a forward op makes must be saved; "" if it may be recomputed."""
         builder = self.builder
-        if self._fsdp is not None:
-            self._fsdp.check_reads(reads)
-            if self._fsdp.in_hook:
+        if self.fsdp_observer is not None:
+            self.fsdp_observer.check_reads(reads)
+            if self.fsdp_observer.in_hook:
                 return OF_THE_SHARDING
         if reason:
             return reason
-        if opaque:
-            return "reads a tensor without one plain storage"
         if any(builder.changes_during_step(s) for s in reads):
             return "reads memory that is written during the step"
         if builder.region == "model" and builder.frame == 0:
@@ -219,19 +229,18 @@ class Recorder(TorchDispatchMode):
     def _add_outputs(self, op: int, result: Any, fixed: str, *, backward: bool, writes: bool) -> list[int]:
         """The storages that ``op`` has made; views of known ones, and outputs that it was given, are none."""
         makes: list[int] = []
+        kind = "backward" if backward else "activation"
         for output, tensor in enumerate(tensors_in(result)):
-            known = self.live.find(tensor)
-            storage = storage_of(tensor) if known is None else None
-            if known is not None and not backward:
-                self._assignments.add_view(tensor, known, written=writes)
-            if storage is None:
-                continue
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
-            kind = "backward" if backward else "activation"
-            makes.append(self.live.add(storage, kind, op=op, output=output, fixed=fixed))
-            if not backward:
-                self._assignments.add(tensor, makes[-1])
+            known = len(self.builder.storages)
+            number = self.live.id_of(tensor, kind, op=op, output=output, fixed=fixed)
+            if number == known:
+                makes.append(number)
+                if not backward:
+                    self._assignments.add(tensor, number)
+            elif number is not None and not backward:
+                self._assignments.add_view(tensor, number, written=writes)
         return makes
 
     def _complete_inplace(
@@ -250,8 +259,6 @@ class Recorder(TorchDispatchMode):
         builder.complete_inplace(maker, others, rng_bytes)
         return maker
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def start_backward(self) -> None:
         self._backward = True
         self.sums.start_backward()
@@ -259,15 +266,15 @@ class Recorder(TorchDispatchMode):
     def stop(self) -> None:
         """Record no more, restore the parameters that the step wrote, and hold nothing of the step's graph."""
         self.builder.recording = False
-        self._compiled.stop()
+        self._compiled.open_in_backward.close()
         self.live.stop()
-        self.written_parameters.restore()
+        for now, before in self._before_writes:
+            now.copy_(before)
+        self._before_writes.clear()
         self.sums.forget_nodes()
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:
     """A Parameter subclass that only carries attributes dispatches like a Parameter."""
-    return (
-        isinstance(tensor, torch.nn.Parameter)
-        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    )
+    dispatch = type(tensor).__torch_dispatch__
+    return isinstance(tensor, nn.Parameter) and dispatch is torch._C._disabled_torch_dispatch_impl

@@ -1,13 +1,12 @@
 """Restores everything that a step of training may move, whatever happens in it."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -20,15 +19,11 @@ from lowtide.tracing.subclasses import plain_tensors
 
 def rng_state(cuda: bool) -> tuple:
     """State of the torch, Python and NumPy generators."""
-    import numpy
-
     gpu = torch.cuda.get_rng_state_all() if cuda else None
     return torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state()
 
 
 def set_rng_state(state: tuple) -> None:
-    import numpy
-
     cpu, gpu, python, legacy = state
     torch.set_rng_state(cpu)
     if gpu is not None:
@@ -50,57 +45,48 @@ def preserve_training_state(
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
     """
     with preserve_ddp_state(model), preserve_fsdp_state(model):
-        yield from _preserve(model, batch, zero_grads, written_parameters)
-
-
-def _preserve(model: nn.Module, batch: Any, zero_grads: bool, written_parameters: Collection[str]) -> Iterator[None]:
-    parameters = list(model.parameters())
-    cuda = any(p.is_cuda for p in parameters)
-    rng = rng_state(cuda)
-    grads = [p.grad for p in parameters]
-    hooks = [p._post_accumulate_grad_hooks for p in parameters]
-    leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
-    leaf_grads = [t.grad for t in leaves]
-    data = [
-        *model.buffers(),
-        *batch_tensors(batch),
-        *(p for n, p in model.named_parameters() if n in written_parameters),
-    ]
-    data = [t for whole in data for t in plain_tensors(whole) if storage_of(t) is not None]
-    homes = [
-        (p, p.data) for p in parameters if storage_of(p) is not None
-    ]  # a step may give a parameter other memory (``p.data = ...``)
-    bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a step may assign another tensor to a buffer
-    with torch.no_grad():
-        before = [t.detach().clone() for t in data]
-    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        for p in parameters:
-            if p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
-                p._post_accumulate_grad_hooks = OrderedDict()
-            p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
-        yield
-    finally:
-        torch.autograd.set_detect_anomaly(*anomaly)
-        for p, grad, hook in zip(parameters, grads, hooks, strict=True):
-            p.grad = grad
-            p._post_accumulate_grad_hooks = hook
-        for p, home in homes:
-            if p.data_ptr() != home.data_ptr():
-                p.data = home
-        for buffers, names in bound:
-            if any(buffers.get(n) is not b for n, b in names.items()):
-                buffers.update(names)
+        parameters = list(model.parameters())
+        cuda = any(p.is_cuda for p in parameters)
+        rng = rng_state(cuda)
+        hooks = [p._post_accumulate_grad_hooks for p in parameters]
+        leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
+        grads = [(t, t.grad) for t in (*parameters, *leaves)]
+        written = (p for n, p in model.named_parameters() if n in written_parameters)
+        moved = plain_tensors(*model.buffers(), *batch_tensors(batch), *written)
+        data = [t for t in moved if storage_of(t) is not None]
+        # A step may give a parameter other memory (``p.data = ...``).
+        homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
+        # It may also assign another tensor to a buffer.
+        bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]
         with torch.no_grad():
-            for tensor, old in zip(data, before, strict=True):
-                if not same_bits(tensor, old):  # writing only what moved keeps version counters still
-                    tensor.copy_(old)
-        for leaf, grad in zip(leaves, leaf_grads, strict=True):
-            leaf.grad = grad
-        set_rng_state(rng)
+            before = [t.detach().clone() for t in data]
+        anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            for p in parameters:
+                if p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
+                    p._post_accumulate_grad_hooks = OrderedDict()
+                p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
+            yield
+        finally:
+            torch.autograd.set_detect_anomaly(*anomaly)
+            for p, hook in zip(parameters, hooks, strict=True):
+                p._post_accumulate_grad_hooks = hook
+            for p, home in homes:
+                if p.data_ptr() != home.data_ptr():
+                    p.data = home
+            for buffers, names in bound:
+                if any(buffers.get(n) is not b for n, b in names.items()):
+                    buffers.update(names)
+            with torch.no_grad():
+                for tensor, old in zip(data, before, strict=True):
+                    if not same_bits(tensor, old):  # writing only what moved keeps version counters still
+                        tensor.copy_(old)
+            for t, grad in grads:
+                t.grad = grad
+            set_rng_state(rng)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,58 +1,52 @@
 """Saved-tensor hooks that hold a description in place of what autograd stores, while a step is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lowtide.graph.step_graph import DROP, UNPACK
+from lowtide.graph.step_graph import DROP, RELEASE, UNPACK
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
-from lowtide.tracing.data_assignment import DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import FsdpRecording
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.live_storages import DataAssignmentGuard, LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import is_wrapper_type
 
 _SMALL_BYTES = 1024
 
 
-class SavedPlaceholder:
-    """What autograd holds in place of a tensor that the step made."""
+class _Packed:
+    """What autograd holds in place of a tensor.
 
-    __slots__ = ("copy", "device", "dtype", "elements", "on_release", "saved", "size", "stride")
+    ``held``: it was there before the step, so holding the tensor itself costs nothing.
+    """
 
-    def __init__(self, tensor: torch.Tensor, saved: int, on_release: Callable[[int], None], *, exact: bool) -> None:
-        self.saved, self.on_release = saved, on_release
-        self.copy = tensor.detach().clone() if exact else None
-        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-        self.elements = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True) if n)
+    __slots__ = ("builder", "held", "make", "saved")
 
-    def unpack(self) -> torch.Tensor:
-        if self.copy is not None:
-            # A clone, because the copy lives longer than what backward holds, whose end is an event.
-            return self.copy.clone()
-        return torch.zeros(self.elements, dtype=self.dtype, device=self.device).as_strided(self.size, self.stride)
+    def __init__(self, builder: GraphBuilder, saved: int, tensor: torch.Tensor, *, held: bool) -> None:
+        self.builder, self.saved, self.held = builder, saved, held
+        self.make = _maker_of(tensor, held=held)
 
     @never_compiled
     def __del__(self) -> None:
-        self.on_release(self.saved)
+        self.builder.add_event(RELEASE, self.saved)
 
 
-class HeldTensor:
-    """A tensor that was there before the step: holding it costs nothing."""
-
-    __slots__ = ("on_release", "saved", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, saved: int, on_release: Callable[[int], None]) -> None:
-        self.tensor, self.saved, self.on_release = tensor, saved, on_release
-
-    @never_compiled
-    def __del__(self) -> None:
-        self.on_release(self.saved)
+def _maker_of(tensor: torch.Tensor, *, held: bool) -> Callable[[], torch.Tensor]:
+    """What gives backward ``tensor``, a copy or a blank one of the same shape."""
+    if held:
+        tensor = tensor.detach()
+        return lambda: tensor
+    # Backward uses integers as indices: a blank would be another step.
+    exact = not (tensor.is_floating_point() or tensor.is_complex())
+    if exact or tensor.untyped_storage().nbytes() <= _SMALL_BYTES:
+        # A clone again, because the first lives longer than what backward holds, whose end is an event.
+        return tensor.detach().clone().clone
+    size, stride, dtype, device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+    elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+    return lambda: torch.zeros(elements, dtype=dtype, device=device).as_strided(size, stride)
 
 
 class SavedTensorHooks:
@@ -83,12 +77,7 @@ class SavedTensorHooks:
         if builder.region == "model" and builder.frame == 0:
             builder.fix(number, "stored outside the model")
         with builder.ignoring_ops():
-            if builder.storages[number].op is None:
-                return HeldTensor(tensor.detach(), saved, builder.add_release)
-            # Backward uses integers as indices: a blank would be another step.
-            exact = not (tensor.is_floating_point() or tensor.is_complex())
-            exact |= tensor.untyped_storage().nbytes() <= _SMALL_BYTES
-            return SavedPlaceholder(tensor, saved, builder.add_release, exact=exact)
+            return _Packed(builder, saved, tensor, held=builder.storages[number].op is None)
 
     @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -97,10 +86,10 @@ class SavedTensorHooks:
         if isinstance(packed, subclasses.PackedWrapper):
             return packed.unpack(self.unpack)
         self._builder.add_event(UNPACK, packed.saved)
-        if isinstance(packed, HeldTensor):
-            self._builder.add_event(DROP, packed.saved)
-            return packed.tensor
         with self._builder.ignoring_ops():
-            tensor: torch.Tensor = packed.unpack()
-        self._live.add_copy(tensor, packed.saved)
+            tensor: torch.Tensor = packed.make()
+        if packed.held:
+            self._builder.add_event(DROP, packed.saved)
+        else:
+            self._live.add_copy(tensor, packed.saved)
         return tensor

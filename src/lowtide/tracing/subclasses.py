@@ -7,8 +7,6 @@ An in-place write to a wrapper moves the version counter of the wrapper alone, a
 whoever sees such a write moves the counters of the parts, too.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,27 +17,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tracing.operators import is_wrapper_type, written_tensors
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that ``tensor`` wraps; ``tensor`` itself if it is plain."""
-    if not is_wrapper_type(type(tensor)):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):
-            yield from plain_tensors(inner)
+def plain_tensors(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that ``tensors`` wrap; of a plain one itself."""
+    for tensor in tensors:
+        if not is_wrapper_type(type(tensor)):
+            yield tensor
+        else:
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from plain_tensors(*(t for t in inner if isinstance(t, torch.Tensor)))
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
     """Bytes of what is on this rank."""
     return sum(t.numel() * t.element_size() for t in plain_tensors(tensor))
-
-
-def local_elements(tensor: torch.Tensor) -> int:
-    return sum(t.numel() for t in plain_tensors(tensor))
 
 
 def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -51,14 +42,12 @@ def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def fake_mode_is_on() -> bool:
     """Shapes are being worked out on fake tensors, as DTensor does at the first sight of an op."""
-    return torch._C._get_dispatch_mode(_FAKE) is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def bump_versions_of_parts(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The parts that an op on wrappers writes, each with its version moved."""
-    written = [
-        part for t in written_tensors(func, args, kwargs) if is_wrapper_type(type(t)) for part in plain_tensors(t)
-    ]
+    written = list(plain_tensors(*(t for t in written_tensors(func, args, kwargs) if is_wrapper_type(type(t)))))
     for part in written:
         if not part.is_inference():
             torch.autograd.graph.increment_version(part)
@@ -66,7 +55,7 @@ def bump_versions_of_parts(func: Any, args: tuple, kwargs: dict) -> list[torch.T
 
 
 class WrapperVersions:
-    """The parameters of a model that are wrappers, and their versions before a forward pass."""
+    """The versions of wrappers before a forward pass."""
 
     __slots__ = ("_seen",)
 

@@ -4,11 +4,9 @@ Runs the step once on the real tensors without holding what autograd stores (see
 plain step would not fit. Gradients, buffers, batch and random generators are afterwards as they were before.
 """
 
-from __future__ import annotations
-
 import gc
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -172,10 +170,9 @@ def record(
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     with preserve_training_state(model, batch):
         received = _record_step(recorder, model, batch, step, forward)
-    writes = recorder.written_parameters.storages
-    state_bytes, step_bytes = optimizer_bytes(
-        optimizer, [p for name, p in model.named_parameters() if name in received]
-    )
+    written = recorder.written_parameters
+    trained = [p for name, p in model.named_parameters() if name in received]
+    state_bytes, step_bytes = optimizer_bytes(optimizer, trained)
     graph = recorder.builder.build(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
@@ -184,7 +181,7 @@ def record(
         written_parameters=tuple(
             name
             for name, p in model.named_parameters()
-            if any(recorder.live.find(t) in writes for t in plain_tensors(p))
+            if any(recorder.live.find(t) in written for t in plain_tensors(p))
         ),
         provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
     )
@@ -192,16 +189,12 @@ def record(
 
 
 def _record_step(
-    recorder: Recorder,
-    model: nn.Module,
-    batch: Any,
-    step: Step | None,
-    forward: Callable[[Callable[[], Any]], Any],
+    recorder: Recorder, model: nn.Module, batch: Any, step: Step | None, forward: Callable[[Callable[[], Any]], Any]
 ) -> set[str]:
     """Run the step under ``recorder``; the names of the parameters that received a gradient."""
     builder = recorder.builder
     received: set[str] = set()
-    undo = module_calls.install(model, _RootCall(model, recorder))
+    undo = module_calls.install(model, _root_call(model, recorder))
     hooks = [
         p.register_post_accumulate_grad_hook(lambda p, name=name: received.add(name))
         for name, p in model.named_parameters()
@@ -241,31 +234,29 @@ def _record_step(
     return received
 
 
-class _RootCall:
+def _root_call(model: nn.Module, recorder: Recorder) -> Callable[..., Any]:
     """The model's own call while tracing: a module call that also notes what it was called with."""
+    call = module_calls.compiled_call_of(model) or model._call_impl
+    builder, live = recorder.builder, recorder.live
 
-    lowtide = True  # as ``is_lowtide_call`` knows it
-
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self._model, self._recorder = model, recorder
-        self._call = module_calls.compiled_call_of(model) or model._call_impl
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        builder, live = self._recorder.builder, self._recorder.live
-        if module_calls.thread_state.observer is not self._recorder:
-            return self._call(*args, **kwargs)
+    def root(*args: Any, **kwargs: Any) -> Any:
+        if module_calls.thread_state.observer is not recorder:
+            return call(*args, **kwargs)
         if builder.frame == 0:
-            builder.calls.append(module_calls.call_signature(self._model, args, kwargs))
+            builder.calls.append(module_calls.call_signature(model, args, kwargs))
         builder.enter("" if torch.is_grad_enabled() else module_calls.NO_GRAD)
         try:
-            output = self._call(*args, **kwargs)
+            output = call(*args, **kwargs)
         finally:
             builder.leave()
         # Outside, a wrapper may be written in place, which its parts do not count: no replay may read them.
-        for part in (p for t in batch_tensors(output) if is_wrapper_type(type(t)) for p in plain_tensors(t)):
+        for part in plain_tensors(*(t for t in batch_tensors(output) if is_wrapper_type(type(t)))):
             if (number := live.id_of(part)) is not None:
                 builder.mark_written(number)
         return output
+
+    vars(root)["lowtide"] = True  # as ``is_lowtide_call`` knows it
+    return root
 
 
 def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
@@ -275,10 +266,9 @@ def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             live.id_of(t, "parameter")
         for t in plain_tensors(p.grad) if p.grad is not None else ():
             live.id_of(t, "gradient")
-    for b in model.buffers():
-        for t in plain_tensors(b):
-            live.id_of(t, "buffer")
-    for t in (part for whole in batch_tensors(batch) for part in plain_tensors(whole)):
+    for t in plain_tensors(*model.buffers()):
+        live.id_of(t, "buffer")
+    for t in plain_tensors(*batch_tensors(batch)):
         number = live.id_of(t, "input")
         storage = storage_of(t)
         if number is not None and storage is not None and not storage.resizable():
@@ -287,26 +277,25 @@ def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
 
 def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
     """Live bytes through the whole step by part, each storage once."""
+    block = 1 if device.type == "cpu" else 512
     seen: set[int] = set()
 
-    def total(tensors: Any) -> int:
-        count = 0
-        for t in (part for whole in tensors for part in plain_tensors(whole)):
-            storage = storage_of(t)
-            if storage is None or storage.device != device or storage._cdata in seen:
-                continue
-            seen.add(storage._cdata)
-            count += storage.nbytes() if device.type == "cpu" else -(-storage.nbytes() // 512) * 512
-        return count
+    def in_blocks(size: int) -> int:
+        return -(-size // block) * block
+
+    def total(tensors: Iterable[torch.Tensor]) -> int:
+        found = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
+        new = [s for key, s in found.items() if key not in seen and s.device == device]
+        seen.update(found)
+        return sum(in_blocks(s.nbytes()) for s in new)
 
     by_part = {
         "parameters": total(model.parameters()),
         "buffers": total(model.buffers()),
         "batch": total(batch_tensors(batch)),
+        "gradients": sum(in_blocks(local_bytes(p)) for name, p in model.named_parameters() if name in with_grad),
+        "other": ddp_bucket_bytes(model),
     }
-    grads = [local_bytes(p) for name, p in model.named_parameters() if name in with_grad]
-    by_part["gradients"] = sum(grads) if device.type == "cpu" else sum(-(-g // 512) * 512 for g in grads)
-    by_part["other"] = ddp_bucket_bytes(model)
     if device.type == "cuda":
         existing = total(p.grad for p in model.parameters() if p.grad is not None)
         known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing

@@ -3,11 +3,9 @@
 The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +14,12 @@ from lowtide.tracing.fsdp.units import units_of, was_gathered, whole_tensors
 from lowtide.tracing.subclasses import plain_tensors
 
 
-class FsdpObserver(Protocol):
+class FsdpObserver:
     """What has to know about FSDP's work."""
 
     def hook(self) -> AbstractContextManager[None]:
         """One of FSDP's hooks runs inside."""
+        return nullcontext()
 
     def gathering(self, whole: list[torch.Tensor]) -> None:
         """FSDP is about to take memory for these."""
@@ -29,15 +28,10 @@ class FsdpObserver(Protocol):
         """FSDP has freed the memory of these."""
 
 
-class Pausing(Protocol):
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-
-
-class PauseDuringFsdp:
+class PauseDuringFsdp(FsdpObserver):
     """The observer of a tape: FSDP's work is no part of the step."""
 
-    def __init__(self, tape: Pausing) -> None:
+    def __init__(self, tape: Any) -> None:
         self._tape = tape
 
     @contextmanager
@@ -48,21 +42,9 @@ class PauseDuringFsdp:
         finally:
             self._tape.resume()
 
-    def gathering(self, whole: list[torch.Tensor]) -> None:
-        pass
 
-    def freed(self, whole: list[torch.Tensor]) -> None:
-        pass
-
-
-class ThreadState(Protocol):
-    """Of ``module_calls``, which stands above."""
-
-    observer: Any
-
-
-def observe_units(model: nn.Module, thread_state: ThreadState) -> Callable[[], None]:
-    """Tell ``thread_state.observer`` of FSDP's work on the model's units; returns the undo."""
+def observe_units(model: nn.Module, thread_state: Any) -> Callable[[], None]:
+    """Tell ``thread_state.observer`` (see ``module_calls``) of FSDP's work on the model's units; returns the undo."""
     units = units_of(model)
     for unit in units:
         if isinstance(unit, _ObservedUnit):
@@ -73,7 +55,8 @@ def observe_units(model: nn.Module, thread_state: ThreadState) -> Callable[[], N
         unit.__class__ = type(kind.__name__, (_ObservedUnit, kind), {"_lowtide_kind": kind})
 
     def undo() -> None:
-        for unit in units:
+        while units:  # a second call does nothing
+            unit = units.pop()
             unit._lowtide_observers -= 1
             # A backward may be to come that needs the versions back; then the next reshard ends it.
             if unit._lowtide_observers == 0 and not unit._post_forward_indices:
@@ -87,7 +70,7 @@ class _ObservedUnit:
 
     _lowtide_kind: type
     _lowtide_observers: int
-    _lowtide_thread_state: ThreadState
+    _lowtide_thread_state: Any
     _lowtide_stamps: dict[int, tuple[int, tuple]]  # id of a gathered tensor -> its version while whole, its shard then
     fsdp_params: list[Any]
 
@@ -115,14 +98,10 @@ class _ObservedUnit:
         self._restore_versions()
 
     def _to_sharded(self) -> None:
-        whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
-        super()._to_sharded()  # type: ignore[misc]
-        self._after_free(whole)
+        self._free_by(super()._to_sharded)  # type: ignore[misc]
 
     def _to_sharded_post_forward(self) -> None:
-        whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
-        super()._to_sharded_post_forward()  # type: ignore[misc]
-        self._after_free(whole)
+        self._free_by(super()._to_sharded_post_forward)  # type: ignore[misc]
 
     def _observer(self) -> FsdpObserver | None:
         observer = self._lowtide_thread_state.observer
@@ -132,20 +111,21 @@ class _ObservedUnit:
         observer = self._observer()
         return nullcontext() if observer is None else observer.hook()
 
-    def _after_free(self, whole: list[torch.Tensor]) -> None:
+    def _free_by(self, free: Callable[[], None]) -> None:
         """Until it is whole again from the same shard, whatever reads the parameter is told that it has changed."""
+        whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
+        free()
         observer = self._observer()
         if observer is not None:
             observer.freed([t for t in whole if not t.untyped_storage().nbytes()])
         if self._lowtide_observers == 0:
             self._stop_observing()
             return
-        for param in self.fsdp_params:
-            if was_gathered(param):
-                for tensor in plain_tensors(param._unsharded_param):
-                    if id(tensor) not in self._lowtide_stamps and not tensor.is_inference():
-                        self._lowtide_stamps[id(tensor)] = tensor._version, _stamp(param)
-                        _set_version(tensor, tensor._version + 1)
+        for param in filter(was_gathered, self.fsdp_params):
+            for tensor in plain_tensors(param._unsharded_param):
+                if id(tensor) not in self._lowtide_stamps and not tensor.is_inference():
+                    self._lowtide_stamps[id(tensor)] = tensor._version, _stamp(param)
+                    _set_version(tensor, tensor._version + 1)
 
     def _stop_observing(self) -> None:
         self._restore_versions()

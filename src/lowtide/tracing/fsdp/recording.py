@@ -6,15 +6,15 @@ storage, made by an op of ours when FSDP gathers and freed when FSDP frees; noth
 seems to keep it alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import nn
 
-from lowtide.graph.step_graph import Op
+from lowtide.graph.step_graph import FREE, Op
+from lowtide.tracing.fsdp.observer import FsdpObserver
 from lowtide.tracing.fsdp.units import states_of, units_of, whole_tensors
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
@@ -25,14 +25,13 @@ OF_THE_SHARDING = "is part of sharding"
 CROSSES = "crosses the boundary of a sharded unit"
 
 
-class FsdpRecording:
+class FsdpRecording(FsdpObserver):
     """The sharding of one model while a recorder watches a step of it."""
 
     def __init__(self, builder: GraphBuilder, live: LiveStorages, model: nn.Module) -> None:
         self._builder, self._live, self._model = builder, live, model
         self._open_hooks = 0
         self._bytes_of: dict[int, int] = {}  # storage of a gathered parameter -> the storage that stands for its bytes
-        self._freed_after_forward: frozenset[str] | None = None
         self._units: dict[int, frozenset[int]] = {}
         self._gathered: set[int] = set()
         for unit in units_of(model):
@@ -80,14 +79,13 @@ class FsdpRecording:
             self._bytes_of[number] = builder.add_storage(size, kind, op=op, output=output, fixed=OF_THE_SHARDING)
             made.append(self._bytes_of[number])
         signature = builder.add_signature({"op": NAME}, recorded_ms=0.0)
-        builder.add_op(Op(op, NAME, builder.frame, backward, (), tuple(made), signature=signature))
+        builder.ops.append(Op(op, NAME, builder.frame, backward, (), tuple(made), signature=signature))
 
     def freed(self, whole: list[torch.Tensor]) -> None:
         for tensor in whole:
             number = self._live.id_of(tensor, "parameter")
-            gathered_bytes = None if number is None else self._bytes_of.pop(number, None)
-            if gathered_bytes is not None:
-                self._builder.add_free(gathered_bytes)
+            if number in self._bytes_of:
+                self._builder.add_event(FREE, self._bytes_of.pop(number))
 
     def check_reads(self, storages: tuple[int, ...]) -> None:
         """Fix those of ``storages`` that were made in a unit's call around which the present module call is not.
@@ -101,18 +99,16 @@ class FsdpRecording:
             if maker is not None and not self._units_around(builder.ops[maker].frame) <= inside:
                 builder.fix(number, CROSSES)
 
+    @cached_property  # and not before: FSDP decides when the first forward pass begins
+    def _freed_after_forward(self) -> list[str]:
+        states = states_of(self._model)
+        return [path for path, state in states if any(u._reshard_after_forward for u in state._fsdp_param_groups)]
+
     def _units_around(self, frame: int) -> frozenset[int]:
         """Calls of units that are freed after forward, among the calls around ``frame``."""
-        if self._freed_after_forward is None:  # FSDP decides when the first forward pass begins
-            self._freed_after_forward = frozenset(
-                path
-                for path, state in states_of(self._model)
-                if any(unit._reshard_after_forward for unit in state._fsdp_param_groups)
-            )
-        known = self._units.get(frame)
-        if known is None:
+        if frame not in self._units:
             call = self._builder.frames[frame]
             outer = self._units_around(call.parent) if call.parent >= 0 else frozenset()
-            known = outer | {frame} if frame and call.path in self._freed_after_forward else outer
-            self._units[frame] = known
-        return known
+            is_unit = frame and call.path in self._freed_after_forward
+            self._units[frame] = outer | {frame} if is_unit else outer
+        return self._units[frame]

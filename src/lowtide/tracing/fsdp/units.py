@@ -12,8 +12,6 @@ A recipe that reads a gathered parameter can run only while that parameter is wh
   made of. A replay, or an unpack, at the wrong moment is then a named error (``observer``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,13 +58,12 @@ def gather_each_once(model: nn.Module) -> None:
 
     A collective: every rank has to call it.
     """
-    for _, state in states_of(model):
-        for unit in state._fsdp_param_groups:
-            if any(not hasattr(p, "_unsharded_param") for p in unit.fsdp_params):
-                unit.lazy_init()
-                unit.unshard()
-                unit.wait_for_unshard()
-            unit.reshard()
+    for unit in units_of(model):
+        if not all(map(was_gathered, unit.fsdp_params)):
+            unit.lazy_init()
+            unit.unshard()
+            unit.wait_for_unshard()
+        unit.reshard()
 
 
 @contextmanager
