@@ -263,7 +263,7 @@ class Case:
             yield
 
     def _shared(self) -> dict:
-        from lowtide.measurement.device_name import device_name
+        from lowtide.measurement.device import device_name
 
         return {
             "benchmark": "gpu",

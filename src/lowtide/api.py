@@ -21,10 +21,8 @@ from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.tape import attach
-from lowtide.tape.audit import Audit
 from lowtide.tape.offload.tier_settings import usable
-from lowtide.tape.program import PlannedCall
-from lowtide.tape.region import TapedRegion
+from lowtide.tape.program import Audit, PlannedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_of, batch_tensors, call_of
@@ -165,7 +163,7 @@ class Fit:
         region = self._region = _LazyRegion()
         planned = self._planned[0]
         if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would open it later
-            region.open(TapedRegion(planned.tape, planned.program.root, whole_step=True))
+            region.open(attach.taped_region(planned.tape, planned.program.root, whole_step=True))
         try:
             yield
         finally:
@@ -196,7 +194,7 @@ class Fit:
             slack_bytes = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
             tape.audit = Audit(planned.program, slack_bytes, self._planner.on_replay_difference)
         if self._region is not None:
-            self._region.open(TapedRegion(tape, planned.program.root, whole_step=True))
+            self._region.open(attach.taped_region(tape, planned.program.root, whole_step=True))
             return None  # the region is taped already; GuardedCall then calls inside it
         calls = planned.program.root.children.get("", [])
         if not calls:

@@ -60,8 +60,7 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
 
 def free_bytes(path: str | Path) -> int:
     """Bytes that an ordinary user may still write to the file system of ``path``."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return (found := os.statvfs(path)).f_bavail * found.f_frsize
 
 
 def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -80,25 +79,15 @@ def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> s
 
 
 def write_all(fd: int, address: int, size: int, offset: int) -> None:
-    """Write ``size`` bytes of memory at ``address`` to ``offset``.
-
-    Raises:
-        OSError: the file system's own, ``ENOSPC`` among them.
-    """
-    view = bytes_at(address, size)
-    done = 0
+    """Write ``size`` bytes of memory at ``address`` to ``offset``. Raises: OSError: the file system's own."""
+    view, done = bytes_at(address, size), 0
     while done < size:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
 def read_all(fd: int, address: int, size: int, offset: int) -> None:
-    """Read ``size`` bytes at ``offset`` into memory at ``address``.
-
-    Raises:
-        OSError: the file system's own; also where the file ends too early.
-    """
-    view = bytes_at(address, size)
-    done = 0
+    """Read ``size`` bytes at ``offset`` into memory at ``address``. Raises: OSError: also where it ends too early."""
+    view, done = bytes_at(address, size), 0
     while done < size:
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:

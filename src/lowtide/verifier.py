@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.device import available_bytes
 from lowtide.measurement.timing import compare_times
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape import attach
-from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import program_of
+from lowtide.tape.tape import Counts
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrap_ddp

@@ -18,7 +18,7 @@ from lowtide.demo.extras import MissingExtraError as MissingExtraError
 from lowtide.demo.minilm import minilm_case
 from lowtide.demo.table import Table, measure_table
 from lowtide.demo.training import Training, sparkline, train_both
-from lowtide.measurement.device_name import device_name
+from lowtide.measurement.device import device_name
 from lowtide.reports.summary import percent
 from lowtide.reports.terminal import columns
 from lowtide.units import format_bytes

@@ -44,7 +44,10 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     key = (tier, str(torch.device(device)), "" if tier == HOST else str(where.resolve()))
     if key in _known and not refresh:
         return _known[key]
-    cache_key = _cache_key(tier, device, where)
+    try:
+        cache_key = link_cache.key_of(tier, device, where)
+    except OSError:  # the directory does not exist: measuring raises the error
+        cache_key = None
     link = None if refresh or cache_key is None else link_cache.recall(cache_key)
     if link is None:
         link = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
@@ -54,20 +57,8 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     return link
 
 
-def _cache_key(tier: str, device: str, where: Path) -> str | None:
-    """The link's key in the cache; None if the directory does not exist: measuring then raises the error."""
-    try:
-        return link_cache.key_of(tier, device, where)
-    except OSError:
-        return None
-
-
 def check_tier(tier: str, device: str) -> None:
-    """Check that ``device`` has ``tier``.
-
-    Raises:
-        TierError: it has none.
-    """
+    """Check that ``device`` has ``tier``. Raises: TierError: it has none."""
     kind = torch.device(device).type
     if tier == HOST and kind != "cuda":
         raise TierError(
@@ -120,10 +111,9 @@ def _host(device: torch.device) -> Link:
 
 def _link(store: Callable[[int], None], fetch: Callable[[int], None]) -> Link:
     store(_LARGE)  # the first store also allocates
-    large = [_median_s(transfer, _LARGE) for transfer in (store, fetch)]
-    small = [_median_s(transfer, _SMALL) for transfer in (store, fetch)]
-    store_bytes_per_s, fetch_bytes_per_s = (_LARGE / max(s, 1e-9) for s in large)
-    return Link(store_bytes_per_s, fetch_bytes_per_s, latency_ms=1e3 * min(small))
+    store_s, fetch_s = _median_s(store, _LARGE), _median_s(fetch, _LARGE)
+    latency_s = min(_median_s(store, _SMALL), _median_s(fetch, _SMALL))
+    return Link(_LARGE / max(store_s, 1e-9), _LARGE / max(fetch_s, 1e-9), latency_ms=1e3 * latency_s)
 
 
 def _median_s(transfer: Callable[[int], None], size: int) -> float:

@@ -13,15 +13,35 @@ from torch import nn
 from lowtide.errors import PlanMismatchError
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
-from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.program import PlannedCall, program_of
-from lowtide.tape.region import TapedRegion
-from lowtide.tape.tape import Tape
+from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrap_ddp
 from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
+
+
+@contextmanager
+def taped_region(tape: Tape, call: PlannedCall, *, whole_step: bool) -> Iterator[None]:
+    """Tape what runs inside as ``call``. Leaving takes mode, hooks and observer away, whatever happened inside.
+
+    Args:
+        whole_step: The region may hold several steps, backward included.
+    """
+    state, failed = module_calls.thread_state, True
+    outer_observer, outer_hooks = state.observer, torch._C._autograd._top_saved_tensors_default_hooks(True)
+    tape.enter_region(call, whole_step=whole_step, outer_hooks=outer_hooks)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack), tape:
+            state.observer = tape
+            try:
+                yield
+            finally:
+                state.observer = outer_observer
+        failed = False
+    finally:
+        tape.leave_region(failed=failed)
 
 
 class GuardedCall:
@@ -56,7 +76,7 @@ class GuardedCall:
         if not tape.free.acquire(blocking=False):  # another thread uses this tape: here everything is saved
             return call(*args, **kwargs)
         try:
-            with TapedRegion(tape, planned_call, whole_step=False):
+            with taped_region(tape, planned_call, whole_step=False):
                 return call(*args, **kwargs)
         finally:
             tape.free.release()
@@ -66,17 +86,16 @@ def _call_in_open_region(
     observer: module_calls.CallObserver, call: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
     """Call the model where a region is open already."""
+    leave = observer.leave
     if not torch.is_grad_enabled() and isinstance(observer, Tape):
         observer.pause()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            observer.resume()
-    observer.enter("")
+        leave = observer.resume
+    else:
+        observer.enter("")
     try:
         return call(*args, **kwargs)
     finally:
-        observer.leave()
+        leave()
 
 
 def cannot_tape() -> bool:
@@ -89,12 +108,7 @@ def cannot_tape() -> bool:
 
 
 def check_plan_fits(model: nn.Module, plan: Plan) -> None:
-    """Check that ``plan`` was made for this model.
-
-    Raises:
-        TypeError: ``plan`` is not a Plan.
-        PlanMismatchError: the plan names modules that the model does not have, or is for another device.
-    """
+    """Raise PlanMismatchError if ``plan`` names modules that ``model`` does not have, or is for another device."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
@@ -125,11 +139,7 @@ class Applied:
 
 @contextmanager
 def apply(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    offload: Offload | None = None,
-    **deprecated: Unpack[DeprecatedOffload],
+    model: nn.Module, plan: Plan, *, offload: Offload | None = None, **deprecated: Unpack[DeprecatedOffload]
 ) -> Iterator[Applied]:
     """Carry out ``plan`` for everything that runs forward inside, the loss too; backward may run inside or after.
 
@@ -163,7 +173,7 @@ def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Appl
         if program.keeps_everything:
             yield Applied(plan, tape)
         else:
-            with TapedRegion(tape, program.root, whole_step=True):
+            with taped_region(tape, program.root, whole_step=True):
                 yield Applied(plan, tape)
     finally:
         undo()

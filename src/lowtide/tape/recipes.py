@@ -30,16 +30,12 @@ _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
 
 
 class Recipe(Value):
-    """One op of the forward pass, and the Value of its dropped output if it has only one.
+    """One op of the forward pass, and the Value of its dropped output if it has only one. See ``Source``.
 
     Attributes:
-        number: Position in the forward pass; recipes of one burst run in this order.
-        op: The planned op: operator, module path.
         args, kwargs: With ``Value``, ``View`` and ``Kept`` in place of tensors; None after the final replay.
-        inputs: The Values among them.
         outputs: The Values of several dropped outputs; None if the recipe is itself the Value of its only one.
         rng: The generator's state before the op ran; None if it draws no random numbers.
-        transient_replays: How many transient replays are left before the final one.
     """
 
     __slots__ = (
@@ -91,10 +87,6 @@ class Recipe(Value):
     def make_final(self) -> None:
         self.args = self.kwargs = None
         self.inputs = self._inplace_ops = ()
-
-    @property
-    def func(self) -> Any:
-        return self.op.func
 
     def values(self) -> list[Value]:
         """The Values of its dropped outputs that still live."""
@@ -247,9 +239,7 @@ def _stored(argument: Any, run: ExecutionState, inputs: list[Value]) -> Any:
             return Kept(argument)
         inputs.append(placeholder.value)
         return placeholder
-    if isinstance(argument, (list, tuple)):
-        return [_stored(a, run, inputs) for a in argument]
-    return argument
+    return [_stored(a, run, inputs) for a in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 def nth_tensor(result: Any, output: int) -> Tensor:

@@ -39,13 +39,9 @@ class DiskTier:
     """
 
     def __init__(
-        self,
-        directory: str | Path | None = None,
-        budget_bytes: int | None = None,
-        *,
-        need_bytes: int = 0,
+        self, directory: str | Path | None = None, budget_bytes: int | None = None, *, need_bytes: int = 0,
         checksums: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.fd = open_scratch(directory, need_bytes)
         self.checksums = checksums
         self.space = _Space(budget_bytes)
@@ -69,8 +65,7 @@ class DiskCopy:
         self._reading: Future[None] | None = None
         self._sum: int | None = None
         self._writing = tier.writer.submit(_write, tier.fd, self._offset, storage, tier.checksums)
-        # The space is free only after the write.
-        weakref.finalize(self, _free, tier.space, self._offset, self._size, self._writing)
+        weakref.finalize(self, tier.space.free_after, self._writing, self._offset, self._size)
 
     def settle(self) -> None:
         if self._original is not None:
@@ -99,16 +94,12 @@ class DiskCopy:
 
 
 class _Space:
-    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged.
-
-    Attributes:
-        end_bytes: Where the last allocated range ends.
-    """
+    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged."""
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()  # any thread may free
-        self.end_bytes = 0
+        self.end_bytes = 0  # where the last allocated range ends
         self._free: list[tuple[int, int]] = []  # offset, size; by offset
 
     def allocate(self, size: int) -> int:
@@ -134,8 +125,11 @@ class _Space:
             if self.budget_bytes is not None:
                 self.budget_bytes = max(self.budget_bytes, count)
 
-    def free(self, offset: int, size: int) -> None:
-        size = disk_bytes(size)
+    def free_after(self, writing: Future[int | None], offset: int, size: int) -> None:
+        """The range is free when it has been written."""
+        writing.add_done_callback(lambda _: self._release(offset, disk_bytes(size)))
+
+    def _release(self, offset: int, size: int) -> None:
         with self._lock:
             insort(self._free, (offset, size))
             joined: list[tuple[int, int]] = []
@@ -153,26 +147,19 @@ def disk_bytes(size: int) -> int:
     return -(-max(size, 1) // _BLOCK) * _BLOCK
 
 
-def _free(space: _Space, offset: int, size: int, writing: Future[int | None]) -> None:
-    writing.add_done_callback(lambda _: space.free(offset, size))
-
-
 # What the threads run must not refer to the tier: its finalizer waits for the threads.
 
 
 def _write(fd: int, offset: int, storage: torch.UntypedStorage, checksum: bool) -> int | None:
-    size = storage.nbytes()
-    if not size:
-        return None
-    write_all(fd, storage.data_ptr(), size, offset)
-    return zlib.crc32(bytes_at(storage.data_ptr(), size)) if checksum else None
+    address, size = storage.data_ptr(), storage.nbytes()
+    write_all(fd, address, size, offset)
+    return zlib.crc32(bytes_at(address, size)) if checksum and size else None
 
 
 def _read(fd: int, offset: int, buffer: torch.Tensor, written: int | None) -> None:
-    if not buffer.numel():
-        return
-    read_all(fd, buffer.data_ptr(), buffer.numel(), offset)
-    if written is not None and zlib.crc32(bytes_at(buffer.data_ptr(), buffer.numel())) != written:
+    address, size = buffer.data_ptr(), buffer.numel()
+    read_all(fd, address, size, offset)
+    if written is not None and zlib.crc32(bytes_at(address, size)) != written:
         raise OSError(errno.EIO, f"the checksum of what came back from byte {offset} is not that of what was written")
 
 
