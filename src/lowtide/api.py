@@ -119,10 +119,9 @@ class Fit:
         batch = self._batch if batch is None else batch
         if batch is None:
             raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
-        # Not another file, nor as much pinned memory again.
-        settings = replace(self._planner.tier_settings, open_tiers=self._planned[0].tape.tiers)
+        tiers = self._planned[0].tape.tiers  # not another file, nor as much pinned memory again
         step = self._planner.options.step
-        self._verification = verify_in(settings, self.model, batch, self.plan, step=step, rounds=rounds)
+        self._verification = verify_in(lambda _: tiers, self.model, batch, self.plan, step=step, rounds=rounds)
         return self._verification
 
     def report(self, *, measure: bool = True) -> str:

@@ -1,7 +1,5 @@
 """The scratch file of the disk tier: unlinked while open, so it disappears with the process, however that ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import tempfile
@@ -10,8 +8,6 @@ from pathlib import Path
 
 from lowtide.errors import TierError
 from lowtide.units import format_bytes
-
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 class ScratchInMemoryWarning(UserWarning):
@@ -48,7 +44,7 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
             "\nMake room, pass another directory with scratch_dir=, or lower disk_budget= and plan again."
         )
     kind = file_system(path)
-    if kind in _IN_MEMORY:
+    if kind in ("tmpfs", "ramfs"):
         warnings.warn(
             f"scratch_dir={str(path)!r} is on {kind}, which is memory: what is moved there frees none. "
             "Pass a directory on a disk.",

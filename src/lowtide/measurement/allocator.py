@@ -10,8 +10,6 @@ allocated before a measurement and is freed inside it has no known size, so a pe
 the threads that autograd starts for it count.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ An entry is for one host, one tier, one device or file system and one version of
 the file is damaged, or cannot be read or written, links are measured as if there were none.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

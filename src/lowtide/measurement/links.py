@@ -4,8 +4,6 @@ A disk is measured without the page cache: writes until they are on the device, 
 file. Known weakness: a machine with spare memory is faster than planned.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

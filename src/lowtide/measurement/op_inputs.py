@@ -13,8 +13,6 @@ themselves; everything else is an object with one key that says what it is:
 A device has no index, so a model on two equal devices has each signature once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -5,15 +5,13 @@ caller sets the number of threads; with several of them processor time counts wo
 it is the time between two events.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -28,11 +26,11 @@ class Times:
     quartiles: tuple[float, float]
     samples_ms: tuple[float, ...]
 
-    @staticmethod
-    def of(samples_ms: list[float]) -> Times:
+    @classmethod
+    def of(cls, samples_ms: list[float]) -> Self:
         several = samples_ms if len(samples_ms) > 1 else 2 * samples_ms
         first, median, third = statistics.quantiles(several, n=4, method="inclusive")
-        return Times(median, (first, third), tuple(samples_ms))
+        return cls(median, (first, third), tuple(samples_ms))
 
 
 def compare_times(

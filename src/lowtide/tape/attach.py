@@ -1,7 +1,5 @@
 """How a tape is attached to a model: one guarded call on the instance, which can be taken away again."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from lowtide.errors import PlanMismatchError
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import PlannedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
@@ -156,18 +155,18 @@ def apply(
         TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
     policy = offload_policy(apply, offload, deprecated, stacklevel=4)  # contextlib's frame is between
-    with applied(model, plan, TierSettings.of(policy)) as found:
+    with applied(model, plan, TierSettings.of(policy).open) as found:
         yield found
 
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Applied]:
-    """``apply`` with all settings of tiers."""
+def applied(model: nn.Module, plan: Plan, open_tiers: Callable[[Plan], Tiers]) -> Iterator[Applied]:
+    """``apply`` with tiers that may be open already."""
     model = unwrap_ddp(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)
-    tape = Tape(program, model, places.open(plan))
+    tape = Tape(program, model, open_tiers(plan))
     undo = module_calls.install(model, GuardedCall(model, lambda args, kwargs: None))
     try:
         if program.keeps_everything:

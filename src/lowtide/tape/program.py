@@ -3,8 +3,6 @@
 The audit compares replays bitwise with the tensors that they replace; what it finds belongs to the program.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._C import _current_graph_task_id as graph_task
@@ -103,7 +103,7 @@ class Recipe(Value):
         named = {k: _stored(v, run, inputs) for k, v in kwargs.items()}
         self.inputs = tuple(inputs)
         self._inplace_ops = (*self._inplace_ops, _InplaceOp(func, positional, named, rng))
-        value.output_ref = _dead_reference  # the op may have changed the tensor's metadata (``t_``)
+        value.output_ref = lambda: None  # the op may have changed the tensor's metadata (``t_``)
 
     def inputs_later_than(self, args: tuple, kwargs: dict, run: ExecutionState) -> bool:
         """Whether an argument is made by a later op: replayed in program order, it would be missing."""
@@ -207,13 +207,13 @@ def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:
     )
 
 
-class _InplaceOp:
+class _InplaceOp(NamedTuple):
     """An in-place op that completes a recipe's own output."""
 
-    __slots__ = ("args", "func", "kwargs", "rng")
-
-    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], rng: GeneratorState | None) -> None:
-        self.func, self.args, self.kwargs, self.rng = func, args, kwargs, rng
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    rng: GeneratorState | None
 
     def run(self, result: Any, resolve: Callable[[Any], Any]) -> None:
         args = [a.view_of(nth_tensor(result, a.output)) if type(a) is _OwnOutput else resolve(a) for a in self.args]
@@ -249,10 +249,6 @@ def nth_tensor(result: Any, output: int) -> Tensor:
 
 def _same_storage(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _dead_reference() -> None:
-    return None
 
 
 def count_use(value: Value) -> None:

@@ -5,8 +5,6 @@ saved-tensor hooks gives autograd a placeholder for each dropped tensor, and eac
 matched by name and order within their module call; an op that does not match is saved and counted.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

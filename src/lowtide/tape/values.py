@@ -29,17 +29,11 @@ MARK = "_lowtide_value"  # attribute of the storage's Python object that holds t
 
 
 class Source(Protocol):
-    """What gives Values their tensors again: a recipe, which replays an op, or an offloaded tensor, which is fetched.
+    """What gives Values their tensors again: a recipe, which replays an op, or an offload, which is fetched."""
 
-    Attributes:
-        number: Position in the forward pass; sources of one burst run in this order.
-        inputs: The Values that it reads.
-        transient_replays: How many transient replays are left before the final one.
-    """
-
-    number: int
-    inputs: tuple[Value, ...]
-    transient_replays: int
+    number: int  # position in the forward pass; sources of one burst run in this order
+    inputs: tuple[Value, ...]  # those that it reads
+    transient_replays: int  # left before the final one
 
     def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None: ...
 

@@ -4,8 +4,6 @@ The file is written and read, never mapped, because a mapping counts against an 
 a thread of its own, so a store never waits for a fetch. The file has no name, so it disappears with the process.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -19,7 +17,7 @@ import torch
 
 from lowtide.errors import TierError
 from lowtide.scratch_file import bytes_at, open_scratch, read_all, write_all
-from lowtide.tape.offload.tiers import hidden_from_modes
+from lowtide.tape.offload.tiers import StoredCopy, hidden_from_modes
 from lowtide.units import format_bytes
 
 _BLOCK = 4096  # every storage starts at a multiple of this
@@ -49,7 +47,7 @@ class DiskTier:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
         weakref.finalize(self, _close, self.fd, self.writer, self.reader)
 
-    def store(self, storage: torch.UntypedStorage) -> DiskCopy:
+    def store(self, storage: torch.UntypedStorage) -> StoredCopy:
         """Start to write ``storage``. Raises: TierError: the budget is used up."""
         return DiskCopy(self, storage)
 

@@ -15,8 +15,6 @@ Never run on a GPU. The tests check the order of events against a stand-in for `
 - A failed registration leaves a CUDA error behind that the next kernel would report, so it is cleared.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,7 +24,7 @@ import torch
 from torch import cuda
 
 from lowtide.errors import TierError
-from lowtide.tape.offload.tiers import bytes_of, hidden_from_modes
+from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
 from lowtide.units import format_bytes
 
 _ROUNDING, _PAGE = 1 << 16, 1 << 12
@@ -56,7 +54,7 @@ class HostTier:
         for block in blocks:
             self.pool.free(block)
 
-    def store(self, storage: torch.UntypedStorage) -> HostCopy:
+    def store(self, storage: torch.UntypedStorage) -> StoredCopy:
         """Start to copy ``storage``. Raises: TierError: the budget is used up, or memory cannot be pinned."""
         return HostCopy(self, storage)
 

@@ -4,8 +4,6 @@ They travel as a ``TransferQueue`` says, which the simulator uses, too. It count
 slow tier the step waits, and memory stays within the prediction.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Container, Sequence

@@ -1,11 +1,10 @@
 """Which tiers a plan may use on this machine, where, and how many bytes of each."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from lowtide.graph.costs import DISK, HOST
 from lowtide.measurement.device import available_bytes
@@ -30,19 +29,14 @@ class TierSettings:
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
-    open_tiers: Tiers | None = None  # used instead of opening any
 
-    @staticmethod
-    def of(offload: Offload) -> TierSettings:
+    @classmethod
+    def of(cls, offload: Offload) -> Self:
         """For a plan that exists already: a budget left to lowtide is what the plan needs."""
         disk, host = offload.disk_budget, offload.host_budget
         disk_budget_bytes = None if disk is None else int(parse_budget(disk))
         host_budget_bytes = None if host is None or host == "auto" else int(parse_budget(host))
-        return TierSettings(offload.scratch_dir, disk_budget_bytes, host_budget_bytes, offload.checksums)
-
-    def kept_open(self, plan: Plan) -> TierSettings:
-        """Settings with the tiers of ``plan`` open, so that many steps open them once. Raises: see ``open``."""
-        return replace(self, open_tiers=self.open(plan))
+        return cls(offload.scratch_dir, disk_budget_bytes, host_budget_bytes, offload.checksums)
 
     def open(self, plan: Plan, reuse: Tiers | None = None) -> Tiers:
         """The tiers that ``plan`` offloads to, by name.
@@ -53,33 +47,27 @@ class TierSettings:
         Raises:
             TierError: one of them is not on this machine, or cannot be used.
         """
-        if self.open_tiers is not None:
-            return self.open_tiers
         sizes: dict[str, list[int]] = {}
         for d in plan.decisions:
             if d.action in TIER_OF:
                 sizes.setdefault(TIER_OF[d.action], []).append(d.bytes)
         opened: dict[str, Tier] = {}
-        for tier, offloaded in sizes.items():
-            check_tier(tier, plan.device)
-            found = (reuse or {}).get(tier)
-            opened[tier] = self._disk(offloaded, found) if tier == DISK else self._host(offloaded, found)
+        for name, offloaded in sizes.items():
+            check_tier(name, plan.device)
+            # Plans do not round up the bytes of storages, as tiers do. A plan within its budget must still fit.
+            need_bytes = sum(map(disk_bytes if name == DISK else host_bytes, offloaded))
+            tier = (reuse or {}).get(name)
+            if name == DISK:
+                if not isinstance(tier, DiskTier):
+                    bound = self.disk_budget_bytes
+                    tier = DiskTier(self.scratch_dir, bound, need_bytes=need_bytes, checksums=self.checksums)
+                tier.space.raise_budget_to(need_bytes)
+            else:
+                tier = tier if isinstance(tier, HostTier) else HostTier(self.host_budget_bytes)
+                tier.pool.raise_budget_to(need_bytes)
+                tier.reserve(offloaded)
+            opened[name] = tier
         return opened
-
-    # Plans do not round up the bytes of storages, as tiers do. A plan within its budget must still fit.
-
-    def _disk(self, sizes: list[int], found: Tier | None) -> Tier:
-        need_bytes = sum(map(disk_bytes, sizes))
-        if not isinstance(found, DiskTier):
-            found = DiskTier(self.scratch_dir, self.disk_budget_bytes, need_bytes=need_bytes, checksums=self.checksums)
-        found.space.raise_budget_to(need_bytes)
-        return found
-
-    def _host(self, sizes: list[int], found: Tier | None) -> Tier:
-        tier = found if isinstance(found, HostTier) else HostTier(self.host_budget_bytes)
-        tier.pool.raise_budget_to(sum(map(host_bytes, sizes)))
-        tier.reserve(sizes)
-        return tier
 
 
 def usable(device: str, policy: Offload) -> tuple[TierSettings, dict[str, int]]:

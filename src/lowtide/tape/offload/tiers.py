@@ -4,8 +4,6 @@ A tier moves bytes and knows nothing of plans; ``offloaded_tensor.py`` says when
 do fetches, both in parallel with the computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
