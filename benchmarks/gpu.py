@@ -178,9 +178,8 @@ class Case:
         except lowtide.BudgetInfeasibleError as error:
             return None, {"method": name, "status": "infeasible", "least_bytes": error.least_bytes}
         # As around a whole training: what is pinned or opened stays.
-        method = Method(
-            name, partial(applied, self.model, plan, lambda _, tiers=TierSettings().open(plan): tiers), plan
-        )
+        tiers = TierSettings().open(plan)
+        method = Method(name, partial(applied, self.model, plan, lambda _: tiers), plan)
         line = self._outcome(method) | {
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,

@@ -25,16 +25,7 @@ _known: dict[tuple[str, str, str], Link] = {}
 
 
 def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None, *, refresh: bool = False) -> Link:
-    """Return the link between ``device`` and ``tier``.
-
-    Args:
-        scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
-        refresh: Measure now, even if it was measured within the last week.
-
-    Raises:
-        ValueError: there is no tier of that name.
-        TierError: this device has no such tier, or the directory cannot be used.
-    """
+    """Return the link between ``device`` and ``tier``. Arguments and errors: as of ``measure``."""
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)

@@ -23,10 +23,9 @@ from lowtide.tracing.tracer import check_supported
 
 @contextmanager
 def taped_region(tape: Tape, call: PlannedCall, *, whole_step: bool) -> Iterator[None]:
-    """Tape what runs inside as ``call``. Leaving takes mode, hooks and observer away, whatever happened inside.
+    """Tape what runs inside as ``call``; with ``whole_step`` that may be several steps, backward included.
 
-    Args:
-        whole_step: The region may hold several steps, backward included.
+    Leaving takes mode, hooks and observer away, whatever happened inside.
     """
     state, failed = module_calls.thread_state, True
     outer_observer, outer_hooks = state.observer, torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -44,11 +43,7 @@ def taped_region(tape: Tape, call: PlannedCall, *, whole_step: bool) -> Iterator
 
 
 class GuardedCall:
-    """The model's own call, taped where gradients are wanted and the plan has something to do.
-
-    Args:
-        choose: Gives the tape and the planned call for these ``(args, kwargs)``, or None to run without a tape.
-    """
+    """The model's own call, taped where gradients are wanted and ``choose`` gives a tape for these arguments."""
 
     lowtide = True  # how ``check_supported`` knows a fitted model
 

@@ -114,9 +114,7 @@ class PlanProgram:
 class Audit:
     """Which dropped tensors of a forward pass stay in memory, so that their replays can be compared with them.
 
-    Args:
-        allowance_bytes: Most bytes that may stay.
-        on_difference: Called with each op whose replay differed. Its outputs are saved from then on.
+    At most ``allowance_bytes`` stay. Outputs of an op whose replay differed are saved from then on.
     """
 
     def __init__(self, program: PlanProgram, allowance_bytes: int, on_difference: Callable[[PlannedOp], None]) -> None:

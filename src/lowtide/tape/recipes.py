@@ -7,12 +7,10 @@ Under ``retain_graph`` recipes keep their arguments, and results go when each kn
 A plan may let an op run more often; ``replay.py`` says which of its replays is final.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from torch._C import _current_graph_task_id as graph_task
@@ -81,7 +79,7 @@ class Recipe(Value):
         self.inputs = inputs
 
     @property
-    def source(self) -> Recipe | None:
+    def source(self) -> Self | None:
         return None if self.args is None else self
 
     def make_final(self) -> None:

@@ -24,16 +24,10 @@ _BLOCK = 4096  # every storage starts at a multiple of this
 
 
 class DiskTier:
-    """A scratch file, and two threads that write and read it.
-
-    Args:
-        directory: Of the scratch file; None: the system's for temporary files.
-        budget_bytes: Most bytes in the file at once; None: no limit but the disk.
-        need_bytes: Refuse a directory with less free space.
-        checksums: Compare the checksums of what was written and what is read.
+    """A scratch file of at most ``budget_bytes``, and two threads that write and read it. Arguments: ``TierSettings``.
 
     Raises:
-        TierError: the directory cannot be used.
+        TierError: the directory cannot be used, or has less than ``need_bytes`` free.
     """
 
     def __init__(

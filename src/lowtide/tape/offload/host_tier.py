@@ -31,11 +31,7 @@ _ROUNDING, _PAGE = 1 << 16, 1 << 12
 
 
 class HostTier:
-    """Pinned memory and, for each device, the streams to and from it.
-
-    Args:
-        budget_bytes: Most bytes to pin; None: no limit but the system's.
-    """
+    """Pinned memory, at most ``budget_bytes`` of it, and for each device the streams to and from it."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.pool = _Pool(budget_bytes)

@@ -29,11 +29,7 @@ class Tier(Protocol):
     """A place for offloaded storages."""
 
     def store(self, storage: torch.UntypedStorage) -> StoredCopy:
-        """Start to copy ``storage``, which stays alive until the copy has settled.
-
-        Raises:
-            TierError: there is no room, or an earlier copy failed.
-        """
+        """Start to copy ``storage``, which lives until the copy has settled. Raises: TierError: there is no room."""
 
 
 Tiers = Mapping[str, Tier]  # by name: ``host``, ``disk``
