@@ -178,7 +178,8 @@ class Case:
         except lowtide.BudgetInfeasibleError as error:
             return None, {"method": name, "status": "infeasible", "least_bytes": error.least_bytes}
         # As around a whole training: what is pinned or opened stays.
-        method = Method(name, partial(applied, self.model, plan, TierSettings().kept_open(plan)), plan)
+        tiers = TierSettings().open(plan)
+        method = Method(name, partial(applied, self.model, plan, lambda _: tiers), plan)
         line = self._outcome(method) | {
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -263,7 +264,7 @@ class Case:
             yield
 
     def _shared(self) -> dict:
-        from lowtide.measurement.device_name import device_name
+        from lowtide.measurement.device import device_name
 
         return {
             "benchmark": "gpu",

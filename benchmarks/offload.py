@@ -54,7 +54,7 @@ class Method:
     budget: str
     way: str
     plan: object = None
-    places: object = None
+    tiers: object = None
     status: str = "ok"
     seconds: list[float] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class Bench:
                 except lowtide.BudgetInfeasibleError:
                     methods.append(Method(name, way, status="no plan"))
                     continue
-                methods.append(Method(name, way, plan, TierSettings().kept_open(plan)))
+                methods.append(Method(name, way, plan, TierSettings().open(plan)))
         return methods
 
     def _least(self, graph, costs, options: dict) -> int:
@@ -132,7 +132,7 @@ class Bench:
     def _run(self, method: Method) -> float:
         from lowtide.tape.attach import applied
 
-        inside = nullcontext() if method.plan is None else applied(self.model, method.plan, method.places)
+        inside = nullcontext() if method.plan is None else applied(self.model, method.plan, lambda _: method.tiers)
         with inside:
             loss = self.model(**self.batch).loss
         loss.backward()

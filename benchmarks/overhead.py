@@ -242,7 +242,7 @@ def replayed(model: nn.Module, inputs: dict, plan: lowtide.Plan) -> list[tuple[A
     original = Recipe.replay
 
     def replay(self: Recipe, **how: Any) -> None:
-        collecting.append(self.func)
+        collecting.append(self.op.func)
         original(self, **how)
         collecting.clear()
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
@@ -19,10 +19,8 @@ from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.tape import attach
-from lowtide.tape.audit import Audit
 from lowtide.tape.offload.tier_settings import usable
-from lowtide.tape.program import PlannedCall
-from lowtide.tape.region import TapedRegion
+from lowtide.tape.program import Audit, PlannedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_of, batch_tensors, call_of
@@ -120,10 +118,9 @@ class Fit:
         batch = self._batch if batch is None else batch
         if batch is None:
             raise LowtideError("the batch was too large to hold on to. Pass one: fit.verify(batch).")
-        # Not another file, nor as much pinned memory again.
-        settings = replace(self._planner.tier_settings, open_tiers=self._planned[0].tape.tiers)
+        tiers = self._planned[0].tape.tiers  # not another file, nor as much pinned memory again
         step = self._planner.options.step
-        self._verification = verify_in(settings, self.model, batch, self.plan, step=step, rounds=rounds)
+        self._verification = verify_in(lambda _: tiers, self.model, batch, self.plan, step=step, rounds=rounds)
         return self._verification
 
     def report(self, *, measure: bool = True) -> str:
@@ -162,7 +159,7 @@ class Fit:
         region = self._region = _LazyRegion()
         planned = self._planned[0]
         if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would open it later
-            region.open(TapedRegion(planned.tape, planned.program.root, whole_step=True))
+            region.open(attach.taped_region(planned.tape, planned.program.root, whole_step=True))
         try:
             yield
         finally:
@@ -193,7 +190,7 @@ class Fit:
             slack_bytes = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
             tape.audit = Audit(planned.program, slack_bytes, self._planner.on_replay_difference)
         if self._region is not None:
-            self._region.open(TapedRegion(tape, planned.program.root, whole_step=True))
+            self._region.open(attach.taped_region(tape, planned.program.root, whole_step=True))
             return None  # the region is taped already; GuardedCall then calls inside it
         calls = planned.program.root.children.get("", [])
         if not calls:
@@ -261,7 +258,7 @@ class _LazyRegion(ExitStack):
         super().__init__()
         self._opened = False
 
-    def open(self, region: TapedRegion) -> None:
+    def open(self, region: AbstractContextManager[Any]) -> None:
         if not self._opened:
             self.enter_context(region)
             self._opened = True

@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.device import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
@@ -25,11 +25,9 @@ from lowtide.reports.progress import stages
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
-from lowtide.tape.audit import Audit
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.offload.tiers import Tier
-from lowtide.tape.program import PlannedOp, PlanProgram, program_of
-from lowtide.tape.region import TapedRegion
+from lowtide.tape.program import Audit, PlannedOp, PlanProgram, program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import without_history
@@ -221,7 +219,7 @@ class Planner:
             written = planned.plan.written_parameters
             with preserve_training_state(model, batch, written_parameters=written), ExitStack() as stack:
                 stack.callback(module_calls.install(model, attach.GuardedCall(model, lambda args, kwargs: None)))
-                with torch.enable_grad(), TapedRegion(tape, program.root, whole_step=True):
+                with torch.enable_grad(), attach.taped_region(tape, program.root, whole_step=True):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]
                 loss.backward()

@@ -1,7 +1,5 @@
 """The scratch file of the disk tier: unlinked while open, so it disappears with the process, however that ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import tempfile
@@ -10,8 +8,6 @@ from pathlib import Path
 
 from lowtide.errors import TierError
 from lowtide.units import format_bytes
-
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 class ScratchInMemoryWarning(UserWarning):
@@ -48,7 +44,7 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
             "\nMake room, pass another directory with scratch_dir=, or lower disk_budget= and plan again."
         )
     kind = file_system(path)
-    if kind in _IN_MEMORY:
+    if kind in ("tmpfs", "ramfs"):
         warnings.warn(
             f"scratch_dir={str(path)!r} is on {kind}, which is memory: what is moved there frees none. "
             "Pass a directory on a disk.",
@@ -60,8 +56,7 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
 
 def free_bytes(path: str | Path) -> int:
     """Bytes that an ordinary user may still write to the file system of ``path``."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return (found := os.statvfs(path)).f_bavail * found.f_frsize
 
 
 def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -80,25 +75,15 @@ def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> s
 
 
 def write_all(fd: int, address: int, size: int, offset: int) -> None:
-    """Write ``size`` bytes of memory at ``address`` to ``offset``.
-
-    Raises:
-        OSError: the file system's own, ``ENOSPC`` among them.
-    """
-    view = bytes_at(address, size)
-    done = 0
+    """Write ``size`` bytes of memory at ``address`` to ``offset``. Raises: OSError: the file system's own."""
+    view, done = bytes_at(address, size), 0
     while done < size:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
 def read_all(fd: int, address: int, size: int, offset: int) -> None:
-    """Read ``size`` bytes at ``offset`` into memory at ``address``.
-
-    Raises:
-        OSError: the file system's own; also where the file ends too early.
-    """
-    view = bytes_at(address, size)
-    done = 0
+    """Read ``size`` bytes at ``offset`` into memory at ``address``. Raises: OSError: also where it ends too early."""
+    view, done = bytes_at(address, size), 0
     while done < size:
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.device import available_bytes
 from lowtide.measurement.timing import compare_times
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape import attach
-from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import program_of
+from lowtide.tape.tape import Counts
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrap_ddp
@@ -90,12 +91,13 @@ def verify(
         TierError: see ``apply``.
     """
     settings = TierSettings.of(offload_policy(verify, offload, deprecated))
-    return verify_in(settings, model, batch, plan, step=step, rounds=rounds)
+    return verify_in(settings.open, model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
-    tiers: TierSettings, model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None, rounds: int = 3
-) -> Verification:
+    open_tiers: Callable[[Plan], Tiers], model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None,
+    rounds: int = 3,
+) -> Verification:  # fmt: skip
     """``verify`` with tiers that may be open already."""
     note = ""
     model, batch = unwrap_ddp(model), without_history(batch)
@@ -105,7 +107,7 @@ def verify_in(
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not wrapped_parameters(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        steps = _Steps(model, batch, step, plan, tiers.kept_open(plan))
+        steps = _Steps(model, batch, step, plan, open_tiers(plan))
         plain, _ = steps.outcome(planned=False)
         planned, counts = steps.outcome(planned=True)
         differing = [name for name in plain if not _same(plain[name], planned.get(name))]
@@ -155,7 +157,7 @@ class _Steps:
     batch: Any
     step: Step | None
     plan: Plan
-    tiers: TierSettings
+    tiers: Tiers
 
     def outcome(self, *, planned: bool) -> tuple[dict[str, Any], Counts]:
         """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
@@ -189,7 +191,7 @@ class _Steps:
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""
         with torch.enable_grad():
-            with attach.applied(self.model, self.plan, self.tiers) if planned else nullcontext() as applied:
+            with attach.applied(self.model, self.plan, lambda _: self.tiers) if planned else nullcontext() as applied:
                 loss, output = run_step(self.model, self.batch, self.step)
             loss.backward()
             del output

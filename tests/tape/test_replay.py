@@ -91,7 +91,7 @@ def test_the_tape_replays_what_the_simulator_says_in_its_bytes_and_bit_for_bit(c
         assert proof.equal, proof.differing
         assert proof.mismatched_ops == 0
         assert max(Counter(ran(line)).values()) > 1, "nothing is replayed twice: the plan is no test"
-        assert [str(r.func) for r in seen] == [graph.ops[op].name for op in ran(line)]
+        assert [str(r.op.func) for r in seen] == [graph.ops[op].name for op in ran(line)]
         assert proof.measured_peak_bytes == proof.predicted_peak_bytes
 
 
@@ -271,7 +271,7 @@ def test_a_backward_in_another_order_than_traced_finds_what_it_needs(order, reta
 
 def audited(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[list[str], int]:
     """(What differs from plain when every replay of sin is spoiled and everything audited, comparisons made.)"""
-    from lowtide.tape.audit import Audit
+    from lowtide.tape.program import Audit
     from lowtide.tape.tape import Tape
 
     differences: list[Any] = []
@@ -289,7 +289,7 @@ def audited(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[list[str], int
 
     def spoilt(self: recipes.Recipe, **how: Any) -> None:
         op = self.op
-        if self.func is torch.ops.aten.sin.default:
+        if op.func is torch.ops.aten.sin.default:
             self.op = copy.copy(op)
             self.op.kernel = lambda x: op.kernel(x + 1)
         replay(self, **how)

@@ -10,8 +10,6 @@ allocated before a measurement and is freed inside it has no known size, so a pe
 the threads that autograd starts for it count.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,20 +23,14 @@ from lowtide.errors import LowtideError
 
 
 class MeasuredCall(NamedTuple):
-    """What a call returned and what it allocated.
-
-    Attributes:
-        workspace_bytes: Peak during the call beyond what it left allocated; None where that cannot be measured.
-        made_bytes: What it left allocated; on CUDA negative if it freed more than it made. None as above.
-    """
+    """What a call returned and what it allocated. Both counts are None where they cannot be measured."""
 
     result: Any
-    workspace_bytes: int | None
-    made_bytes: int | None
+    workspace_bytes: int | None  # the peak during the call beyond what it left allocated
+    made_bytes: int | None  # what it left allocated; on CUDA negative if it freed more than it made
 
 
-# Set while ``peak_bytes`` measures on CUDA: another measurement inside would reset its counter.
-_cuda_busy = False
+_cuda_busy = False  # a measurement runs on CUDA: another one inside would reset its counter
 
 
 def peak_bytes(fn: Callable[[], Any], device: str | torch.device = "cpu") -> int:
@@ -85,37 +77,28 @@ def measuring(device: str | torch.device) -> Iterator[_Counter | None]:
     Yields:
         The counter; None if another measurement is active already.
     """
-    cuda = torch.device(device).type == "cuda"
+    global _cuda_busy
+    cuda, counter = torch.device(device).type == "cuda", _Counter()
     if _cuda_busy if cuda else _autograd._profiler_enabled():
         yield None
         return
-    counter = _Counter()
-    with _count_cuda(counter, device) if cuda else _count_cpu(counter):
-        yield counter
-
-
-@contextmanager
-def _count_cuda(counter: _Counter, device: str | torch.device) -> Iterator[None]:
-    global _cuda_busy
-    _cuda_busy = True
-    try:
-        # The caching allocator counts on the host, in program order: nothing to synchronise.
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield
-        counter.peak = torch.cuda.max_memory_allocated(device) - before
-        counter.left = torch.cuda.memory_allocated(device) - before
-    finally:
-        _cuda_busy = False
-
-
-@contextmanager
-def _count_cpu(counter: _Counter) -> Iterator[None]:
+    if cuda:
+        _cuda_busy = True
+        try:
+            # The caching allocator counts on the host, in program order: nothing to synchronise.
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            yield counter
+            counter.peak = torch.cuda.max_memory_allocated(device) - before
+            counter.left = torch.cuda.memory_allocated(device) - before
+        finally:
+            _cuda_busy = False
+        return
     # Arguments: state, input shapes, memory, stack, flops, modules, experimental.
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _autograd._enable_profiler_legacy(config)
     try:
-        yield
+        yield counter
     finally:
         threads = _autograd._disable_profiler_legacy()
     events = [e for thread in threads for e in thread if e.kind() == "memory_alloc"]

@@ -4,8 +4,6 @@ An entry is for one host, one tier, one device or file system and one version of
 the file is damaged, or cannot be read or written, links are measured as if there were none.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 
 from lowtide.graph.costs import DISK, Link
-from lowtide.measurement.device_name import device_name
+from lowtide.measurement.device import device_name
 
 VERSION = 1
 VALID_S = 7 * 24 * 3600
@@ -35,15 +33,9 @@ def path() -> Path:
 
 
 def key_of(tier: str, device: str, directory: str | Path) -> str:
-    """The key of a link.
-
-    Args:
-        directory: Of the disk tier; all directories of one file system have the same key.
-    """
-    if tier == DISK:
-        where = f"{os.stat(directory).st_dev}/{os.statvfs(directory).f_fsid}"
-    else:
-        where = device_name(device)
+    """The key of a link. All directories of one file system have the same key, and count for the disk tier only."""
+    on_disk = tier == DISK
+    where = f"{os.stat(directory).st_dev}/{os.statvfs(directory).f_fsid}" if on_disk else device_name(device)
     return " | ".join((platform.node(), tier, where, f"torch {torch.__version__}"))
 
 
@@ -55,16 +47,13 @@ def recall(key: str) -> Link | None:
     except (TypeError, ValueError):
         return None
     sound = all(map(math.isfinite, (store, fetch, latency))) and store > 0 and fetch > 0 and latency >= 0
-    if not sound or not 0 <= time.time() - at <= VALID_S:
-        return None
-    return Link(store, fetch, latency)
+    return Link(store, fetch, latency) if sound and 0 <= time.time() - at <= VALID_S else None
 
 
 def remember(key: str, link: Link) -> None:
     """Store ``link`` under ``key``."""
-    rows = _read()
-    rows.pop(key, None)
-    rows = dict(list(rows.items())[-_MOST_ENTRIES + 1 :])
+    others = [row for row in _read().items() if row[0] != key]
+    rows = dict(others[-_MOST_ENTRIES + 1 :])
     rows[key] = [link.store_bytes_per_s, link.fetch_bytes_per_s, link.latency_ms, time.time()]
     file = path()
     try:

@@ -4,8 +4,6 @@ A disk is measured without the page cache: writes until they are on the device, 
 file. Known weakness: a machine with spare memory is faster than planned.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile
@@ -27,16 +25,7 @@ _known: dict[tuple[str, str, str], Link] = {}
 
 
 def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None, *, refresh: bool = False) -> Link:
-    """Return the link between ``device`` and ``tier``.
-
-    Args:
-        scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
-        refresh: Measure now, even if it was measured within the last week.
-
-    Raises:
-        ValueError: there is no tier of that name.
-        TierError: this device has no such tier, or the directory cannot be used.
-    """
+    """Return the link between ``device`` and ``tier``. Arguments and errors: as of ``measure``."""
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)
@@ -44,7 +33,10 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     key = (tier, str(torch.device(device)), "" if tier == HOST else str(where.resolve()))
     if key in _known and not refresh:
         return _known[key]
-    cache_key = _cache_key(tier, device, where)
+    try:
+        cache_key = link_cache.key_of(tier, device, where)
+    except OSError:  # the directory does not exist: measuring raises the error
+        cache_key = None
     link = None if refresh or cache_key is None else link_cache.recall(cache_key)
     if link is None:
         link = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
@@ -54,20 +46,8 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     return link
 
 
-def _cache_key(tier: str, device: str, where: Path) -> str | None:
-    """The link's key in the cache; None if the directory does not exist: measuring then raises the error."""
-    try:
-        return link_cache.key_of(tier, device, where)
-    except OSError:
-        return None
-
-
 def check_tier(tier: str, device: str) -> None:
-    """Check that ``device`` has ``tier``.
-
-    Raises:
-        TierError: it has none.
-    """
+    """Check that ``device`` has ``tier``. Raises: TierError: it has none."""
     kind = torch.device(device).type
     if tier == HOST and kind != "cuda":
         raise TierError(
@@ -120,10 +100,9 @@ def _host(device: torch.device) -> Link:
 
 def _link(store: Callable[[int], None], fetch: Callable[[int], None]) -> Link:
     store(_LARGE)  # the first store also allocates
-    large = [_median_s(transfer, _LARGE) for transfer in (store, fetch)]
-    small = [_median_s(transfer, _SMALL) for transfer in (store, fetch)]
-    store_bytes_per_s, fetch_bytes_per_s = (_LARGE / max(s, 1e-9) for s in large)
-    return Link(store_bytes_per_s, fetch_bytes_per_s, latency_ms=1e3 * min(small))
+    store_s, fetch_s = _median_s(store, _LARGE), _median_s(fetch, _LARGE)
+    latency_s = min(_median_s(store, _SMALL), _median_s(fetch, _SMALL))
+    return Link(_LARGE / max(store_s, 1e-9), _LARGE / max(fetch_s, 1e-9), latency_ms=1e3 * latency_s)
 
 
 def _median_s(transfer: Callable[[int], None], size: int) -> float:

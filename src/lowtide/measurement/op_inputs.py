@@ -13,10 +13,9 @@ themselves; everything else is an object with one key that says what it is:
 A device has no index, so a model on two equal devices has each signature once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,13 @@ _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
 )
 _SEED = 0
-_NATIVE_RANDOM = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
+_NATIVE_RANDOM = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+})  # fmt: skip
 # Random numbers are slow to draw; a tensor larger than this repeats one block of them.
 _BLOCK = 1 << 18
 _PLAIN = frozenset({int, str, bool, type(None)})
-_NAME: dict[Any, str] = {}
+_SYMBOLS: dict[type, Any] = {torch.SymInt: int, torch.SymBool: bool, torch.SymFloat: float}
 
 
 class OpCall(NamedTuple):
@@ -74,12 +73,27 @@ def rebuild(signature: Mapping[str, Any], device: str | torch.device, *, positiv
     Raises:
         NotRebuildableError: the operator is unknown here, a collective, or an argument is opaque.
     """
-    func = _operator(signature["op"])
-    target = torch.device(device)
-    make = _Maker(target, positive)
+    name = signature["op"]
+    if name.partition(".")[0] in _COLLECTIVE_NAMESPACES:
+        raise CollectiveError(f"{name} is a collective: alone it would wait for its peers.")
+    func = operator_named(name)
+    if func is None:
+        raise NotRebuildableError(f"{name} is not an operator of this torch {torch.__version__}.")
+    if not isinstance(func, torch._ops.OpOverload):
+        raise NotRebuildableError(f"{name} is not a single operator: it cannot be run from JSON.")
+    make = _Maker(torch.device(device), positive)
     args = [make.value(a) for a in signature.get("args", ())]
-    kwargs = {k: make.value(v) for k, v in signature.get("kwargs", {}).items()}
-    return OpCall(func, args, kwargs)
+    return OpCall(func, args, {k: make.value(v) for k, v in signature.get("kwargs", {}).items()})
+
+
+def operator_named(name: str) -> Any:
+    """``"aten.mm.default"`` as the operator object; None if this build of PyTorch has none of that name."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def tensor_bytes(signature: Mapping[str, Any]) -> int:
@@ -101,8 +115,11 @@ def _describe(value: Any) -> Any:
         return {kind.__name__: _name(value)}
     if kind is torch.device:
         return {"device": value.type}
-    if kind is torch.SymInt or kind is torch.SymBool or kind is torch.SymFloat:
-        return _describe_symbol(value)
+    if kind in _SYMBOLS:
+        try:
+            return _SYMBOLS[kind](value)
+        except Exception:  # a data-dependent size on fake tensors has no number, and its error type varies
+            return _opaque(value)
     if kind is complex:
         return {"complex": [_describe(value.real), _describe(value.imag)]}
     if kind is slice:
@@ -124,15 +141,8 @@ def _describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
             "dtype": _name(tensor.dtype),
             "device": tensor.device.type,
         }
-    except Exception:  # a data-dependent size on fake tensors has no number, and its error type varies
+    except Exception:  # as for symbols
         return _opaque(tensor)
-
-
-def _describe_symbol(value: Any) -> Any:
-    try:
-        return {torch.SymInt: int, torch.SymBool: bool, torch.SymFloat: float}[type(value)](value)
-    except Exception:  # as above
-        return _opaque(value)
 
 
 def _opaque(value: Any) -> dict[str, Any]:
@@ -140,25 +150,9 @@ def _opaque(value: Any) -> dict[str, Any]:
     return {"opaque": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
+@cache
 def _name(value: Any) -> str:
-    name = _NAME.get(value)
-    if name is None:
-        name = _NAME[value] = str(value).removeprefix("torch.")
-    return name
-
-
-def _operator(name: str) -> torch._ops.OpOverload:
-    namespace, _, rest = name.partition(".")
-    packet_name, _, overload = rest.rpartition(".")
-    if namespace in _COLLECTIVE_NAMESPACES:
-        raise CollectiveError(f"{name} is a collective: alone it would wait for its peers.")
-    try:
-        func = getattr(getattr(getattr(torch.ops, namespace), packet_name), overload)
-    except (AttributeError, RuntimeError) as error:
-        raise NotRebuildableError(f"{name} is not an operator of this torch {torch.__version__}.") from error
-    if not isinstance(func, torch._ops.OpOverload):
-        raise NotRebuildableError(f"{name} is not a single operator: it cannot be run from JSON.")
-    return func
+    return str(value).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -169,9 +163,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride))
 
 
 def _tensors(value: Any) -> list[dict[str, Any]]:
@@ -222,24 +214,16 @@ class _Maker:
 
     def tensor(self, described: dict[str, Any]) -> torch.Tensor:
         shape, stride, dtype = described["t"], described["stride"], _dtype(described["dtype"])
-        flat = self.flat(_span(shape, stride), dtype, self.device(described["device"]))
+        count, device = _span(shape, stride), self.device(described["device"])
+        if dtype.is_floating_point or dtype.is_complex:
+            flat = self.random(min(count, _BLOCK), dtype, device)
+            if count > _BLOCK:
+                flat = flat.repeat(-(-count // _BLOCK))[:count]
+        else:
+            flat = torch.full((count,), dtype == torch.bool, dtype=dtype, device=device)
         return flat.as_strided(shape, stride)
 
-    def flat(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if dtype == torch.bool:
-            return torch.ones(count, dtype=dtype, device=device)
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.zeros(count, dtype=dtype, device=device)
-        block = self.block(min(count, _BLOCK), dtype, device)
-        if count <= _BLOCK:
-            return block
-        flat = torch.empty(count, dtype=dtype, device=device)
-        whole = count - count % _BLOCK
-        flat[:whole].view(-1, _BLOCK).copy_(block)
-        flat[whole:].copy_(block[: count - whole])
-        return flat
-
-    def block(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def random(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         generator = self.generators.get(device.type)
         if generator is None and device.type != "meta":
             generator = self.generators[device.type] = torch.Generator(device).manual_seed(_SEED)

@@ -30,8 +30,7 @@ from lowtide.errors import LowtideError
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
-from lowtide.measurement.available_memory import available_bytes
-from lowtide.measurement.device_name import device_name
+from lowtide.measurement.device import available_bytes, device_name
 from lowtide.measurement.links import measured_link
 from lowtide.measurement.op_inputs import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
 
@@ -97,33 +96,35 @@ def measure(
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
-    _require(graph.device)
+    if torch.device(graph.device).type == "cuda" and not torch.cuda.is_available():
+        raise LowtideError(
+            f"the graph was traced for {graph.device}, and this torch {torch.__version__} has no CUDA device to "
+            "measure on. Measure where the device is."
+        )
     links = {tier: measured_link(tier, graph.device, scratch_dir, refresh=refresh) for tier in tiers}
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
     clock = _Clock(graph.device)
     signature_ms: dict[int, float] = {}
-    failed: dict[int, str] = {}
-    estimated: set[int] = set()
+    failed: dict[int, str] = {}  # why a signature's time is an estimate; "" where that needs no warning
     with _quiet(graph.device):
         for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
             try:
                 signature_ms[index] = _signature_ms(graph, index, clock, repeats)
-            except CollectiveError:  # never replayed, so its time changes no plan: no warning
-                estimated.add(index)
+            except CollectiveError:  # never replayed, so its time changes no plan
+                failed[index] = ""
             except Exception as error:  # whatever a kernel raises on inputs it was not meant for
-                failed[index] = f"{ops[0].name}: {_first_line(error)}"
+                failed[index] = f"{ops[0].name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
             if progress is not None:
                 progress(done, len(ops_by_signature))
         warm_us, dispatch_us = _dispatch_us(graph, clock)
-        if failed or estimated:
-            copy_ms = _copy_ms(clock)
-            for index in {*failed, *estimated}:
-                moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
-                signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
-    if failed:
-        _warn(failed, sum(len(ops_by_signature[i]) for i in failed), len(graph.ops))
+        copy_ms = _copy_ms(clock) if failed else 0.0
+        for index in failed:
+            moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
+            signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
+    if reasons := sorted(set(failed.values()) - {""}):
+        _warn(reasons, sum(len(ops_by_signature[i]) for i, why in failed.items() if why), len(graph.ops))
     op_ms = [signature_ms[op.signature] for op in graph.ops]
     for op in graph.ops:
         if op.completes_inplace is not None:  # the two are replayed together
@@ -150,25 +151,24 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     needed = tensor_bytes(signature)
     if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
+
+    def run_ms(*, positive: bool) -> float:
+        func, args, kwargs = rebuild(signature, graph.device, positive=positive)
+        if torch.Tag.inplace_view in func.tags:
+            # A second call would find another shape. The op changes only metadata, so it takes the time of any view.
+            return clock.floor_ms
+        return clock.median_ms(lambda: func(*args, **kwargs), repeats, cold=needed >= _CACHED_BYTES)
+
     try:
-        return _run_ms(signature, graph.device, clock, repeats, positive=False)
+        return run_ms(positive=False)
     except NotRebuildableError:
         raise
     except Exception:  # a probability below zero, most often
-        return _run_ms(signature, graph.device, clock, repeats, positive=True)
-
-
-def _run_ms(signature: dict[str, Any], device: str, clock: _Clock, repeats: int, *, positive: bool) -> float:
-    func, args, kwargs = rebuild(signature, device, positive=positive)
-    if torch.Tag.inplace_view in func.tags:
-        # A second call would find another shape. The op changes only metadata, so it takes the time of any view.
-        return clock.floor_ms
-    cold = tensor_bytes(signature) >= _CACHED_BYTES
-    return clock.median_ms(lambda: func(*args, **kwargs), repeats, cold=cold)
+        return run_ms(positive=True)
 
 
 class _Clock:
-    """Times calls as ``measure`` says."""
+    """Times calls as ``measure`` says; ``floor_ms`` is the time of a view."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -180,14 +180,9 @@ class _Clock:
         self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
 
     def median_ms(self, fn: Callable[[], Any], repeats: int, *, cold: bool = False) -> float:
-        """Return the median of up to ``repeats`` samples.
-
-        Args:
-            cold: Sweep the CPU's caches before each call.
-        """
+        """Return the median of up to ``repeats`` samples; ``cold``: with the CPU's caches swept before each call."""
         first_s = self.sample_ms(fn, 1) / 1e3
-        if first_s >= _SLOW_S:
-            # The first call may include lazy set-up, so it is not the sample.
+        if first_s >= _SLOW_S:  # the first call may include lazy set-up, so it is not the sample
             return self.sample_ms(fn, 1)
         if first_s < _SLOW_S / 10:
             first_s = self.sample_ms(fn, 1) / 1e3
@@ -224,8 +219,7 @@ def _moved_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def _copy_ms(clock: _Clock) -> float:
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=clock.device)
-    target = torch.zeros_like(source)
+    source, target = torch.zeros(2, _COPY_BYTES, dtype=torch.uint8, device=clock.device)
     return clock.median_ms(lambda: target.copy_(source), 5)
 
 
@@ -235,13 +229,14 @@ class _EmptyMode(TorchDispatchMode):
 
 
 def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
-    """Return the microseconds that an empty dispatch mode adds to an op: in warm caches, and in ``graph``."""
+    """Microseconds that an empty dispatch mode adds to an op: in warm caches, and in ``graph``."""
     x = torch.zeros(1, device=clock.device)
 
     def added_us(calls: int, samples: int, *, cold: bool) -> float:
-        taken: tuple[list[float], list[float]] = ([], [])
+        plain: list[float] = []
+        under_mode: list[float] = []
         for _ in range(samples):
-            for spent, mode in ((taken[0], nullcontext()), (taken[1], _EmptyMode())):
+            for spent, mode in ((plain, nullcontext()), (under_mode, _EmptyMode())):
                 if x.is_cuda:
                     torch.cuda.synchronize(x.device)
                 if cold:
@@ -251,33 +246,25 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
                     for _ in range(calls):
                         torch.add(x, x)
                     spent.append((time.process_time() - start) * 1e6 / calls)
-        plain, under_mode = map(statistics.median, taken)
-        return max(0.0, under_mode - plain)
+        return max(0.0, statistics.median(under_mode) - statistics.median(plain))
 
     warm_us = added_us(_MODE_CALLS, 5, cold=False)
     if clock.cuda:
         return warm_us, warm_us
-    share = _cold_share(graph)
+    # Forward ops that leave the caches full of their own data. A view moves no bytes.
+    large = [bool(op.makes or op.writes) and _moved_bytes(graph, op) >= _CACHED_BYTES for op in graph.forward_ops]
+    share = sum(large) / max(len(large), 1)
     cold_us = added_us(1, _COLD_SAMPLES, cold=True) if share else 0.0
     return warm_us, max(warm_us, share * cold_us + (1 - share) * warm_us)
-
-
-def _cold_share(graph: StepGraph) -> float:
-    """Share of the forward ops that leave the caches full of their own data."""
-    forward = graph.forward_ops
-    # A view moves no bytes.
-    large = sum(bool(op.makes or op.writes) and _moved_bytes(graph, op) >= _CACHED_BYTES for op in forward)
-    return large / max(len(forward), 1)
 
 
 @contextmanager
 def _quiet(device: str) -> Iterator[None]:
     """No autograd, autocast or garbage collection; torch's random state is put back afterwards."""
     kind = torch.device(device).type
-    cuda = [torch.cuda.current_device()] if kind == "cuda" else []
     gc.collect()
     with (
-        torch.random.fork_rng(devices=cuda),
+        torch.random.fork_rng(devices=[torch.cuda.current_device()] if kind == "cuda" else []),
         torch.no_grad(),
         torch.autocast(kind, enabled=False),
         gc_disabled(),
@@ -287,21 +274,7 @@ def _quiet(device: str) -> Iterator[None]:
         yield
 
 
-def _require(device: str) -> None:
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise LowtideError(
-            f"the graph was traced for {device}, and this torch {torch.__version__} has no CUDA device to measure on. "
-            "Measure where the device is."
-        )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _warn(failed: dict[int, str], num_estimated: int, num_ops: int) -> None:
-    reasons = sorted(set(failed.values()))
+def _warn(reasons: list[str], num_estimated: int, num_ops: int) -> None:
     for reason in reasons:
         _log.info("estimated: %s", reason)
     shown = "".join(f"\n  {reason[:160]}" for reason in reasons[:5])

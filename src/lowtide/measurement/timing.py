@@ -5,15 +5,13 @@ caller sets the number of threads; with several of them processor time counts wo
 it is the time between two events.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,22 +20,17 @@ from lowtide.gc_control import gc_disabled
 
 @dataclass(frozen=True)
 class Times:
-    """Samples of one method, in the order taken.
-
-    Attributes:
-        quartiles: First and third, milliseconds.
-    """
+    """Samples of one method, in the order taken; their median, and the first and third quartile in milliseconds."""
 
     median_ms: float
     quartiles: tuple[float, float]
     samples_ms: tuple[float, ...]
 
-    @staticmethod
-    def of(samples_ms: list[float]) -> Times:
-        if len(samples_ms) == 1:
-            return Times(samples_ms[0], (samples_ms[0], samples_ms[0]), tuple(samples_ms))
-        first, median, third = statistics.quantiles(samples_ms, n=4, method="inclusive")
-        return Times(median, (first, third), tuple(samples_ms))
+    @classmethod
+    def of(cls, samples_ms: list[float]) -> Self:
+        several = samples_ms if len(samples_ms) > 1 else 2 * samples_ms
+        first, median, third = statistics.quantiles(several, n=4, method="inclusive")
+        return cls(median, (first, third), tuple(samples_ms))
 
 
 def compare_times(
@@ -79,10 +72,9 @@ def compare_times(
 
 def time_ms(fn: Callable[[], Any], device: str | torch.device = "cpu") -> float:
     """Return the milliseconds of one call of ``fn``, without garbage collection inside."""
-    cuda = torch.device(device).type == "cuda"
     gc.collect()
     with gc_disabled():
-        if not cuda:
+        if torch.device(device).type != "cuda":
             start = time.process_time()
             fn()
             return (time.process_time() - start) * 1e3

@@ -1,7 +1,5 @@
 """How a tape is attached to a model: one guarded call on the instance, which can be taken away again."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,23 +11,39 @@ from torch import nn
 from lowtide.errors import PlanMismatchError
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
-from lowtide.tape.counts import Counts
 from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import PlannedCall, program_of
-from lowtide.tape.region import TapedRegion
-from lowtide.tape.tape import Tape
+from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrap_ddp
 from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
 
 
-class GuardedCall:
-    """The model's own call, taped where gradients are wanted and the plan has something to do.
+@contextmanager
+def taped_region(tape: Tape, call: PlannedCall, *, whole_step: bool) -> Iterator[None]:
+    """Tape what runs inside as ``call``; with ``whole_step`` that may be several steps, backward included.
 
-    Args:
-        choose: Gives the tape and the planned call for these ``(args, kwargs)``, or None to run without a tape.
+    Leaving takes mode, hooks and observer away, whatever happened inside.
     """
+    state, failed = module_calls.thread_state, True
+    outer_observer, outer_hooks = state.observer, torch._C._autograd._top_saved_tensors_default_hooks(True)
+    tape.enter_region(call, whole_step=whole_step, outer_hooks=outer_hooks)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack), tape:
+            state.observer = tape
+            try:
+                yield
+            finally:
+                state.observer = outer_observer
+        failed = False
+    finally:
+        tape.leave_region(failed=failed)
+
+
+class GuardedCall:
+    """The model's own call, taped where gradients are wanted and ``choose`` gives a tape for these arguments."""
 
     lowtide = True  # how ``check_supported`` knows a fitted model
 
@@ -56,7 +70,7 @@ class GuardedCall:
         if not tape.free.acquire(blocking=False):  # another thread uses this tape: here everything is saved
             return call(*args, **kwargs)
         try:
-            with TapedRegion(tape, planned_call, whole_step=False):
+            with taped_region(tape, planned_call, whole_step=False):
                 return call(*args, **kwargs)
         finally:
             tape.free.release()
@@ -66,17 +80,16 @@ def _call_in_open_region(
     observer: module_calls.CallObserver, call: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
     """Call the model where a region is open already."""
+    leave = observer.leave
     if not torch.is_grad_enabled() and isinstance(observer, Tape):
         observer.pause()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            observer.resume()
-    observer.enter("")
+        leave = observer.resume
+    else:
+        observer.enter("")
     try:
         return call(*args, **kwargs)
     finally:
-        observer.leave()
+        leave()
 
 
 def cannot_tape() -> bool:
@@ -89,12 +102,7 @@ def cannot_tape() -> bool:
 
 
 def check_plan_fits(model: nn.Module, plan: Plan) -> None:
-    """Check that ``plan`` was made for this model.
-
-    Raises:
-        TypeError: ``plan`` is not a Plan.
-        PlanMismatchError: the plan names modules that the model does not have, or is for another device.
-    """
+    """Raise PlanMismatchError if ``plan`` names modules that ``model`` does not have, or is for another device."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
@@ -125,11 +133,7 @@ class Applied:
 
 @contextmanager
 def apply(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    offload: Offload | None = None,
-    **deprecated: Unpack[DeprecatedOffload],
+    model: nn.Module, plan: Plan, *, offload: Offload | None = None, **deprecated: Unpack[DeprecatedOffload]
 ) -> Iterator[Applied]:
     """Carry out ``plan`` for everything that runs forward inside, the loss too; backward may run inside or after.
 
@@ -146,24 +150,24 @@ def apply(
         TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
     policy = offload_policy(apply, offload, deprecated, stacklevel=4)  # contextlib's frame is between
-    with applied(model, plan, TierSettings.of(policy)) as found:
+    with applied(model, plan, TierSettings.of(policy).open) as found:
         yield found
 
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan, places: TierSettings) -> Iterator[Applied]:
-    """``apply`` with all settings of tiers."""
+def applied(model: nn.Module, plan: Plan, open_tiers: Callable[[Plan], Tiers]) -> Iterator[Applied]:
+    """``apply`` with tiers that may be open already."""
     model = unwrap_ddp(model)
     check_supported(model)
     check_plan_fits(model, plan)
     program = program_of(plan)
-    tape = Tape(program, model, places.open(plan))
+    tape = Tape(program, model, open_tiers(plan))
     undo = module_calls.install(model, GuardedCall(model, lambda args, kwargs: None))
     try:
         if program.keeps_everything:
             yield Applied(plan, tape)
         else:
-            with TapedRegion(tape, program.root, whole_step=True):
+            with taped_region(tape, program.root, whole_step=True):
                 yield Applied(plan, tape)
     finally:
         undo()

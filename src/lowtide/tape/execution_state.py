@@ -1,7 +1,5 @@
 """Global state that decides an op's bits: random generators, numeric flags, threads, autocast."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

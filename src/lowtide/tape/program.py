@@ -1,111 +1,70 @@
-"""A plan as the tape walks it: a tree of module calls, each with its ops in order and the outputs to drop or move."""
+"""A plan as the tape walks it: a tree of module calls, each with its ops in order and the outputs to drop or move.
 
-from __future__ import annotations
+The audit compares replays bitwise with the tensors that they replace; what it finds belongs to the program.
+"""
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
+from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Plan
 from lowtide.tracing.operators import draws_random_numbers, omittable_arguments
 
 
 class Move(NamedTuple):
-    """A planned move of one output of an op.
+    """A planned move of one output of an op."""
 
-    Attributes:
-        storage: Its id in the traced graph; orders fetches that are due at the same time.
-        fetch_at: See ``Decision``.
-    """
-
-    storage: int
+    storage: int  # its id in the traced graph; orders fetches that are due at the same time
     output: int
     bytes: int
     tier: str
-    fetch_at: int | None
+    fetch_at: int | None  # see ``Decision``
 
 
 class PlannedOp:
-    """One forward op of the plan.
-
-    Attributes:
-        func: The operator; None if it is not registered yet.
-        kernel: What ``func`` calls, without the Python around it.
-        dynamic: Its output sizes depend on data, so they are not compared with the plan's.
-        random: It may draw random numbers.
-        may_skip_arguments: A replay may leave out some of its arguments.
-        drops: (output, bytes) of the results to drop; empty for most ops.
-        moves: Outputs to move, of this op or of the op whose output it completes in place.
-        moves_completed: ``moves`` are outputs of the op that this in-place op completes.
-        completes_inplace: The op whose dropped output this in-place op completes.
-        num_dropped_inputs: How many dropped storages it reads.
-        transient_replays: How many transient replays may precede the final one.
-        audited: The replay has been compared bitwise with the original once.
-    """
+    """One forward op of the plan."""
 
     __slots__ = (
-        "audited",
-        "completes_inplace",
-        "drops",
-        "dynamic",
-        "func",
-        "kernel",
-        "may_skip_arguments",
-        "moves",
-        "moves_completed",
-        "name",
-        "num_dropped_inputs",
-        "random",
-        "transient_replays",
-        "where",
-    )
+        "audited", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
+        "moves_completed", "name", "num_dropped_inputs", "random", "transient_replays", "where",
+    )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
-        self.name, self.where, self.dynamic = name, where, dynamic
+        self.name, self.where = name, where
+        self.dynamic = dynamic  # its output sizes depend on data, so they are not compared with the plan's
         self.num_dropped_inputs = num_dropped_inputs
-        self._set_operator(resolve(name))
-        self.drops: tuple[tuple[int, int], ...] = ()
+        self._set_operator(operator_named(name))
+        self.drops: tuple[tuple[int, int], ...] = ()  # (output, bytes) of the results to drop; empty for most ops
         self.moves: tuple[Move, ...] = ()
-        self.moves_completed = False
-        self.completes_inplace: PlannedOp | None = None
-        self.transient_replays = 0
-        self.audited = False
+        self.moves_completed = False  # ``moves`` are outputs of the op that this in-place op completes
+        self.completes_inplace: PlannedOp | None = None  # the op whose dropped output this in-place op completes
+        self.transient_replays = 0  # how many may precede the final replay
+        self.audited = False  # the replay has been compared bitwise with the original once
 
     def bind(self, func: Any) -> bool:
-        """Take ``func`` as the operator if it has the planned name and was not registered when the plan was loaded.
-
-        Returns:
-            Whether ``func`` is this op from now on.
-        """
+        """Take ``func`` as the operator if it has the planned name, which was unknown when the plan was loaded."""
         if self.func is not None or str(func) != self.name:
             return False
         self._set_operator(func)
         return True
 
     def _set_operator(self, func: Any) -> None:
-        self.func = func
-        self.kernel = getattr(func, "_op", func)
+        self.func = func  # None if it is not registered yet
+        self.kernel = getattr(func, "_op", func)  # without the Python around it
         self.random = func is not None and draws_random_numbers(func)
         self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 
 class PlannedCall:
-    """One module call of the plan.
+    """One module call of the plan."""
 
-    Attributes:
-        ops: The ops that it runs itself, in order.
-        children: Calls inside it, in order, by module path.
-        has_actions: One of ``ops`` has something to drop or to move; where none has, ops are not matched.
-    """
+    __slots__ = ("children", "has_actions", "ops")
 
-    __slots__ = ("children", "has_actions", "ops", "path")
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.ops: list[PlannedOp] = []
-        self.children: dict[str, list[PlannedCall]] = {}
-        self.has_actions = False
+    def __init__(self) -> None:
+        self.ops: list[PlannedOp] = []  # those that it runs itself
+        self.children: dict[str, list[PlannedCall]] = {}  # the calls inside it, by module path
+        self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
 
 
 class PlanProgram:
@@ -114,10 +73,10 @@ class PlanProgram:
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
         self.max_inflight_bytes = plan.max_inflight_bytes
-        self.calls = [PlannedCall(f.path) for f in plan.frames]
-        for number, frame in enumerate(plan.frames):
-            if number:
-                self.calls[frame.parent].children.setdefault(frame.path, []).append(self.calls[number])
+        self.calls = [PlannedCall() for _ in plan.frames]
+        self.root = self.calls[0]
+        for frame, call in zip(plan.frames[1:], self.calls[1:]):
+            self.calls[frame.parent].children.setdefault(frame.path, []).append(call)
         self.ops: list[PlannedOp] = []
         for recorded in plan.ops:
             path = plan.frames[recorded.frame].path
@@ -131,9 +90,7 @@ class PlanProgram:
                 op.transient_replays = max(op.transient_replays, d.replays - 1)
                 self.calls[plan.ops[d.op].frame].has_actions = True
         # A storage that an in-place op completes is moved when that op has run.
-        completed_by = {
-            op.completes_inplace: number for number, op in enumerate(plan.ops) if op.completes_inplace is not None
-        }
+        completed_by = {op.completes_inplace: number for number, op in enumerate(plan.ops)}
         for d in plan.decisions:
             if d.action in TIER_OF:
                 number = completed_by.get(d.op, d.op)
@@ -147,15 +104,37 @@ class PlanProgram:
                 self.calls[recorded.frame].has_actions = True
 
     @property
-    def root(self) -> PlannedCall:
-        return self.calls[0]
-
-    @property
     def keeps_everything(self) -> bool:
         return not any(op.drops or op.moves for op in self.ops)
 
     def unaudited(self) -> list[PlannedOp]:
         return [op for op in self.ops if op.drops and not op.audited]
+
+
+class Audit:
+    """Which dropped tensors of a forward pass stay in memory, so that their replays can be compared with them.
+
+    At most ``allowance_bytes`` stay. Outputs of an op whose replay differed are saved from then on.
+    """
+
+    def __init__(self, program: PlanProgram, allowance_bytes: int, on_difference: Callable[[PlannedOp], None]) -> None:
+        self._bytes_left = allowance_bytes
+        self._on_difference = on_difference
+        self._pending = {id(op) for op in program.unaudited()}
+
+    def claim(self, op: PlannedOp, size: int) -> bool:
+        """Whether an output of ``op`` stays; takes its ``size`` from the allowance."""
+        if id(op) not in self._pending or size > self._bytes_left:
+            return False
+        self._bytes_left -= size
+        return True
+
+    def result(self, op: PlannedOp, equal: bool) -> None:
+        """An output of ``op`` has been compared."""
+        op.audited = True
+        if not equal:
+            op.drops = ()
+            self._on_difference(op)
 
 
 _programs: dict[int, PlanProgram] = {}  # by id of the plan, for as long as the plan lives
@@ -168,13 +147,3 @@ def program_of(plan: Plan) -> PlanProgram:
         program = _programs[id(plan)] = PlanProgram(plan)
         weakref.finalize(plan, _programs.pop, id(plan), None)
     return program
-
-
-def resolve(name: str) -> Any:
-    """``"aten.mm.default"`` as the operator object; None if this build of PyTorch has none of that name."""
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.rpartition(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError:
-        return None

@@ -7,12 +7,10 @@ Under ``retain_graph`` recipes keep their arguments, and results go when each kn
 A plan may let an op run more often; ``replay.py`` says which of its replays is final.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from torch._C import _current_graph_task_id as graph_task
@@ -30,16 +28,12 @@ _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
 
 
 class Recipe(Value):
-    """One op of the forward pass, and the Value of its dropped output if it has only one.
+    """One op of the forward pass, and the Value of its dropped output if it has only one. See ``Source``.
 
     Attributes:
-        number: Position in the forward pass; recipes of one burst run in this order.
-        op: The planned op: operator, module path.
         args, kwargs: With ``Value``, ``View`` and ``Kept`` in place of tensors; None after the final replay.
-        inputs: The Values among them.
         outputs: The Values of several dropped outputs; None if the recipe is itself the Value of its only one.
         rng: The generator's state before the op ran; None if it draws no random numbers.
-        transient_replays: How many transient replays are left before the final one.
     """
 
     __slots__ = (
@@ -85,16 +79,12 @@ class Recipe(Value):
         self.inputs = inputs
 
     @property
-    def source(self) -> Recipe | None:
+    def source(self) -> Self | None:
         return None if self.args is None else self
 
     def make_final(self) -> None:
         self.args = self.kwargs = None
         self.inputs = self._inplace_ops = ()
-
-    @property
-    def func(self) -> Any:
-        return self.op.func
 
     def values(self) -> list[Value]:
         """The Values of its dropped outputs that still live."""
@@ -111,7 +101,7 @@ class Recipe(Value):
         named = {k: _stored(v, run, inputs) for k, v in kwargs.items()}
         self.inputs = tuple(inputs)
         self._inplace_ops = (*self._inplace_ops, _InplaceOp(func, positional, named, rng))
-        value.output_ref = _dead_reference  # the op may have changed the tensor's metadata (``t_``)
+        value.output_ref = lambda: None  # the op may have changed the tensor's metadata (``t_``)
 
     def inputs_later_than(self, args: tuple, kwargs: dict, run: ExecutionState) -> bool:
         """Whether an argument is made by a later op: replayed in program order, it would be missing."""
@@ -215,13 +205,13 @@ def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:
     )
 
 
-class _InplaceOp:
+class _InplaceOp(NamedTuple):
     """An in-place op that completes a recipe's own output."""
 
-    __slots__ = ("args", "func", "kwargs", "rng")
-
-    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], rng: GeneratorState | None) -> None:
-        self.func, self.args, self.kwargs, self.rng = func, args, kwargs, rng
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    rng: GeneratorState | None
 
     def run(self, result: Any, resolve: Callable[[Any], Any]) -> None:
         args = [a.view_of(nth_tensor(result, a.output)) if type(a) is _OwnOutput else resolve(a) for a in self.args]
@@ -247,9 +237,7 @@ def _stored(argument: Any, run: ExecutionState, inputs: list[Value]) -> Any:
             return Kept(argument)
         inputs.append(placeholder.value)
         return placeholder
-    if isinstance(argument, (list, tuple)):
-        return [_stored(a, run, inputs) for a in argument]
-    return argument
+    return [_stored(a, run, inputs) for a in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 def nth_tensor(result: Any, output: int) -> Tensor:
@@ -259,10 +247,6 @@ def nth_tensor(result: Any, output: int) -> Tensor:
 
 def _same_storage(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _dead_reference() -> None:
-    return None
 
 
 def count_use(value: Value) -> None:

@@ -1,6 +1,4 @@
-"""Replay: what has to run when backward unpacks a dropped tensor.
-
-    Burst    the recipes between a Value and what is in memory, run in program order.
+"""Replay: the recipes between a dropped tensor and what is in memory run in a *burst* when backward unpacks it.
 
 A plan says how often each recipe may run in one backward; mostly once. Its last replay is *final*: the results stay for
 all later users, in whatever order they come. The replays before it are *transient*: only what the burst needs is made,
@@ -9,8 +7,6 @@ for a transient result, the tape holds no reference to it but finds it again as 
 
 Outside backward (``grad_fn._saved_self`` is read, for example) every replay is transient and none is counted.
 """
-
-from __future__ import annotations
 
 import threading
 import weakref
@@ -59,19 +55,15 @@ def materialise(value: Value) -> Tensor:
 
 
 class Burst:
-    """The recipes that must run for one Value: found without recursion, each once.
-
-    Attributes:
-        transient: Values whose replay here is transient, with the number of recipes here that still have to read each.
-        borrowed: Transient results of earlier bursts that recipes here read.
-    """
+    """The recipes that must run for one Value, in program order: found without recursion, each once."""
 
     __slots__ = ("borrowed", "outside_backward", "recipes", "transient", "value")
 
     def __init__(self, value: Value) -> None:
         self.value = value
         self.outside_backward = graph_task() == -1
-        self.borrowed: list[Value] = []
+        self.borrowed: list[Value] = []  # transient results of earlier bursts that recipes here read
+        # Values whose replay here is transient, with the number of recipes here that still have to read each.
         self.transient: dict[Value, int] = {}
         last = _source_of(value)
         if self.outside_backward or last.transient_replays:
@@ -142,14 +134,12 @@ class Burst:
         """A recipe that reads ``inputs`` has run: free the transient ones that no other recipe here reads."""
         for value in inputs:
             left = self.transient.get(value)
-            if left is None:
-                continue
-            if left > 1:
+            if left is not None and left > 1:
                 self.transient[value] = left - 1
-                continue
-            del self.transient[value]
-            if value.source is not None:  # None: an audit has put the original in place
-                value.tensor = None
+            elif left is not None:
+                del self.transient[value]
+                if value.source is not None:  # None: an audit has put the original in place
+                    value.tensor = None
 
 
 def _source_of(value: Value) -> Source:

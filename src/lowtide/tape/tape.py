@@ -5,11 +5,10 @@ saved-tensor hooks gives autograd a placeholder for each dropped tensor, and eac
 matched by name and order within their module call; an op that does not match is saved and counted.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,18 +18,15 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.tape.audit import Audit
-from lowtide.tape.counts import Counts
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
-from lowtide.tape.program import Move, PlannedCall, PlannedOp, PlanProgram
+from lowtide.tape.program import Audit, Move, PlannedCall, PlannedOp, PlanProgram
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import unpacked
 from lowtide.tape.values import (
     MARK,
     Kept,
-    PackedByOuterHooks,
     Value,
     View,
     detached,
@@ -50,25 +46,38 @@ from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fa
 _UNSHARED_REFERENCES = 2
 
 
-class _OpenCall:
-    """A module call that is running.
+@dataclass
+class Counts:
+    """What the tape did, over all steps.
 
     Attributes:
-        planned: The plan's; None if the plan has none.
-        next: Index of the planned op that is expected next.
-        calls: How often each child module has been called.
+        steps: Forward passes taped.
+        dropped: Tensors replaced by recipes.
+        moved: Tensors moved to another tier.
+        mismatched: Planned ops that did not run, ran in another form, or could not be dropped: saved instead.
+        unplanned: Ops that are not in the plan (of a loss outside the model, for example): saved.
     """
+
+    steps: int = 0
+    dropped: int = 0
+    moved: int = 0
+    mismatched: int = 0
+    unplanned: int = 0
+
+
+class _OpenCall:
+    """A module call that is running."""
 
     __slots__ = ("calls", "next", "planned")
 
     def __init__(self, planned: PlannedCall | None) -> None:
         self.planned = planned
-        self.next = 0
-        self.calls: dict[str, int] | None = None
+        self.next = 0  # index of the planned op that is expected next
+        self.calls: dict[str, int] | None = None  # how often each child module has been called
 
 
 class Tape(TorchDispatchMode):
-    """One program on one model. ``TapedRegion`` (region.py) puts it in place.
+    """One program on one model. ``taped_region`` (attach.py) puts it in place.
 
     Attributes:
         audit: Compares replays with what they replace; None where nothing is to be compared.
@@ -349,7 +358,7 @@ class Tape(TorchDispatchMode):
         if placeholder is not None:
             return placeholder
         if self._outer_hooks is not None:
-            return PackedByOuterHooks(self._outer_hooks[1], self._outer_hooks[0](tensor))
+            return partial(self._outer_hooks[1], self._outer_hooks[0](tensor))
         if type(tensor) is torch.nn.Parameter or is_view_of_leaf(tensor):
             return Kept(tensor)
         # An op's own output gets its history only after this, and still looks like a leaf.
@@ -378,9 +387,7 @@ class Tape(TorchDispatchMode):
             if packed.changed():
                 raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)
             return packed.tensor
-        if isinstance(packed, PackedWrapper):
-            return packed.unpack(self.unpack)
-        return packed.unpack() if isinstance(packed, PackedByOuterHooks) else packed
+        return packed.unpack(self.unpack) if kind is PackedWrapper else packed()
 
 
 def _is_memory_of_argument(storage: torch.UntypedStorage, args: tuple) -> bool:

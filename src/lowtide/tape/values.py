@@ -29,17 +29,11 @@ MARK = "_lowtide_value"  # attribute of the storage's Python object that holds t
 
 
 class Source(Protocol):
-    """What gives Values their tensors again: a recipe, which replays an op, or an offloaded tensor, which is fetched.
+    """What gives Values their tensors again: a recipe, which replays an op, or an offload, which is fetched."""
 
-    Attributes:
-        number: Position in the forward pass; sources of one burst run in this order.
-        inputs: The Values that it reads.
-        transient_replays: How many transient replays are left before the final one.
-    """
-
-    number: int
-    inputs: tuple[Value, ...]
-    transient_replays: int
+    number: int  # position in the forward pass; sources of one burst run in this order
+    inputs: tuple[Value, ...]  # those that it reads
+    transient_replays: int  # left before the final one
 
     def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None: ...
 
@@ -50,15 +44,9 @@ class Value:
     """One dropped storage, at one version.
 
     Attributes:
-        output_ref: The tensor that the op returned, while it lives: it needs no View.
-        run: The forward pass that it belongs to.
-        tensor: The output as replayed; None while it is dropped.
         users: How many saved tensors and recipes hold it.
         uses_left: Under ``retain_graph``: users still to come in this backward. Below 0: users that were given a
             transient result.
-        transient: A transient result that autograd holds.
-        original: The dropped tensor itself, kept while it is audited.
-        view: The last View of it, while that lives.
     """
 
     __slots__ = (
@@ -66,11 +54,11 @@ class Value:
         "uses_left", "version", "view",
     )  # fmt: skip
 
-    output_ref: Callable[[], Tensor | None]
-    tensor: Tensor | None
-    original: Tensor | None
-    transient: TransientResult | None
-    view: weakref.ref[View] | None
+    output_ref: Callable[[], Tensor | None]  # the tensor that the op returned, which needs no View
+    tensor: Tensor | None  # the output as replayed
+    original: Tensor | None  # the dropped tensor itself, kept while it is audited
+    transient: TransientResult | None  # that autograd holds
+    view: weakref.ref[View] | None  # the last one
 
     def __init__(self, source: Source, output: int, tensor: Tensor, run: ExecutionState) -> None:
         self._source: Source | None = source
@@ -143,11 +131,7 @@ class ViewSpec:
 
 
 class View(ViewSpec):
-    """Stands for a tensor over a dropped storage; made only once where the storage's replay is final.
-
-    Attributes:
-        tensor_ref: The tensor, while it lives.
-    """
+    """Stands for a tensor over a dropped storage; made only once where the storage's replay is final."""
 
     __slots__ = ("__weakref__", "_made", "tensor_ref", "value")
 
@@ -195,18 +179,6 @@ class Kept:
 
     def changed(self) -> bool:
         return self.version >= 0 and self.tensor._version != self.version
-
-
-class PackedByOuterHooks:
-    """A kept tensor that an outer pair of hooks (``save_on_cpu``, for example) has packed."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
-        self._unpack, self._packed = unpack, packed
-
-    def unpack(self) -> torch.Tensor:
-        return self._unpack(self._packed)
 
 
 def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:

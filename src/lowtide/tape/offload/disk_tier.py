@@ -4,8 +4,6 @@ The file is written and read, never mapped, because a mapping counts against an 
 a thread of its own, so a store never waits for a fetch. The file has no name, so it disappears with the process.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -19,33 +17,23 @@ import torch
 
 from lowtide.errors import TierError
 from lowtide.scratch_file import bytes_at, open_scratch, read_all, write_all
-from lowtide.tape.offload.tiers import hidden_from_modes
+from lowtide.tape.offload.tiers import StoredCopy, hidden_from_modes
 from lowtide.units import format_bytes
 
 _BLOCK = 4096  # every storage starts at a multiple of this
 
 
 class DiskTier:
-    """A scratch file, and two threads that write and read it.
-
-    Args:
-        directory: Of the scratch file; None: the system's for temporary files.
-        budget_bytes: Most bytes in the file at once; None: no limit but the disk.
-        need_bytes: Refuse a directory with less free space.
-        checksums: Compare the checksums of what was written and what is read.
+    """A scratch file of at most ``budget_bytes``, and two threads that write and read it. Arguments: ``TierSettings``.
 
     Raises:
-        TierError: the directory cannot be used.
+        TierError: the directory cannot be used, or has less than ``need_bytes`` free.
     """
 
     def __init__(
-        self,
-        directory: str | Path | None = None,
-        budget_bytes: int | None = None,
-        *,
-        need_bytes: int = 0,
+        self, directory: str | Path | None = None, budget_bytes: int | None = None, *, need_bytes: int = 0,
         checksums: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.fd = open_scratch(directory, need_bytes)
         self.checksums = checksums
         self.space = _Space(budget_bytes)
@@ -53,7 +41,7 @@ class DiskTier:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
         weakref.finalize(self, _close, self.fd, self.writer, self.reader)
 
-    def store(self, storage: torch.UntypedStorage) -> DiskCopy:
+    def store(self, storage: torch.UntypedStorage) -> StoredCopy:
         """Start to write ``storage``. Raises: TierError: the budget is used up."""
         return DiskCopy(self, storage)
 
@@ -69,8 +57,7 @@ class DiskCopy:
         self._reading: Future[None] | None = None
         self._sum: int | None = None
         self._writing = tier.writer.submit(_write, tier.fd, self._offset, storage, tier.checksums)
-        # The space is free only after the write.
-        weakref.finalize(self, _free, tier.space, self._offset, self._size, self._writing)
+        weakref.finalize(self, tier.space.free_after, self._writing, self._offset, self._size)
 
     def settle(self) -> None:
         if self._original is not None:
@@ -99,16 +86,12 @@ class DiskCopy:
 
 
 class _Space:
-    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged.
-
-    Attributes:
-        end_bytes: Where the last allocated range ends.
-    """
+    """Allocates the bytes of the file: first fit, and adjacent free ranges are merged."""
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()  # any thread may free
-        self.end_bytes = 0
+        self.end_bytes = 0  # where the last allocated range ends
         self._free: list[tuple[int, int]] = []  # offset, size; by offset
 
     def allocate(self, size: int) -> int:
@@ -134,8 +117,11 @@ class _Space:
             if self.budget_bytes is not None:
                 self.budget_bytes = max(self.budget_bytes, count)
 
-    def free(self, offset: int, size: int) -> None:
-        size = disk_bytes(size)
+    def free_after(self, writing: Future[int | None], offset: int, size: int) -> None:
+        """The range is free when it has been written."""
+        writing.add_done_callback(lambda _: self._release(offset, disk_bytes(size)))
+
+    def _release(self, offset: int, size: int) -> None:
         with self._lock:
             insort(self._free, (offset, size))
             joined: list[tuple[int, int]] = []
@@ -153,26 +139,19 @@ def disk_bytes(size: int) -> int:
     return -(-max(size, 1) // _BLOCK) * _BLOCK
 
 
-def _free(space: _Space, offset: int, size: int, writing: Future[int | None]) -> None:
-    writing.add_done_callback(lambda _: space.free(offset, size))
-
-
 # What the threads run must not refer to the tier: its finalizer waits for the threads.
 
 
 def _write(fd: int, offset: int, storage: torch.UntypedStorage, checksum: bool) -> int | None:
-    size = storage.nbytes()
-    if not size:
-        return None
-    write_all(fd, storage.data_ptr(), size, offset)
-    return zlib.crc32(bytes_at(storage.data_ptr(), size)) if checksum else None
+    address, size = storage.data_ptr(), storage.nbytes()
+    write_all(fd, address, size, offset)
+    return zlib.crc32(bytes_at(address, size)) if checksum and size else None
 
 
 def _read(fd: int, offset: int, buffer: torch.Tensor, written: int | None) -> None:
-    if not buffer.numel():
-        return
-    read_all(fd, buffer.data_ptr(), buffer.numel(), offset)
-    if written is not None and zlib.crc32(bytes_at(buffer.data_ptr(), buffer.numel())) != written:
+    address, size = buffer.data_ptr(), buffer.numel()
+    read_all(fd, address, size, offset)
+    if written is not None and zlib.crc32(bytes_at(address, size)) != written:
         raise OSError(errno.EIO, f"the checksum of what came back from byte {offset} is not that of what was written")
 
 

@@ -15,8 +15,6 @@ Never run on a GPU. The tests check the order of events against a stand-in for `
 - A failed registration leaves a CUDA error behind that the next kernel would report, so it is cleared.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,18 +24,14 @@ import torch
 from torch import cuda
 
 from lowtide.errors import TierError
-from lowtide.tape.offload.tiers import bytes_of, hidden_from_modes
+from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
 from lowtide.units import format_bytes
 
 _ROUNDING, _PAGE = 1 << 16, 1 << 12
 
 
 class HostTier:
-    """Pinned memory and, for each device, the streams to and from it.
-
-    Args:
-        budget_bytes: Most bytes to pin; None: no limit but the system's.
-    """
+    """Pinned memory, at most ``budget_bytes`` of it, and for each device the streams to and from it."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.pool = _Pool(budget_bytes)
@@ -56,7 +50,7 @@ class HostTier:
         for block in blocks:
             self.pool.free(block)
 
-    def store(self, storage: torch.UntypedStorage) -> HostCopy:
+    def store(self, storage: torch.UntypedStorage) -> StoredCopy:
         """Start to copy ``storage``. Raises: TierError: the budget is used up, or memory cannot be pinned."""
         return HostCopy(self, storage)
 
@@ -73,16 +67,9 @@ class HostCopy:
         self._buffer: torch.Tensor | None = None
         out, _ = tier.streams(self._device)
         with _as_tier_error():
-            out.wait_stream(cuda.current_stream(self._device))  # for the op that makes it
             if self._block.last_read is not None:
                 out.wait_event(self._block.last_read)  # an earlier storage in this block may still be read
-            with hidden_from_modes(), cuda.stream(out):
-                _copy(self._block.memory[: self._size], self._original)
-                written = cuda.Event()
-                written.record(out)
-        # Also if it is never settled: the compute stream reuses its memory.
-        self._wait_for_store = weakref.finalize(self, _wait, self._device, written)
-        self._wait_for_store.atexit = False
+        self._wait_for_store, _ = self._start(out, self._block.memory[: self._size], self._original)
 
     def settle(self) -> None:
         if self._original is not None:
@@ -96,17 +83,8 @@ class HostCopy:
         _, back = self._tier.streams(self._device)
         with hidden_from_modes():
             self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        with _as_tier_error():
-            # For earlier users of this memory, and for the store.
-            back.wait_stream(cuda.current_stream(self._device))
-            with hidden_from_modes(), cuda.stream(back):
-                _copy(self._buffer, self._block.memory[: self._size])
-                read = cuda.Event()
-                read.record(back)
-        self._block.last_read = read
-        # Also if it is never fetched: the compute stream reuses its memory.
-        self._wait_for_fetch = weakref.finalize(self, _wait, self._device, read)
-        self._wait_for_fetch.atexit = False
+        memory = self._block.memory[: self._size]
+        self._wait_for_fetch, self._block.last_read = self._start(back, self._buffer, memory)
 
     def fetch(self) -> torch.Tensor:
         self.start_fetch()
@@ -115,11 +93,26 @@ class HostCopy:
         buffer, self._buffer = self._buffer, None
         return buffer
 
+    def _start(
+        self, stream: cuda.Stream, target: torch.Tensor, source: torch.Tensor
+    ) -> tuple[weakref.finalize, cuda.Event]:
+        """Copy on ``stream``. Returns a call with which the compute stream waits for the copy, and the copy's event."""
+        with _as_tier_error():
+            # For the op that makes the storage, for earlier users of the memory, and for the store before a fetch.
+            stream.wait_stream(cuda.current_stream(self._device))
+            with hidden_from_modes(), cuda.stream(stream):
+                _copy(target, source)
+                copied = cuda.Event()
+                copied.record(stream)
+        # A finalizer waits also if nobody asks for the copy: the compute stream reuses its memory.
+        wait = weakref.finalize(self, _wait, self._device, copied)
+        wait.atexit = False
+        return wait, copied
+
 
 @contextmanager
 def _as_tier_error() -> Iterator[None]:
-    """Turn CUDA errors into TierError, so that ``fit`` can plan without this tier; except when the device has no memory
-    left."""
+    """Turn CUDA errors into TierError, so that ``fit`` can plan without this tier; not where device memory is full."""
     try:
         yield
     except torch.OutOfMemoryError:

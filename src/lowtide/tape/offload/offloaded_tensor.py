@@ -1,13 +1,8 @@
 """Offloaded tensors of one forward pass and its backward.
 
-    OffloadedTensor   takes the place of a dropped tensor's recipe: it reads nothing, and running it fetches.
-    Transfers         of one forward pass: does what a ``TransferQueue`` says.
-
-The simulator uses the same queue. It counts bytes and unpacks, never time: with a slow tier the step waits, and memory
-stays within the prediction.
+They travel as a ``TransferQueue`` says, which the simulator uses, too. It counts bytes and unpacks, never time: with a
+slow tier the step waits, and memory stays within the prediction.
 """
-
-from __future__ import annotations
 
 import threading
 import weakref
@@ -28,14 +23,7 @@ _NO_BACKWARD = -2  # before the first one; outside of a backward the id of the g
 
 
 class OffloadedTensor(Recipe):
-    """A storage on another tier, in the place of the recipe of an op.
-
-    Attributes:
-        number: Position in the forward pass, among the recipes.
-        stored: The copy on the tier; None until it is sent.
-        fetched_in: Graph task id of the backward that fetched it last.
-        original: The tensor itself, kept to be compared with what comes back; None except in rehearsals.
-    """
+    """A storage on another tier, in the place of a recipe: it reads nothing, and running it fetches."""
 
     __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "original", "stored")
 
@@ -44,9 +32,9 @@ class OffloadedTensor(Recipe):
         self.inputs = ()
         self.tensor = None  # its Value has it
         self.transient_replays = 0  # every fetch is final
-        self.stored: StoredCopy | None = None
-        self.fetched_in = _NO_BACKWARD
-        self.original: torch.Tensor | None = None
+        self.stored: StoredCopy | None = None  # until it is sent
+        self.fetched_in = _NO_BACKWARD  # graph task id of the backward that fetched it last
+        self.original: torch.Tensor | None = None  # in rehearsals, to be compared with what comes back
 
     def stand_for(self, value: Value, tensor: torch.Tensor, version: int) -> None:
         """Fetch into ``value``, with the shape of ``tensor``. Writes after ``version`` of it are an error."""
@@ -59,10 +47,7 @@ class OffloadedTensor(Recipe):
         self._version = version
 
     def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None:
-        """Fetch, and hand the tensor to the Value if it is still alive.
-
-        Args:
-            keep, wanted: As for a recipe; with either the copy stays on the tier.
+        """Fetch, and hand the tensor to the Value if it lives. With ``keep`` or ``wanted`` the copy stays on the tier.
 
         Raises:
             RuntimeError: plain autograd's own, the original was changed in place since.
@@ -88,7 +73,7 @@ class OffloadedTensor(Recipe):
 
 
 class Transfers:
-    """What travels in one forward pass and its backward."""
+    """What travels in one forward pass and its backward. Each method raises TierError where a copy failed."""
 
     def __init__(self, tiers: Tiers, max_inflight_bytes: int) -> None:
         self._tiers = tiers
@@ -100,11 +85,7 @@ class Transfers:
         self._backward = _NO_BACKWARD
 
     def send(self, copy: OffloadedTensor, storage: torch.UntypedStorage) -> None:
-        """Store ``storage``, after as many older copies have settled as the plan's limit asks for.
-
-        Raises:
-            TierError: the tier has no room, or an earlier copy failed.
-        """
+        """Store ``storage``, after as many older copies have settled as the plan's limit asks for."""
         with self._lock:
             move = copy.move
             self._settle(self._queue.send(move.storage, move.bytes))
@@ -115,16 +96,12 @@ class Transfers:
                 self._fetch_at[move.storage] = move.fetch_at
 
     def settle_all(self) -> None:
-        """Wait for all copies in flight. Raises: TierError: one failed."""
+        """Wait for all copies in flight."""
         with self._lock:
             self._settle(self._queue.settle_all())
 
     def on_unpack(self) -> None:
-        """Backward unpacks a tensor, of this pass or another: start the fetches that are due.
-
-        Raises:
-            TierError: a copy failed.
-        """
+        """Backward unpacks a tensor, of this pass or another: start the fetches that are due."""
         with self._lock:
             task = torch._C._current_graph_task_id()
             if task > self._backward:  # a new backward; a smaller id is an outer one that goes on

@@ -1,14 +1,13 @@
 """Which tiers a plan may use on this machine, where, and how many bytes of each."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from lowtide.graph.costs import DISK, HOST
-from lowtide.measurement.available_memory import available_bytes
+from lowtide.measurement.device import available_bytes
 from lowtide.measurement.links import check_tier
 from lowtide.options import Offload
 from lowtide.plan import TIER_OF, Plan
@@ -24,36 +23,20 @@ _HOST_SHARE = 0.5  # of available host memory: no other process can use pinned m
 
 @dataclass(frozen=True)
 class TierSettings:
-    """Where the tiers of plans are, and their budgets.
-
-    Attributes:
-        scratch_dir: Directory of the disk tier's file; None: the system's directory for temporary files.
-        disk_budget_bytes: Most bytes in that file; None: no limit but the disk.
-        host_budget_bytes: Most bytes of pinned host memory.
-        checksums: Compare checksums of what is written to disk and what is read.
-        open_tiers: Tiers to use instead of opening any.
-    """
+    """Where the tiers of plans are, and the most bytes in each; None: the system's directory, and no limit."""
 
     scratch_dir: str | Path | None = None
     disk_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     checksums: bool = False
-    open_tiers: Tiers | None = None
 
-    @staticmethod
-    def of(offload: Offload) -> TierSettings:
+    @classmethod
+    def of(cls, offload: Offload) -> Self:
         """For a plan that exists already: a budget left to lowtide is what the plan needs."""
         disk, host = offload.disk_budget, offload.host_budget
-        return TierSettings(
-            offload.scratch_dir,
-            disk_budget_bytes=None if disk is None else _amount("disk_budget", disk),
-            host_budget_bytes=None if host in (None, "auto") else _amount("host_budget", host),
-            checksums=offload.checksums,
-        )
-
-    def kept_open(self, plan: Plan) -> TierSettings:
-        """Settings with the tiers of ``plan`` open, so that many steps open them once. Raises: see ``open``."""
-        return replace(self, open_tiers=self.open(plan))
+        disk_budget_bytes = None if disk is None else int(parse_budget(disk))
+        host_budget_bytes = None if host is None or host == "auto" else int(parse_budget(host))
+        return cls(offload.scratch_dir, disk_budget_bytes, host_budget_bytes, offload.checksums)
 
     def open(self, plan: Plan, reuse: Tiers | None = None) -> Tiers:
         """The tiers that ``plan`` offloads to, by name.
@@ -64,70 +47,50 @@ class TierSettings:
         Raises:
             TierError: one of them is not on this machine, or cannot be used.
         """
-        if self.open_tiers is not None:
-            return self.open_tiers
         sizes: dict[str, list[int]] = {}
         for d in plan.decisions:
             if d.action in TIER_OF:
                 sizes.setdefault(TIER_OF[d.action], []).append(d.bytes)
         opened: dict[str, Tier] = {}
-        for tier, offloaded in sizes.items():
-            check_tier(tier, plan.device)
-            found = (reuse or {}).get(tier)
-            opened[tier] = self._disk(offloaded, found) if tier == DISK else self._host(offloaded, found)
+        for name, offloaded in sizes.items():
+            check_tier(name, plan.device)
+            # Plans do not round up the bytes of storages, as tiers do. A plan within its budget must still fit.
+            need_bytes = sum(map(disk_bytes if name == DISK else host_bytes, offloaded))
+            tier = (reuse or {}).get(name)
+            if name == DISK:
+                if not isinstance(tier, DiskTier):
+                    bound = self.disk_budget_bytes
+                    tier = DiskTier(self.scratch_dir, bound, need_bytes=need_bytes, checksums=self.checksums)
+                tier.space.raise_budget_to(need_bytes)
+            else:
+                tier = tier if isinstance(tier, HostTier) else HostTier(self.host_budget_bytes)
+                tier.pool.raise_budget_to(need_bytes)
+                tier.reserve(offloaded)
+            opened[name] = tier
         return opened
 
-    # Plans do not round up the bytes of storages, as tiers do. A plan within its budget must still fit.
 
-    def _disk(self, sizes: list[int], found: Tier | None) -> Tier:
-        need_bytes = sum(map(disk_bytes, sizes))
-        if not isinstance(found, DiskTier):
-            found = DiskTier(self.scratch_dir, self.disk_budget_bytes, need_bytes=need_bytes, checksums=self.checksums)
-        found.space.raise_budget_to(need_bytes)
-        return found
-
-    def _host(self, sizes: list[int], found: Tier | None) -> Tier:
-        tier = found if isinstance(found, HostTier) else HostTier(self.host_budget_bytes)
-        tier.pool.raise_budget_to(sum(map(host_bytes, sizes)))
-        tier.reserve(sizes)
-        return tier
-
-
-def usable(
-    device: str,
-    policy: Offload,
-) -> tuple[TierSettings, dict[str, int]]:
+def usable(device: str, policy: Offload) -> tuple[TierSettings, dict[str, int]]:
     """The tiers that ``policy`` allows on ``device``, and the most bytes that a plan may offload to each.
 
     Raises:
         TierError: a tier does not exist for this device, or its directory cannot be used.
-        ValueError, TypeError: a budget is not an amount of memory.
     """
-    scratch_dir, disk_budget, host_budget = policy.scratch_dir, policy.disk_budget, policy.host_budget
-    settings = TierSettings(scratch_dir, checksums=policy.checksums)
+    settings, scratch_dir = TierSettings.of(policy), policy.scratch_dir
     capacities: dict[str, int] = {}
-    if scratch_dir is not None or disk_budget is not None:
+    if scratch_dir is not None or policy.disk_budget is not None:
         check_tier(DISK, device)
         os.close(open_scratch(scratch_dir))
         free = free_bytes(tempfile.gettempdir() if scratch_dir is None else scratch_dir)
-        capacities[DISK] = int(_FREE_SHARE * free) if disk_budget is None else _amount("disk_budget", disk_budget)
-        settings = replace(settings, disk_budget_bytes=capacities[DISK])
-    if host_budget is not None and (host_budget != "auto" or device == "cuda"):
+        capacities[DISK] = settings.disk_budget_bytes or int(_FREE_SHARE * free)
+    if policy.host_budget is not None and (policy.host_budget != "auto" or device == "cuda"):
         check_tier(HOST, device)
-        automatic = host_budget == "auto"
-        capacities[HOST] = automatic_host_bytes() if automatic else _amount("host_budget", host_budget)
-        settings = replace(settings, host_budget_bytes=capacities[HOST])
-    return settings, capacities
+        capacities[HOST] = settings.host_budget_bytes or automatic_host_bytes()
+    disk, host = capacities.get(DISK), capacities.get(HOST)
+    return replace(settings, disk_budget_bytes=disk, host_budget_bytes=host), capacities
 
 
 def automatic_host_bytes() -> int:
     """This rank's share of half of the available host memory."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(_HOST_SHARE * available_bytes("cpu")) // max(1, int(ranks) if ranks.isdigit() else 1)
-
-
-def _amount(name: str, budget: int | str) -> int:
-    found = parse_budget(budget)
-    if not isinstance(found, int):
-        raise ValueError(f'{name}={budget!r} is not an amount of memory. Pass bytes as an int, or "20GiB".')
-    return found

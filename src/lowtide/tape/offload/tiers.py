@@ -1,13 +1,8 @@
 """Tiers hold offloaded storages. ``disk_tier.py`` and ``host_tier.py`` implement the two there are.
 
-    Tier         starts a copy of a storage and returns a StoredCopy.
-    StoredCopy   one copy: settle it (the original can be freed), start its fetch, fetch it.
-
 A tier moves bytes and knows nothing of plans; ``offloaded_tensor.py`` says when. Stores run one after the other, and so
 do fetches, both in parallel with the computation.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,32 +16,20 @@ class StoredCopy(Protocol):
     """One copy on a tier. Its space there is free again when this object dies."""
 
     def settle(self) -> None:
-        """Wait until the copy is complete, and release the original.
-
-        Raises:
-            TierError: the copy could not be made.
-        """
+        """Wait until the copy is complete, and release the original. Raises: TierError: it could not be made."""
 
     def start_fetch(self) -> None:
         """Allocate memory and start the fetch, unless it has started."""
 
     def fetch(self) -> torch.Tensor:
-        """The bytes of the storage, shape ``(num_bytes,)``, in memory of their own. Waits for them.
-
-        Raises:
-            TierError: they cannot be read.
-        """
+        """The bytes of the storage, flat, in memory of their own. Waits. Raises: TierError: they cannot be read."""
 
 
 class Tier(Protocol):
     """A place for offloaded storages."""
 
     def store(self, storage: torch.UntypedStorage) -> StoredCopy:
-        """Start to copy ``storage``, which stays alive until the copy has settled.
-
-        Raises:
-            TierError: there is no room, or an earlier copy failed.
-        """
+        """Start to copy ``storage``, which lives until the copy has settled. Raises: TierError: there is no room."""
 
 
 Tiers = Mapping[str, Tier]  # by name: ``host``, ``disk``

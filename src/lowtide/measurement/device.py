@@ -1,11 +1,27 @@
-"""Bytes that can still be allocated on a device, within the limits of control groups and address space."""
+"""The name of a device, and the bytes that can still be allocated on it."""
 
-from __future__ import annotations
-
+import platform
 from pathlib import Path
 
 import psutil
 import torch
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+
+def device_name(device: str | torch.device = "cpu") -> str:
+    """Return the model name that ``device`` reports; the machine type where a CPU reports none."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] not in ("", "unknown") else platform.machine() or "cpu"
 
 
 def available_bytes(device: str | torch.device = "cpu") -> int:
@@ -17,7 +33,9 @@ def available_bytes(device: str | torch.device = "cpu") -> int:
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    limits = [psutil.virtual_memory().available, cgroup_available_bytes(), _address_space_left_bytes()]
+    limits = [psutil.virtual_memory().available, cgroup_available_bytes()]
+    if resource is not None and (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        limits.append(limit - psutil.Process().memory_info().vms)
     return max(0, min(left for left in limits if left is not None))
 
 
@@ -60,15 +78,6 @@ def _read_count(path: Path) -> int | None:
 
 def _read_stat(path: Path, key: str) -> int:
     try:
-        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == key)
-    except (OSError, StopIteration):
+        return int(dict(line.split(maxsplit=1) for line in path.read_text().splitlines())[key])
+    except (OSError, KeyError):
         return 0
-
-
-def _address_space_left_bytes() -> int | None:
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms

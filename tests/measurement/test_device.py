@@ -8,13 +8,13 @@ import textwrap
 import pytest
 import torch
 
-from lowtide.measurement.available_memory import available_bytes, cgroup_available_bytes
+from lowtide.measurement.device import available_bytes, cgroup_available_bytes
 
 
 def test_available_bytes_respects_an_address_space_limit():
     script = textwrap.dedent("""
         import resource, psutil
-        from lowtide.measurement.available_memory import available_bytes
+        from lowtide.measurement.device import available_bytes
         room = 256 * 2**20
         limit = psutil.Process().memory_info().vms + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
