@@ -59,7 +59,7 @@ def frontier(
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
     capacities = offload_capacities(costs, offload)
     # Many points, so each of them quickly: ``solve`` may find a little more at one.
-    limits = Limits(multi_segment=False, published_candidates=False)
+    limits = Limits(multi_segment=False)
     search: ExactSearch | OffloadSearch = (
         OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
     )

@@ -27,8 +27,6 @@ class Limits:
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
         local_search_share: Of the events that local search may simulate.
         multi_segment: Whether to try runs of several segments where single segments leave a plan far from the bound.
-        published_candidates: Whether to evaluate every candidate that each published method has for the budget; on
-            steps that are small enough for it.
     """
 
     time_limit_s: float = tuning.TIME_LIMIT_S
@@ -36,7 +34,6 @@ class Limits:
     gap: float | None = None
     local_search_share: float = 1.0
     multi_segment: bool = True
-    published_candidates: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,22 +41,19 @@ class SearchResult:
     """What one search found.
 
     Attributes:
-        evaluated: The candidates in the order found; the last is within the budget if any is.
+        best: The fastest candidate within the budget; None where none was found.
         proven: Whether the model has no faster candidate, within the tolerance.
         bound_ms: No candidate of the model has a shorter step.
     """
 
-    evaluated: list[Evaluated]
+    best: Evaluated | None
     proven: bool
     bound_ms: float
 
     @property
     def best_ms(self) -> float:
-        return self.evaluated[-1].timeline.step_ms if self.evaluated else 0.0
-
-    def best_within(self, budget_bytes: int) -> float:
-        """Step time of the fastest candidate within the budget; infinite where there is none."""
-        return min((e.timeline.step_ms for e in self.evaluated if e.peak_bytes <= budget_bytes), default=math.inf)
+        """Step time of ``best``; infinite where there is none."""
+        return math.inf if self.best is None else self.best.timeline.step_ms
 
 
 class SearchContext:

@@ -22,7 +22,6 @@ from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
-from lowtide.solvers.published.selective import selective
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,9 @@ class ColumnPool:
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
         self._densified: set[tuple[float, bool]] = set()
-        self._rounded: set[Prices] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
         self.plain = self.column(complete_actions(subgraph.graph, ()))
         self.add(self.plain)
-        self.add(self.column(selective(subgraph.graph)))
 
     @cached_property
     def coarse(self) -> CoarseGraph:
@@ -135,18 +132,11 @@ class ColumnPool:
 
     def price(self, duals: DualPrices, deadline: float) -> float:
         """Add the best column at these prices; return a lower bound of any column's cost at them, in milliseconds."""
-        prices = self._prices(duals, digits=6)
-        if prices not in self._priced:
-            self._priced[prices] = self._solve(prices, deadline)
-        return self._priced[prices]
-
-    def _prices(self, duals: DualPrices, *, digits: int) -> Prices:
-        """``duals`` as prices, rounded so that nearly equal ones are solved once."""
 
         def rounded(ms: float) -> float:
-            return float(f"{ms:.{digits}g}")
+            return float(f"{ms:.6g}")  # nearly equal ones are solved once
 
-        return Prices(
+        prices = Prices(
             rounded(duals.kept_ms),
             rounded(duals.peak_ms),
             self.subgraph.backward_start,
@@ -154,6 +144,9 @@ class ColumnPool:
             self.subgraph.forward_end,
             None if duals.forward_ms is None else rounded(duals.forward_ms),
         )
+        if prices not in self._priced:
+            self._priced[prices] = self._solve(prices, deadline)
+        return self._priced[prices]
 
     def densify(self, peak_ms: float, *, at_forward_end: bool, points: int, deadline: float) -> bool:
         """Add columns between the known ones, which prices alone never find: they are inside the convex hull.
@@ -178,17 +171,6 @@ class ColumnPool:
             most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - fixed
             self._solve(Prices(0.0, key[0], at, max_kept_bytes=most), deadline)
         return len(self.columns) > before
-
-    def add_rounded(self, duals: DualPrices) -> None:
-        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
-        prices = self._prices(duals, digits=2)
-        if prices in self._rounded:
-            return
-        self._rounded.add(prices)
-        model = PeakModel(self.coarse, None, prices=prices)
-        values = model.program.relax().values
-        if len(values):
-            self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
 
     def _solve(self, prices: Prices, deadline: float) -> float:
         model = PeakModel(self.coarse, None, prices=prices)

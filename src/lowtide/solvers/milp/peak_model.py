@@ -324,34 +324,24 @@ class PeakModel:
 
     # Cuts
 
-    def forbid(self, values: np.ndarray, event: int, replayed_op: int | None, peak_bytes: int) -> bool:
+    def forbid(self, values: np.ndarray, event: int, replayed_op: int | None, peak_bytes: int) -> None:
         """Make the row of ``event``, while ``replayed_op`` runs again, say ``peak_bytes`` of ``values``.
 
-        Returns:
-            Whether a row that was missing did it, instead of a correction to one that was wrong.
+        Where that row is missing it is added instead.
         """
         coarse = self.coarse
-        moment: tuple | None = None
-        if replayed_op is not None:
-            trigger, group = coarse.trigger_at(event), coarse.group_of.get(replayed_op)
-            if group is not None and trigger in group.triggers:
-                moment = ("burst", trigger, group.head)
-                if moment not in self._rows:
-                    self.add_burst(group, trigger)
-                    return True
-        if moment is None:
+        trigger, group = coarse.trigger_at(event), coarse.group_of.get(-1 if replayed_op is None else replayed_op)
+        if group is not None and trigger in group.triggers:
+            moment: tuple = ("burst", trigger, group.head)
+            if moment not in self._rows:
+                self.add_burst(group, trigger)
+                return
+        else:
             starts = [interval.start for interval in coarse.intervals]
-            number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
-            moment = ("interval", starts[number])
+            moment = ("interval", starts[max(int(np.searchsorted(starts, event, side="right")) - 1, 0)])
         row = self._rows[moment]
-        self.program.row_upper[row] = min(self.program.row_upper[row], self._upper_for(values, row, peak_bytes))
-        return False
-
-    def _upper_for(self, values: np.ndarray, row: int, peak_bytes: int) -> float:
-        """The right-hand side that ``values`` misses by as much as ``peak_bytes`` misses the limit."""
-        limit = self.budget_bytes if self.budget_bytes is not None else self.claimed_peak_bytes(values)
-        activity = self.program.activity(row, values)
-        return activity - (peak_bytes - limit) / self.byte_unit
+        missing = (peak_bytes - self.claimed_peak_bytes(values)) / self.byte_unit
+        self.program.row_upper[row] = min(self.program.row_upper[row], self.program.activity(row, values) - missing)
 
     # Reading a solution
 
