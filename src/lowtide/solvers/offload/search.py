@@ -99,8 +99,7 @@ class OffloadSearch:
 
         def attempt(storages: list[int], base: _Evaluated, load: float) -> None:
             """Offload what of ``storages`` the links carry at ``load``, beside the replays of ``base``."""
-            unlimited = math.isinf(load)
-            offloaded = self._assign_tiers(storages) if unlimited else self._carried(storages, load, base.timeline)
+            offloaded = self._carried(storages, load, base.timeline)
             if frozenset(offloaded.items()) not in tried:
                 tried.add(frozenset(offloaded.items()))
                 evaluated.extend(self._plan_with(offloaded, base, budget_bytes))
@@ -233,6 +232,8 @@ class OffloadSearch:
 
     def _carried(self, storages: list[int], load: float, timeline: Timeline) -> dict[int, str]:
         """Actions for those ``storages`` that links of ``load`` times the speed carry out and back in time."""
+        if math.isinf(load):
+            return self._assign_tiers(storages)
         graph, links = self.graph, self.costs.links
         at_ms = event_times(graph, self.costs, timeline)
         facts = step_facts(graph)
