@@ -1,7 +1,5 @@
 """The one place where a candidate becomes a ``Plan``: simulated, bounded, written down with its evidence."""
 
-from __future__ import annotations
-
 import time
 
 from lowtide.errors import LowtideError

@@ -1,7 +1,5 @@
 """``solve``: a graph, its costs and a budget in, a plan out, whatever the method."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 

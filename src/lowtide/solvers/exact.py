@@ -4,7 +4,8 @@
 a bound, not by a rule. It does not mean that every plan is proven best. On graphs small enough to be modelled op by op,
 status ``optimal`` is a proof for all plans that replay each op at most once. On larger graphs the proof holds, within
 the tolerance, for the plans of the model: they replay each group of ops as a whole, at most once, and inside its
-segment where the step is decomposed. Local search adds candidates that no model has, and proves nothing. The gap that a plan shows is to the lower bound for every plan (``lower_bound/bound.py``).
+segment where the step is decomposed. Local search adds candidates that no model has, and proves nothing. The gap that
+a plan shows is to the lower bound for every plan (``lower_bound/bound.py``).
 
 A MILP (``peak_model.py``) chooses and the simulator evaluates (``monolithic.py``). Steps too large for one MILP are
 planned segment by segment (``decomposed_search.py``).
@@ -16,8 +17,6 @@ so the least peak is the same whenever it is asked for.
 Known weaknesses: plans that replay an op more than once are found, not proven best; on large graphs the least peak is
 the best found, not proven.
 """
-
-from __future__ import annotations
 
 from functools import cached_property
 

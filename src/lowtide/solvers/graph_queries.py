@@ -1,7 +1,5 @@
 """What every solver asks of a graph: what may be recomputed, what a choice drags along, which layers repeat."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 

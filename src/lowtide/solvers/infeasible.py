@@ -1,7 +1,5 @@
 """The error for a budget that no plan fits: what would do, what is proven, and which op needs most memory."""
 
-from __future__ import annotations
-
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -13,13 +11,7 @@ from lowtide.units import format_bytes
 
 
 def infeasible_error(
-    graph: StepGraph,
-    costs: Costs,
-    budget_bytes: int,
-    least: Candidate,
-    *,
-    method: str,
-    offload: bool = False,
+    graph: StepGraph, costs: Costs, budget_bytes: int, least: Candidate, *, method: str, offload: bool = False
 ) -> BudgetInfeasibleError:
     """The error for a budget below the peak of ``least``, the candidate with the least peak that the method found.
 

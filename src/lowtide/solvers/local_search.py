@@ -12,8 +12,6 @@ leaves fewer of them counts too. The search ends when no change helps: at a loca
 The models of ``exact.py`` replay every op at most once; this is how it learns where more often is cheaper.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

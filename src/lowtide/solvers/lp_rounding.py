@@ -12,8 +12,6 @@ Known weaknesses: starts far above the budget are left alone, where local search
 is for small steps only, where a simulation and a relaxation take little.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

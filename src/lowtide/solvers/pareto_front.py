@@ -1,7 +1,5 @@
 """The whole trade-off: the fastest plan at each of several peaks, from the least there is to the plain step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What fills memory at a plan's peak: stored in the plan, so that ``Plan.explain`` needs no graph."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +15,7 @@ _MOST_HOLDERS = 6
 _SLICES = 40  # of the step, for each of which link use is stored
 
 
-def evidence(
-    graph: StepGraph,
-    candidate: Candidate,
-    timeline: Timeline,
-    ms_per_byte: float | None,
-) -> Evidence:
+def evidence(graph: StepGraph, candidate: Candidate, timeline: Timeline, ms_per_byte: float | None) -> Evidence:
     """The peak's moment, what fills it, the price of memory, what links carry.
 
     Args:

@@ -1,7 +1,5 @@
 """State shared by the search stages: graph, costs, limits, tolerance, evaluation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ input gives the same plan. Sizes are ``CoarseGraph.size`` unless the name says o
 refer to ``benchmarks/LOG.md``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The search for a deep step, segment by segment: single segments first, then runs of several, then local search."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -10,8 +10,6 @@ as single segments are (``pricing.py``), at the bound's price of a byte; longer 
 are evaluated by the simulator like all others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

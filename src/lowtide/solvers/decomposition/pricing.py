@@ -5,8 +5,6 @@ of peak cost what the duals say. Local search derives columns with lower peaks, 
 (``local_search.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -9,8 +9,6 @@ A storage that another segment's backward asks for, or that outlives its own seg
 activation that another segment makes and autograd does not store may be kept for replays; its bytes then count here.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Builds the subgraph of consecutive segments: its storages, ops and events, and storages for what others hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """One MILP for the whole step: first its rounded relaxation, then branch and bound where that is not near enough."""
 
-from __future__ import annotations
-
 import math
 import time
 

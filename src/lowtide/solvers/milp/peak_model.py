@@ -23,8 +23,6 @@ Burst rows say the same of the moment when group k runs inside the burst of trig
 stand at t, the others at t-1, and k's own bytes count if it runs then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

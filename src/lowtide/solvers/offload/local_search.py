@@ -5,8 +5,6 @@ alone; the largest groups first, with each action they do not have. It finds wha
 misses (``benchmarks/LOG.md``). The number of tries is limited by their size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from lowtide.explanation import collapse_path

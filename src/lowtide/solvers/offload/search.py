@@ -9,8 +9,6 @@ carry only program order decides. The lower bound (``lower_bound/offload_columns
 and says how much that can lose.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -49,11 +47,7 @@ class _Evaluated:
 
 
 def search_with_offload(
-    graph: StepGraph,
-    costs: Costs,
-    budget_bytes: int,
-    limits: Limits,
-    capacities: Mapping[str, int | None],
+    graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits, capacities: Mapping[str, int | None]
 ) -> Candidate:
     """The fastest plan found within ``budget_bytes``.
 

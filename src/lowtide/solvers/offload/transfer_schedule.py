@@ -5,8 +5,6 @@ slack. While memory is above the budget, fetches in flight at that moment are de
 starts keep little memory in flight. A link that is then too late costs time, which the simulator counts.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
