@@ -249,6 +249,7 @@ PARTS: dict[str, Part] = {
     "columns with lower peaks": Part(
         {"decomposition.pricing:ColumnPool.add_lower_peaks": no}, telling=False, least=True
     ),
+    "rounded columns": Part({"decomposition.pricing:ColumnPool.add_rounded": nothing}, telling=False, least=True),
     "columns between known ones": Part({"decomposition.master:ColumnGeneration._densify": no}),
     "cuts in pricing": Part(
         {"tuning:PRICING_CUT_ROUNDS": 1}, ("decomposition.pricing:ColumnPool._solve",), telling=False, later=1

@@ -136,12 +136,23 @@ class ColumnGeneration:
         nothing = self.graph.resident_bytes
         for _ in range(tuning.MIN_PEAK_PRICING_ROUNDS):
             master = _MasterProblem(self, nothing, separate_forward=False)
-            if not self._lower_peaks(master, master.program.relax()):
+            if not self._add_rounded_columns(master, master.program.relax()):
                 break
         arcs = [run.arcs(separate_forward=False) for run in self.runs]
         path = fastest_path(len(arcs), arcs, least_budget(len(arcs), arcs))
         assert path is not None
         return self._combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
+
+    def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult) -> bool:
+        """Add columns that are quickly found, for budgets that no choice fits yet; return whether there were any.
+
+        They give no bound, so no column has to be the best.
+        """
+        before = sum(len(pool.columns) for pool in self.distinct_pools)
+        for segment, pool in enumerate(self.pools):
+            pool.add_rounded(master.prices(segment, relaxed.duals))
+        self._lower_peaks(master, relaxed)
+        return sum(len(pool.columns) for pool in self.distinct_pools) > before
 
     def _densify(self, prices: dict[ColumnPool, set[PeakPrice]], deadline: float) -> bool:
         points = max(tuning.DENSIFY_POINTS // len(self.distinct_pools), tuning.DENSIFY_MIN_POINTS)
@@ -162,7 +173,7 @@ class ColumnGeneration:
             relaxed = master.program.relax()
             is_short = master.is_short(relaxed.values)
             if is_short:
-                if self._lower_peaks(master, relaxed) and time.perf_counter() < deadline:
+                if self._add_rounded_columns(master, relaxed) and time.perf_counter() < deadline:
                     continue
                 shortage_rounds -= 1
                 if shortage_rounds < 0:

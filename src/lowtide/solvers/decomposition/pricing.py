@@ -67,6 +67,7 @@ class ColumnPool:
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
+        self._rounded: set[Prices] = set()
         self._densified: set[tuple[float, bool]] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
         self.plain = self.column(complete_actions(subgraph.graph, ()))
@@ -130,21 +131,33 @@ class ColumnPool:
 
     def price(self, duals: DualPrices, deadline: float) -> float:
         """Add the best column at these prices; return a lower bound of any column's cost at them, in milliseconds."""
-
-        def rounded(ms: float) -> float:
-            return float(f"{ms:.6g}")  # nearly equal ones are solved once
-
-        prices = Prices(
-            rounded(duals.kept_ms),
-            rounded(duals.peak_ms),
-            self.subgraph.backward_start,
-            rounded(duals.forward_end_ms),
-            self.subgraph.forward_end,
-            None if duals.forward_ms is None else rounded(duals.forward_ms),
-        )
+        prices = self._prices(duals, digits=6)
         if prices not in self._priced:
             self._priced[prices] = self._solve(prices, deadline)
         return self._priced[prices]
+
+    def add_rounded(self, duals: DualPrices) -> None:
+        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
+        prices = self._prices(duals, digits=2)
+        if prices in self._rounded:
+            return
+        self._rounded.add(prices)
+        model = PeakModel(self.coarse, None, prices=prices)
+        values = model.program.relax().values
+        if len(values):
+            self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
+
+    def _prices(self, duals: DualPrices, *, digits: int) -> Prices:
+        """``duals`` as prices, rounded so that nearly equal ones are solved once."""
+
+        def rounded(ms: float) -> float:
+            return float(f"{ms:.{digits}g}")
+
+        graph, forward_ms = self.subgraph, duals.forward_ms
+        return Prices(
+            rounded(duals.kept_ms), rounded(duals.peak_ms), graph.backward_start, rounded(duals.forward_end_ms),
+            graph.forward_end, None if forward_ms is None else rounded(forward_ms),
+        )  # fmt: skip
 
     def densify(self, peak_ms: float, *, at_forward_end: bool, points: int, deadline: float) -> bool:
         """Add columns between the known ones, which prices alone never find: they are inside the convex hull.
