@@ -42,21 +42,8 @@ from lowtide.solvers.published.methods import fixed_actions, lazy_candidates
 from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
 
 
-def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Candidate:
-    """Return the fastest candidate found within ``budget_bytes``.
-
-    Raises:
-        BudgetInfeasibleError: none was found that needs so little.
-    """
-    return ExactSearch(graph, costs, limits).within(budget_bytes)
-
-
 class ExactSearch:
-    """The search on one step; searches for several budgets share what they learn.
-
-    Attributes:
-        plain: The step that saves everything.
-    """
+    """The search on one step; searches for several budgets share what they learn."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         ops = ops_worth_replaying(graph)
@@ -121,9 +108,12 @@ class ExactSearch:
 
     def _impossible(self, budget_bytes: int) -> bool:
         # A published method that fits is found faster than the proof that none can.
-        likely = (actions for actions in self._fixed_actions if self._saved_bytes(actions) <= budget_bytes)
-        if any(self.context.evaluate(actions).peak_bytes <= budget_bytes for actions in likely):
-            return False
+        storages, stored = self.graph.storages, stored_at_backward_start(self.graph)
+        for actions in self._fixed_actions:
+            saved_bytes = sum(storages[s].bytes for s in stored if actions.get(s) != RECOMPUTE)
+            may_fit = self.graph.resident_bytes + saved_bytes <= budget_bytes
+            if may_fit and self.context.evaluate(actions).peak_bytes <= budget_bytes:
+                return False
         return budget_bytes < bound_peak(self.graph)
 
     def _near_least_peak(self, budget_bytes: int) -> Candidate:
@@ -156,27 +146,18 @@ class ExactSearch:
     def _chain_schedules(self) -> list[LazyCandidate]:
         """Schedules that may replay an op many times."""
         try:
-            return [
-                *lazy_candidates(self.graph, self.costs, "rotor"),
-                *lazy_candidates(self.graph, self.costs, "revolve"),
-            ]
+            return [c for method in ("rotor", "revolve") for c in lazy_candidates(self.graph, self.costs, method)]
         except ValueError:  # no layer repeats
             return []
 
     @cached_property
     def published(self) -> list[Evaluated]:
-        """The published methods that take no budget: the result has to be as good as each of them."""
+        """The published methods that take no budget."""
         return [self.context.evaluate(actions) for actions in self._fixed_actions]
 
     @cached_property
     def _fixed_actions(self) -> list[dict[int, str]]:
         return fixed_actions(self.graph)
-
-    def _saved_bytes(self, actions: dict[int, str]) -> int:
-        """What is live when backward begins because it is saved, or lived before the step."""
-        storages = self.graph.storages
-        held = sum(storages[s].bytes for s in stored_at_backward_start(self.graph) if actions.get(s) != RECOMPUTE)
-        return self.graph.resident_bytes + held
 
     @cached_property
     def min_peak(self) -> Evaluated:

@@ -61,7 +61,11 @@ def frontier(
     search: ExactSearch | OffloadSearch = (
         OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
     )
-    least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
+    least, most = graph.resident_bytes, simulate_actions(graph, costs, {}).peak_bytes
+    try:
+        search.within(least)
+    except BudgetInfeasibleError as error:
+        least = error.least_bytes
     # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.
     budgets = sorted({least + (most - least) * i**2 // (points - 1) ** 2 for i in range(points)})
     found: list[Plan] = []
@@ -78,12 +82,3 @@ def frontier(
         if not front or plan.predicted_step_ms < front[-1].step_ms:
             front.append(FrontierPoint(plan.predicted_peak_bytes, plan.predicted_step_ms, plan))
     return front
-
-
-def _least_bytes(search: ExactSearch | OffloadSearch) -> int:
-    """The least budget that has a plan."""
-    try:
-        search.within(search.graph.resident_bytes)
-    except BudgetInfeasibleError as error:
-        return error.least_bytes
-    return search.graph.resident_bytes

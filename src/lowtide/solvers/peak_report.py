@@ -27,11 +27,9 @@ def evidence(graph: StepGraph, candidate: Candidate, timeline: Timeline, ms_per_
     shown = holders[:_MOST_HOLDERS]
     other = peak.peak_bytes - graph.resident_bytes - sum(group.bytes for group in shown)
     op = None if peak.op is None else graph.ops[peak.op]
-    when = "forward"
-    if op is not None and (peak.replay or op.backward):
-        when = "replay" if peak.replay else "backward"
+    backward = op is not None and op.backward
     return Evidence(
-        when=when,
+        when="replay" if op is not None and peak.replay else "backward" if backward else "forward",
         module="" if op is None else module_of(graph, op) or "the step itself",
         op="" if op is None else short_op(op.name),
         holders=tuple(shown),
@@ -83,10 +81,7 @@ def bottleneck(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> st
     if peak.op is None:
         return "the start of the step"
     op = graph.ops[peak.op]
-    if peak.replay:
-        how = "run again in backward"
-    else:
-        how = "backward" if op.backward else "forward"
+    how = "run again in backward" if peak.replay else "backward" if op.backward else "forward"
     return f"{module_of(graph, op) or 'the step itself'} ({op.name}, {how})"
 
 

@@ -108,7 +108,9 @@ class PeakModel:
         segments = max(coarse.segment_of.values(), default=0) + 1
         minimise_time = self.budget_bytes is not None or self.prices is not None
         self.s: dict[KeepDecision, int] = {
-            d: program.column(self._kept_price(d), integer=True) for d in coarse.decisions if self._has_choice(d)
+            d: program.column(self._kept_price(d), integer=True)
+            for d in coarse.decisions
+            if d.group is not None or not d.stored
         }
         self.A: dict[OpGroup, list[int]] = {}
         self.A_of: dict[KeepDecision, list[int]] = {}
@@ -136,18 +138,12 @@ class PeakModel:
     def _kept_price(self, decision: KeepDecision) -> float:
         if self.prices is None:
             return 0.0
-        kept, at_forward_end = (
-            _kept_at(decision, self.prices.backward_start),
-            _kept_at(decision, self.prices.forward_end),
-        )
-        return (self.prices.kept_ms * kept + self.prices.forward_end_ms * at_forward_end) / self.ms_unit
+        prices, kept = self.prices, _kept_at(decision, self.prices.backward_start)
+        return (prices.kept_ms * kept + prices.forward_end_ms * _kept_at(decision, prices.forward_end)) / self.ms_unit
 
     def kept_bytes(self, event: int) -> int:
         """Bytes that the plain step keeps at ``event``, between forward and backward, and a plan need not."""
         return sum(_kept_at(d, event) for d in self.s if d.stored)
-
-    def _has_choice(self, decision: KeepDecision) -> bool:
-        return decision.group is not None or not decision.stored
 
     # Rows without bytes
 
@@ -221,19 +217,16 @@ class PeakModel:
                 end = coarse.trigger_events[group.triggers[-1]]
                 for number in range(*np.searchsorted(starts, (coarse.run_event[group.head], end))):
                     self._add_rng(terms[number], group, coarse.intervals[number].trigger)
+        moments: list[Moment] = []
         highest: dict[Moment, int] = {}
         for interval, found in zip(coarse.intervals, terms, strict=True):
-            key = self._peak_at(interval.start), tuple(found.items())
-            highest[key] = max(highest.get(key, 0), interval.base_bytes)
-        rows: dict[Moment, int] = {}
-        for interval, found in zip(coarse.intervals, terms, strict=True):
-            key = self._peak_at(interval.start), tuple(found.items())
-            if key not in rows:  # intervals that differ in their base alone share the highest one's row
-                rows[key] = self._memory_row(found, highest[key], key[0])
-            self._rows["interval", interval.start] = rows[key]
-
-    def _peak_at(self, event: int) -> int | None:
-        return self.forward_peak if self.prices is not None and event < self.prices.backward_start else self.peak
+            forward = self.prices is not None and interval.start < self.prices.backward_start
+            moments.append((self.forward_peak if forward else self.peak, tuple(found.items())))
+            highest[moments[-1]] = max(highest.get(moments[-1], 0), interval.base_bytes)
+        # Intervals that differ in their base alone share the highest one's row.
+        rows = {moment: self._memory_row(dict(moment[1]), most, moment[0]) for moment, most in highest.items()}
+        for interval, moment in zip(coarse.intervals, moments, strict=True):
+            self._rows["interval", interval.start] = rows[moment]
 
     def _lifetimes(self) -> dict[Piece, tuple[int, int]]:
         """From the first to one past the last event at which each piece may count beyond the base."""
@@ -297,9 +290,9 @@ class PeakModel:
         scaled = {c: v / self.byte_unit for c, v in terms.items()}
         if peak is not None:
             scaled[peak] = -1.0
-            return self.program.row(scaled, upper=(self._resident - constant) / self.byte_unit)
-        assert self.budget_bytes is not None
-        return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
+        limit = self.budget_bytes if peak is None else self._resident
+        assert limit is not None
+        return self.program.row(scaled, upper=(limit - constant) / self.byte_unit)
 
     def add_burst(self, group: OpGroup, trigger: int) -> None:
         """The row for ``group`` running in the burst of ``trigger``."""
@@ -345,8 +338,7 @@ class PeakModel:
 
     def claimed_peak_bytes(self, values: np.ndarray) -> int:
         """The peak as the model sees it; only where the peak is what was minimised."""
-        assert self.peak is not None
-        assert self.forward_peak is not None
+        assert self.peak is not None and self.forward_peak is not None
         highest = max(values[self.peak], values[self.forward_peak])
         return round(highest * self.byte_unit) + self._resident
 
@@ -372,7 +364,7 @@ def _kept_at(decision: KeepDecision, event: int) -> int:
     return sum(p.bytes for p in decision.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
 
 
-def _everyone_at(trigger: int, group: OpGroup | None) -> int:
+def _everyone_at(trigger: int, _: OpGroup | None) -> int:
     return trigger
 
 

@@ -46,32 +46,15 @@ class _Evaluated:
         return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
 
 
-def search_with_offload(
-    graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits, capacities: Mapping[str, int | None]
-) -> Candidate:
-    """The fastest plan found within ``budget_bytes``.
-
-    Args:
-        capacities: Most bytes to offload, by tier; None: any number.
-
-    Raises:
-        BudgetInfeasibleError: no plan was found within the budget.
-    """
-    return OffloadSearch(graph, costs, limits, capacities).within(budget_bytes)
-
-
-def _counted_limits(limits: Limits) -> Limits:
-    """``limits`` by number of nodes. A default time limit goes, so that the plan does not depend on the machine."""
-    time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
-    return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT))
-
-
 class OffloadSearch:
-    """Joint plans of one step, for any number of budgets."""
+    """Joint plans of one step, for any number of budgets; ``capacities``: most bytes to offload by tier, None: any."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, capacities: Mapping[str, int | None]) -> None:
         self.graph, self.costs = graph, costs
-        self.limits = _counted_limits(limits)
+        # Limits by number of nodes: a default time limit goes, so that the plan does not depend on the machine.
+        time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
+        nodes = min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT)
+        self.limits = replace(limits, time_limit_s=time_limit_s, node_limit=nodes)
         # The faster link is loaded first.
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
@@ -82,7 +65,11 @@ class OffloadSearch:
         )
 
     def within(self, budget_bytes: int) -> Candidate:
-        """See ``search_with_offload``."""
+        """The fastest plan found within ``budget_bytes``.
+
+        Raises:
+            BudgetInfeasibleError: no plan was found within the budget.
+        """
         return replace(self._within(budget_bytes), capacities=self.capacities)
 
     def _within(self, budget_bytes: int) -> Candidate:
