@@ -53,7 +53,7 @@ def assert_windows_agree(graph, costs, found, source):
     for segment, window in enumerate(found):
         subgraph = build_subgraph(source, range(segment, segment + 1))
         peaks = simulate_actions(subgraph.graph, costs=subgraph.costs, actions={}).event_peak_bytes
-        ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.backward :], default=0)
+        ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.content.backward :], default=0)
         # An empty window holds what lived when it began.
         for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
             if begin < end:

@@ -48,18 +48,13 @@ PeakPrice = tuple[float, bool]  # ms per byte, and whether a byte kept costs mor
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """A column for each run of segments, as actions and replays of the whole step.
-
-    Attributes:
-        ms: Recompute time. ``bound_ms``: a lower bound of it for all choices of columns.
-        longest: Segments of the longest run.
-    """
+    """A column for each run of segments, as actions and replays of the whole step."""
 
     actions: dict[int, str]
     replays: dict[int, int]
-    ms: float
-    bound_ms: float
-    longest: int
+    ms: float  # recompute time
+    bound_ms: float  # a lower bound of it for all choices of columns
+    longest: int  # segments of the longest run
 
 
 class ColumnGeneration:
@@ -171,7 +166,7 @@ class ColumnGeneration:
         for _ in range(tuning.PRICING_ROUNDS):
             master = _MasterProblem(self, budget_bytes)
             relaxed = master.program.relax()
-            is_short = master.is_short(relaxed.values)
+            is_short = relaxed.values[master.shortage] * self.byte_unit > 0.5  # bytes that the budget does not have
             if is_short:
                 if self._add_rounded_columns(master, relaxed) and time.perf_counter() < deadline:
                     continue
@@ -265,18 +260,15 @@ class _MasterProblem:
         """By segment: the row of its peak, and the row that adds up what is saved."""
         program, unit = self.program, self.generation.byte_unit
         peaks, sums = [], []
-        before = None
+        before: dict[int, float] = {}  # the column of what the segments before have saved
         for run, z in zip(self.generation.runs, self.z, strict=True):
-            pool = run.pool
+            columns, plain = run.pool.columns, kept_of(run.pool.plain)
             after = program.column(upper=float("inf"))
-            terms = {c: peak_of(run.peaks(col)) / unit for c, col in zip(z, pool.columns, strict=True)}
-            less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
-            peaks.append(program.row({**terms, **less}, upper=self._limit))
-            known: dict[int, float] = {} if before is None else {before: -1.0}
-            plain = kept_of(pool.plain)
-            gains = {c: (kept_of(col) - plain) / unit for c, col in zip(z, pool.columns, strict=True)}
-            sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
-            before = after
+            terms = {c: peak_of(run.peaks(column)) / unit for c, column in zip(z, columns, strict=True)}
+            peaks.append(program.row({**terms, self.shortage: -1.0, **before}, upper=self._limit))
+            gains = {c: (kept_of(column) - plain) / unit for c, column in zip(z, columns, strict=True)}
+            sums.append(program.row({after: 1.0, **before, **gains}, upper=0.0))
+            before = {after: -1.0}
         return peaks, sums
 
     def prices(self, segment: int, duals: np.ndarray) -> DualPrices:
@@ -294,7 +286,3 @@ class _MasterProblem:
         column_ms = float(duals[self.convexity_rows[segment]]) * self.ms_unit
         column_ms += kept_ms * plain.kept_bytes + forward_end_ms * plain.forward_end_bytes
         return DualPrices(kept_ms, forward_end_ms, peak_ms, forward_ms, column_ms)
-
-    def is_short(self, values: np.ndarray) -> bool:
-        """Whether ``values`` use memory that the budget does not have."""
-        return bool(values[self.shortage] * self.generation.byte_unit > 0.5)

@@ -31,10 +31,14 @@ class MonolithicSearch:
         answer = self._minimise(model, time.perf_counter() + self.limits.time_limit_s, nodes=self.limits.node_limit)
         if answer.status != "infeasible":
             bound_ms = self.context.floor_ms + max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
+        proven = answer.status == "optimal"
         if len(answer.values):
-            found.append(self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values))))
+            best = self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values)))
+            proven &= best.peak_bytes <= budget_bytes
+            events = self.context.event_budget(tuning.ROUNDING_EVENTS)
+            found += reduce_peak(self.graph, self.costs, best, target_bytes=budget_bytes, events=events)[-1:]
         within = [e for e in found if e.peak_bytes <= budget_bytes]
-        return SearchResult(min(within, key=lambda e: e.rank, default=None), answer.status == "optimal", bound_ms)
+        return SearchResult(min(within, key=lambda e: e.rank, default=None), proven, bound_ms)
 
     def _round_relaxation(self, model: PeakModel, budget_bytes: int) -> tuple[list[Evaluated], float]:
         """Candidates rounded from the relaxation and brought within the budget; and the relaxation's bound."""

@@ -41,23 +41,15 @@ Moment = tuple[int | None, tuple[tuple[int, float], ...]]  # of a row: the colum
 
 @dataclass(frozen=True)
 class Prices:
-    """What memory costs while one segment is planned and the others need memory too: milliseconds per byte.
+    """What memory costs while one segment is planned and the others need memory too: milliseconds per byte."""
 
-    Attributes:
-        kept_ms: Of what is kept at event ``backward_start``.
-        peak_ms: Of the peak; where ``forward_ms`` is given, of the peak from ``backward_start`` on.
-        forward_end_ms: Of what is kept at event ``forward_end``, which comes before ``backward_start``.
-        forward_ms: Of the peak before ``backward_start``; None: the step has one peak.
-        max_kept_bytes: Keep no more at ``backward_start``, of what has a decision.
-    """
-
-    kept_ms: float
-    peak_ms: float
+    kept_ms: float  # of what is kept at event ``backward_start``
+    peak_ms: float  # of the peak; where ``forward_ms`` is given, of the peak from ``backward_start`` on
     backward_start: int
-    forward_end_ms: float = 0.0
+    forward_end_ms: float = 0.0  # of what is kept at event ``forward_end``, which comes before ``backward_start``
     forward_end: int = 0
-    forward_ms: float | None = None
-    max_kept_bytes: int | None = None
+    forward_ms: float | None = None  # of the peak before ``backward_start``; None: the step has one peak
+    max_kept_bytes: int | None = None  # keep no more at ``backward_start``, of what has a decision
 
 
 class PeakModel:
