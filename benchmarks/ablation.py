@@ -350,10 +350,10 @@ PARTS: dict[str, Part] = {
     ),
     "offload: delayed fetches": Part({"offload.transfer_schedule:_delay_fetches": no}, telling=False, linked=True),
     "offload: early fetches": Part(
-        {"tuning:FETCH_DELAY_ROUNDS": 0}, ("offload.transfer_schedule:_within_limit",), telling=False, linked=True
+        {"tuning:FETCH_DELAY_ROUNDS": 0}, ("offload.transfer_schedule:_latest_starts",), telling=False, linked=True
     ),
     "offload: limits on bytes in flight": Part(
-        {"tuning:STORES_IN_FLIGHT": (2, 0)}, ("offload.transfer_schedule:_within_limit",), telling=False, linked=True
+        {"tuning:STORES_IN_FLIGHT": (2, 0)}, ("offload.transfer_schedule:_latest_starts",), telling=False, linked=True
     ),
 }
 

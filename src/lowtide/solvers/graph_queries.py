@@ -1,7 +1,7 @@
 """What every solver asks of a graph: what may be recomputed, what a choice drags along, which layers repeat."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
@@ -90,6 +90,12 @@ def complete_actions(graph: StepGraph, recomputed: Iterable[int], kept: Iterable
             if actions[read] == RECOMPUTE:
                 wanted.append(read)
     return dict(sorted(actions.items()))
+
+
+def choices(graph: StepGraph, actions: Mapping[int, str]) -> tuple[list[int], list[int]]:
+    """What ``complete_actions`` makes ``actions`` of: stored storages recomputed, and unstored ones kept."""
+    recomputed = [s for s, action in actions.items() if action == RECOMPUTE and s in graph.stored]
+    return recomputed, [s for s, action in actions.items() if action == SAVE and s not in graph.stored]
 
 
 @once_per_graph

@@ -8,9 +8,8 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import complete_actions, taped_plain_ms
+from lowtide.solvers.graph_queries import choices, complete_actions, taped_plain_ms
 from lowtide.solvers.local_search import Evaluated, evaluate
 
 
@@ -92,8 +91,7 @@ class SearchContext:
     def save_what_fits(self, evaluated: Evaluated, budget_bytes: int) -> Evaluated:
         """``evaluated`` with every storage saved that the budget has room for, the dearest replay first."""
         graph, ops = self.graph, self.costs.op_ms
-        dropped = [s for s, action in evaluated.actions.items() if action == RECOMPUTE and s in graph.stored]
-        kept = [s for s, action in evaluated.actions.items() if action == SAVE and s not in graph.stored]
+        dropped, kept = choices(graph, evaluated.actions)
         facts = step_facts(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
         tries = self.event_budget(tuning.SAVE_WHAT_FITS_EVENTS) // max(len(graph.events), 1)

@@ -32,14 +32,13 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
 from lowtide.solvers.decomposition.segments import Windows
 from lowtide.solvers.decomposition.shortest_path import fastest_path, least_budget
 from lowtide.solvers.decomposition.subgraph import SubgraphContent, SubgraphSource
 from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.graph_queries import choices, complete_actions
 from lowtide.solvers.milp.highs import LinearProgram, LpResult
 
 T = TypeVar("T")
@@ -209,20 +208,14 @@ class ColumnGeneration:
         return any([pool.add_lower_peaks(pool.columns[place], peak_ms) for (pool, place), peak_ms in price.items()])
 
     def _combine(self, chosen: list[tuple[SegmentRun, Column]], bound_ms: float) -> ColumnChoice:
-        actions, replays = self.actions(chosen), self.replays(chosen)
         longest = max(len(run.segments) for run, _ in chosen)
-        return ColumnChoice(actions, replays, sum(c.ms for _, c in chosen), bound_ms, longest)
+        ms = sum(column.ms for _, column in chosen)
+        return ColumnChoice(self.actions(chosen), self.replays(chosen), ms, bound_ms, longest)
 
     def actions(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, str]:
         """Actions of the whole step."""
-        recomputed, kept = [], []
-        for run, column in chosen:
-            for storage, action in self._on_step(run, column.actions):
-                if action == RECOMPUTE and storage in self.graph.stored:
-                    recomputed.append(storage)
-                elif action == SAVE and storage not in self.graph.stored:
-                    kept.append(storage)
-        return complete_actions(self.graph, recomputed, kept)
+        of_segments = dict(pair for run, column in chosen for pair in self._on_step(run, column.actions))
+        return complete_actions(self.graph, *choices(self.graph, of_segments))
 
     def replays(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, int]:
         """Replays of the whole step, where more than one."""

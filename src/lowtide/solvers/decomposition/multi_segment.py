@@ -13,12 +13,11 @@ are evaluated by the simulator like all others.
 from collections.abc import Sequence
 from itertools import groupby
 
-from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
 from lowtide.solvers.decomposition.subgraph import SubgraphSource
 from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.graph_queries import choices, complete_actions
 
 
 class MultiSegmentColumns:
@@ -105,6 +104,4 @@ def _extended(column: Column, pool: ColumnPool, length: int) -> Column:
             actions[place] = column.actions[source]
         if source in column.replays:
             replays[place] = column.replays[source]
-    recomputed = [s for s, action in actions.items() if action == RECOMPUTE and s in graph.stored]
-    kept = [s for s, action in actions.items() if action == SAVE and s not in graph.stored]
-    return pool.column(complete_actions(graph, recomputed, kept), replays)
+    return pool.column(complete_actions(graph, *choices(graph, actions)), replays)

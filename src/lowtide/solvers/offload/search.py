@@ -138,13 +138,12 @@ class OffloadSearch:
                     offloaded[TIER_OF[action]] += self.graph.storages[s].bytes
             return all(offloaded[tier] <= most for tier, most in sizes.items())
 
-        def rank(found: Scheduled) -> tuple[float, int]:
-            return _Evaluated(best.candidate, found.timeline).rank
-
         moves = self._assign_tiers(self.worth_moving)
-        other = self._evaluate(
-            improve_by_local_search(self.graph, self.costs, best.candidate, budget_bytes, moves, fits, rank)
-        )
+        improved = improve_by_local_search(
+            self.graph, self.costs, best.candidate, budget_bytes, moves, fits,
+            rank=lambda found: _Evaluated(best.candidate, found.timeline).rank,
+        )  # fmt: skip
+        other = self._evaluate(improved)
         return other if other.timeline.peak_bytes <= budget_bytes and other.rank < best.rank else best
 
     def _saved_by(self, base: _Evaluated) -> list[int]:
