@@ -171,8 +171,7 @@ def one_by_one(self: Any, budget_bytes: int, ms_per_byte: float, deadline: float
 
 def single_segments(self: Any, budget_bytes: int) -> Any:
     """``DecomposedSearch.fastest`` without what looks further."""
-    slack_ms = self.context.tolerances()[1]
-    return self._search(lambda asked, deadline: self.columns.solve(asked, slack_ms, deadline), budget_bytes)
+    return self.by_single_segments(budget_bytes)
 
 
 def not_shared(self: Any) -> None:

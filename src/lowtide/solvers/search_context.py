@@ -35,17 +35,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What one search found.
+    """What one search found."""
 
-    Attributes:
-        best: The fastest candidate within the budget; None where none was found.
-        proven: Whether the model has no faster candidate, within the tolerance.
-        bound_ms: No candidate of the model has a shorter step.
-    """
-
-    best: Evaluated | None
-    proven: bool
-    bound_ms: float
+    best: Evaluated | None  # the fastest candidate within the budget; None where none was found
+    proven: bool  # the model has no faster candidate, within the tolerance
+    bound_ms: float  # no candidate of the model has a shorter step
 
     @property
     def best_ms(self) -> float:

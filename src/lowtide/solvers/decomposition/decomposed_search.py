@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.solvers import tuning
@@ -12,8 +11,6 @@ from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
 from lowtide.solvers.search_context import SearchContext, SearchResult
-
-Choose = Callable[[int, float], "ColumnChoice | None"]  # of a budget in bytes and a deadline
 
 
 class DecomposedSearch:
@@ -26,12 +23,7 @@ class DecomposedSearch:
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """The best plan by single segments; where it is far from the lower bound, also by runs of several."""
-        slack_ms = self.context.tolerances()[1]
-
-        def by_single_segments(asked_bytes: int, deadline: float) -> ColumnChoice | None:
-            return self.columns.solve(asked_bytes, slack_ms, deadline)
-
-        result = self._search(by_single_segments, budget_bytes)
+        result = self.by_single_segments(budget_bytes)
         if not self.limits.multi_segment:
             return result
         bound = bound_time(self.graph, self.costs, budget_bytes)
@@ -40,10 +32,8 @@ class DecomposedSearch:
         if not enough_ms < result.best_ms < math.inf:
             return result
 
-        def by_runs(asked_bytes: int, deadline: float) -> ColumnChoice | None:
-            return self.choose_runs(asked_bytes, bound.ms_per_byte, deadline)
-
-        result = min(result, self._search(by_runs, budget_bytes), key=lambda found: found.best_ms)
+        runs = self._evaluated(self.choose_runs(budget_bytes, bound.ms_per_byte, self._deadline()), budget_bytes)
+        result = min(result, runs, key=lambda found: found.best_ms)
         found: list[Evaluated] = []
         if result.best_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
             events = self.context.event_budget(tuning.LP_ROUNDING_EVENTS)
@@ -52,7 +42,7 @@ class DecomposedSearch:
             )
         too_deep = tuning.BUDGETS_ABOVE_TRIES * len(self.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
         if result.best_ms > enough_ms and not (found or too_deep):
-            found = self._from_above(by_runs, budget_bytes, result.best_ms)
+            found = self._from_above(budget_bytes, bound.ms_per_byte, result.best_ms)
         return replace(result, best=found[-1]) if found else result
 
     def choose_runs(self, budget_bytes: int, ms_per_byte: float, deadline: float) -> ColumnChoice | None:
@@ -73,7 +63,7 @@ class DecomposedSearch:
                 return choice
             longest = min(2 * longest, longest_run)
 
-    def _from_above(self, choose: Choose, budget_bytes: int, max_ms: float) -> list[Evaluated]:
+    def _from_above(self, budget_bytes: int, ms_per_byte: float, max_ms: float) -> list[Evaluated]:
         """Candidates faster than ``max_ms``: choices for larger budgets, brought within this one by local search.
 
         Columns cover neither every way to run a segment nor replays across segments; local search may find both.
@@ -81,7 +71,7 @@ class DecomposedSearch:
         found: list[Evaluated] = []
         activations = self.context.plain.peak_bytes - self.graph.resident_bytes
         for share in tuning.BUDGETS_ABOVE:
-            choice = choose(budget_bytes + int(share * activations), math.inf)
+            choice = self.choose_runs(budget_bytes + int(share * activations), ms_per_byte, math.inf)
             if choice is None:
                 continue
             start = self.context.evaluate(choice.actions, choice.replays)
@@ -94,15 +84,19 @@ class DecomposedSearch:
                 max_ms = path[-1].timeline.step_ms
         return found
 
-    def _search(self, choose: Choose, budget_bytes: int) -> SearchResult:
-        """What ``choose`` finds, if the simulator agrees that it is within the budget."""
-        bound_ms = self.context.floor_ms
-        choice = choose(budget_bytes, time.perf_counter() + self.limits.time_limit_s)
-        if choice is None:
-            return SearchResult(None, False, bound_ms)
-        bound_ms += choice.bound_ms
-        best = self.context.evaluate(choice.actions, choice.replays)
-        if best.peak_bytes > budget_bytes:
+    def by_single_segments(self, budget_bytes: int) -> SearchResult:
+        """The best plan in which each segment runs by a column of its own."""
+        slack_ms = self.context.tolerances()[1]
+        return self._evaluated(self.columns.solve(budget_bytes, slack_ms, self._deadline()), budget_bytes)
+
+    def _deadline(self) -> float:
+        return time.perf_counter() + self.limits.time_limit_s
+
+    def _evaluated(self, choice: ColumnChoice | None, budget_bytes: int) -> SearchResult:
+        """``choice`` as a result, if the simulator agrees that it is within the budget."""
+        bound_ms = self.context.floor_ms + (0.0 if choice is None else choice.bound_ms)
+        best = None if choice is None else self.context.evaluate(choice.actions, choice.replays)
+        if best is None or best.peak_bytes > budget_bytes:
             return SearchResult(None, False, bound_ms)
         return SearchResult(best, self.context.within_tolerance(best, bound_ms), bound_ms)
 
