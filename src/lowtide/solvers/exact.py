@@ -1,10 +1,9 @@
 """The method ``exact``: the least recomputation found whose *simulated* peak stays within the budget.
 
-"Exact" means: by the simulator the budget is met to the byte, and the time is minimised by mixed-integer programs with
-a bound, not by a rule. It does not mean that every plan is proven best. On graphs small enough to be modelled op by op,
-status ``optimal`` is a proof for all plans that replay each op at most once. On larger graphs the proof holds, within
-the tolerance, for the plans of the model: they replay each group of ops as a whole, at most once, and inside its
-segment where the step is decomposed. Local search adds candidates that no model has, and proves nothing. The gap that
+"Exact" means: the simulator meets the budget to the byte, and mixed-integer programs with a bound minimise the time. It
+does not mean that every plan is proven best. On graphs small enough to be modelled op by op, status ``optimal`` is a
+proof for all plans that replay each op at most once; on larger ones, within the tolerance, for the plans of the model:
+they replay groups of ops as a whole, at most once, and inside their segment where the step is decomposed. The gap that
 a plan shows is to the lower bound for every plan (``lower_bound/bound.py``).
 
 A MILP (``peak_model.py``) chooses and the simulator evaluates (``monolithic.py``). Steps too large for one MILP are
@@ -14,8 +13,8 @@ Budgets at and below the least peak of replaying once are left to local search f
 (``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). No clock limits that part,
 so the least peak is the same whenever it is asked for.
 
-Known weaknesses: plans that replay an op more than once are found, not proven best; on large graphs the least peak is
-the best found, not proven.
+Known weaknesses: plans that replay an op more than once are found by local search, not proven best; nor is the least
+peak of large graphs.
 """
 
 from functools import cached_property

@@ -1,8 +1,8 @@
 """Plans for one budget that the bound's relaxation points to: what it keeps and replays, rounded, then local search.
 
-The relaxation (``relaxation.py``) knows replays of any reach and number, but counts memory only where it has a slot. So,
-as in ``tighten_bound.py``: round, let the simulator say which stages need most memory above the budget, and relax again
-with slots for those. Local search brings every start within the budget.
+The relaxation (``relaxation.py``) knows replays of any reach and number, but counts memory only where it has a slot.
+So, as in ``tighten_bound.py``: round, let the simulator say which stages need most memory above the budget, and relax
+again with slots for those. Local search brings every start within the budget.
 
 Known weaknesses: starts far above the budget are left alone, where local search finds nothing, or nothing fast; and it
 is for small steps only, where a simulation and a relaxation take little.

@@ -68,7 +68,11 @@ class MultiSegmentColumns:
         for series, single in self._series:
             for length in range(2, min(longest, len(series)) + 1):
                 runs = self._of_length(series, single, length)
-                self._extend_pair(self._pair(series, single), runs[0].pool, length)
+                pair, pool = self._pair(series, single), runs[0].pool
+                if pool is not pair:  # all segments but the last do what the pair's first one does
+                    for column in pair.columns[self._num_extended.get(pool, 0) :]:
+                        pool.add(_extended(column, pool, length))
+                    self._num_extended[pool] = len(pair.columns)
                 found += runs
         return found
 
@@ -84,13 +88,6 @@ class MultiSegmentColumns:
             places = [range(start, start + length) for start in range(series.start, series.stop - length + 1)]
             self._runs[series, length] = [SegmentRun(p, pool, self.source.outside_bytes(p)) for p in places]
         return self._runs[series, length]
-
-    def _extend_pair(self, pair: ColumnPool, pool: ColumnPool, length: int) -> None:
-        """Add to ``pool`` the columns of ``pair``: all segments but the last do what the first one does."""
-        if pool is not pair:
-            for column in pair.columns[self._num_extended.get(pool, 0) :]:
-                pool.add(_extended(column, pool, length))
-            self._num_extended[pool] = len(pair.columns)
 
 
 def _extended(column: Column, pool: ColumnPool, length: int) -> Column:

@@ -28,26 +28,18 @@ IMPORTED = "made by another segment"
 
 
 class SubgraphContent(NamedTuple):
-    """A segment in plain numbers: equal for segments that differ in outside memory alone; those have the same plans.
+    """A segment in plain numbers: equal for segments that differ in outside memory alone; those have the same plans."""
 
-    Attributes:
-        storages: Bytes (0 for what stays outside all through a window), kind, and why it is fixed.
-        ops: As in ``Op``: name, backward, reads, makes, workspace bytes, generator bytes, completes_inplace.
-        op_ms, saved, events: As in a step graph and its costs.
-        forward_end: Event near the end of the forward pass at which Python still holds what it holds for longer than a
-            segment (autocast's copies of weights).
-        backward_start: Event at which the other segments' forward and backward would run.
-        backward: Event at which the segment's own backward begins.
-    """
-
-    storages: tuple[tuple[int, str, str], ...]
-    ops: tuple[tuple, ...]
+    storages: tuple[tuple[int, str, str], ...]  # bytes (0 for what stays outside all through a window), kind, why fixed
+    ops: tuple[tuple, ...]  # name, backward, reads, makes, workspace bytes, generator bytes, completes_inplace
     op_ms: tuple[float, ...]
     saved: tuple[int, ...]
     events: tuple[tuple[int, int], ...]
+    # Near the end of the forward pass, where Python still holds what it holds for longer than a segment (autocast's
+    # copies of weights).
     forward_end: int
-    backward_start: int
-    backward: int
+    backward_start: int  # event at which the other segments' forward and backward would run
+    backward: int  # event at which the segment's own backward begins
 
 
 @dataclass(frozen=True)

@@ -136,10 +136,6 @@ class CoarseGraph:
         """The number of (group, trigger) pairs at which a replay may start: what the model grows with."""
         return sum(len(group.triggers) for group in self.groups)
 
-    def trigger_at(self, event: int) -> int:
-        """The last trigger at or before ``event``; -1 before the first."""
-        return bisect_right(self.trigger_events, event) - 1
-
     def _groups(self) -> list[OpGroup]:
         graph, consumers = self.graph, self.facts.readers
         replayable, head_of = set(self.ops), dict[int, int]()

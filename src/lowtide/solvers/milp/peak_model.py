@@ -23,6 +23,7 @@ Burst rows say the same of the moment when group k runs inside the burst of trig
 stand at t, the others at t-1, and k's own bytes count if it runs then.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -313,7 +314,8 @@ class PeakModel:
         Where that row is missing it is added instead.
         """
         coarse = self.coarse
-        trigger, group = coarse.trigger_at(event), coarse.group_of.get(-1 if replayed_op is None else replayed_op)
+        trigger = bisect_right(coarse.trigger_events, event) - 1
+        group = coarse.group_of.get(-1 if replayed_op is None else replayed_op)
         if group is not None and trigger in group.triggers:
             moment: tuple = ("burst", trigger, group.head)
             if moment not in self._rows:
