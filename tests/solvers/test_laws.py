@@ -112,7 +112,7 @@ def test_what_modules_and_operators_are_called_does_not_matter(budget):
 
     plan, other = solve(graph, costs, budget), solve(renamed(graph), costs, budget)
 
-    # Selective checkpointing goes by operators' names, and is where columns begin.
+    # Segments share columns only where operators are called the same.
     assert other.predicted_step_ms == pytest.approx(plan.predicted_step_ms, rel=2e-3)
     assert max(plan.predicted_peak_bytes, other.predicted_peak_bytes) <= plan.budget_bytes
     # The plan that is known says how near a bound is looked for.
@@ -155,4 +155,4 @@ def test_another_process_finds_the_same_plan_byte_for_byte(name, budget):
         found.append({**json.loads(run.stdout), "solve_s": 0})
 
     assert json.dumps(found[0]) == json.dumps(found[1])
-    assert any(action == "recompute" for _, action, *_ in found[0]["decisions"])
+    assert any(action == "recompute" for _, action, *_ in found[0]["decisions"]["rows"])

@@ -1,7 +1,5 @@
 """Budget and offload arguments as ``solve`` and ``frontier`` take them, turned into bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import TIERS, Costs

@@ -1,7 +1,5 @@
 """The one place where a candidate becomes a ``Plan``: simulated, bounded, written down with its evidence."""
 
-from __future__ import annotations
-
 import time
 
 from lowtide.errors import LowtideError
@@ -40,7 +38,6 @@ def build_plan(
             f"method={method!r} came with a plan of {timeline.peak_bytes} bytes for a budget of {budget_bytes} bytes.\n"
             "This is a bug in lowtide. Another budget may do."
         )
-    plain = simulate_actions(graph, costs, {})
     forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
     finished = {op.completes_inplace for op in graph.forward_ops}
     decisions = []
@@ -48,23 +45,21 @@ def build_plan(
         storage = graph.storages[storage_id]
         assert storage.op is not None
         replay_ms = costs.op_ms[storage.op] + costs.replay_us / 1e3 if action == RECOMPUTE else 0.0
-        decisions.append(
-            Decision(
-                storage_id,
-                action,
-                storage.bytes,
-                forward[storage.op],
-                storage.output,
-                storage_id in graph.stored,
-                replay_ms,
-                candidate.replays.get(storage_id, 1) if action == RECOMPUTE else 1,
-                candidate.moves.fetch_at.get(storage_id) if action in TIER_OF else None,
-            )
-        )
+        replays = candidate.replays.get(storage_id, 1) if action == RECOMPUTE else 1
+        fetch_at = candidate.moves.fetch_at.get(storage_id) if action in TIER_OF else None
+        decisions.append(Decision(
+            storage_id, action, storage.bytes, forward[storage.op], storage.output, storage_id in graph.stored,
+            replay_ms, replays, fetch_at,
+        ))  # fmt: skip
+    ops = []
+    for op in graph.forward_ops:
+        completes = None if op.completes_inplace is None else forward[op.completes_inplace]
+        # An op that others finish counts their reads as its own, and does not get them itself.
+        reads = 0 if op.id in finished else sum(candidate.actions.get(s, SAVE) != SAVE for s in op.reads)
+        ops.append(PlannedOp(op.name, op.frame, op.dynamic, completes, reads))
     bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, candidate.capacities)
     if tighten and bound is not None and budget_bytes is not None and not candidate.capacities:
         bound = tighten_bound(graph, costs, budget_bytes, timeline.step_ms, bound)
-    bound_ms = None if bound is None else bound.step_ms
     searched = {}
     if candidate.bound_ms is not None:
         searched["search_bound"] = f"{candidate.bound_ms:.3f} ms for the plans that method {method} looks at"
@@ -72,26 +67,16 @@ def build_plan(
         method=method,
         decisions=tuple(decisions),
         frames=graph.frames,
-        ops=tuple(
-            PlannedOp(
-                op.name,
-                op.frame,
-                op.dynamic,
-                None if op.completes_inplace is None else forward[op.completes_inplace],
-                # An op that others finish counts their reads as its own, and does not get them itself.
-                0 if op.id in finished else sum(candidate.actions.get(s, SAVE) != SAVE for s in op.reads),
-            )
-            for op in graph.forward_ops
-        ),
+        ops=tuple(ops),
         graph_fingerprint=graph.fingerprint,
         budget_bytes=budget_bytes,
         predicted_peak_bytes=timeline.peak_bytes,
-        plain_peak_bytes=plain.peak_bytes,
+        plain_peak_bytes=simulate_actions(graph, costs, {}).peak_bytes,
         resident_bytes=graph.resident_bytes,
         predicted_step_ms=timeline.step_ms,
         plain_step_ms=costs.plain_step_ms,
         # The bound is a float from another sum of the same terms.
-        bound_ms=None if bound_ms is None else min(bound_ms, timeline.step_ms),
+        bound_ms=None if bound is None else min(bound.step_ms, timeline.step_ms),
         status=candidate.status,
         solve_s=time.perf_counter() - start_s,
         device=graph.device,

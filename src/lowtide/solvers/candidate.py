@@ -1,7 +1,5 @@
 """A choice of actions and replays that is not a plan yet: plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

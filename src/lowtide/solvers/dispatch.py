@@ -1,9 +1,6 @@
 """``solve``: a graph, its costs and a budget in, a plan out, whatever the method."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Mapping, Sequence
 
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
@@ -11,11 +8,10 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.solvers.arguments import TierLimits, absolute_bytes, offload_capacities
 from lowtide.solvers.build_plan import build_plan
-from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.exact import exact
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.infeasible import infeasible_error
-from lowtide.solvers.offload.search import search_with_offload
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
+from lowtide.solvers.offload.search import OffloadSearch
+from lowtide.solvers.published.lazy_candidates import fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
 from lowtide.solvers.search_context import Limits
 
@@ -60,22 +56,8 @@ def solve(
             repeated layers and there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
-    with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
-        capacities = offload_capacities(costs, offload, method=method)
-        return _solve(graph, costs, budget, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities)
-
-
-def _solve(
-    graph: StepGraph,
-    costs: Costs,
-    budget: int | str | None,
-    method: str,
-    n: int | None,
-    ratio: float | None,
-    limits: Limits,
-    capacities: Mapping[str, int | None],
-) -> Plan:
     start_s = time.perf_counter()
+    capacities = offload_capacities(costs, offload, method=method)
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not known. Use one of {', '.join(METHODS)}.")
     if n is not None and method not in ("every_n", "revolve"):
@@ -95,32 +77,23 @@ def _solve(
         option = BUDGETED.get(method)
         instead = f", or {option}=" if option else ""
         raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
-    if method == "exact":
-        assert budget_bytes is not None
-        if capacities:
-            candidate = search_with_offload(graph, costs, budget_bytes, limits, capacities)
+    with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
+        if method == "exact":
+            assert budget_bytes is not None
+            limits = Limits(time_limit_s, node_limit, gap)
+            search: ExactSearch | OffloadSearch = (
+                OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
+            )
+            candidate = search.within(budget_bytes)
         else:
-            candidate = exact(graph, costs, budget_bytes, limits)
-    else:
-        known = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
-        candidate = _fastest_published(graph, costs, known, budget_bytes, method)
-    tighten = method == "exact"
-    return build_plan(
-        graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s, tighten=tighten
-    )
-
-
-def _fastest_published(
-    graph: StepGraph, costs: Costs, known: Sequence[LazyCandidate], budget_bytes: int | None, method: str
-) -> Candidate:
-    """The fastest of a published method's candidates whose simulated peak is within the budget.
-
-    Raises:
-        BudgetInfeasibleError: none is; ``least_bytes`` is the least of their peaks.
-    """
-    found = fastest_within(graph, costs, known, budget_bytes)
-    if found is not None:
-        return found
-    least = least_peak(graph, costs, known)
-    assert least is not None and budget_bytes is not None
-    raise infeasible_error(graph, costs, budget_bytes, least, method=method)
+            known = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
+            found = fastest_within(graph, costs, known, budget_bytes)
+            if found is None:
+                least = least_peak(graph, costs, known)
+                assert least is not None and budget_bytes is not None
+                raise infeasible_error(graph, costs, budget_bytes, least, method=method)
+            candidate = found
+        return build_plan(
+            graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s,
+            tighten=method == "exact",
+        )  # fmt: skip

@@ -1,25 +1,21 @@
 """The method ``exact``: the least recomputation found whose *simulated* peak stays within the budget.
 
-"Exact" means: by the simulator the budget is met to the byte, and the time is minimised by mixed-integer programs with
-a bound, not by a rule. It does not mean that every plan is proven best. On graphs small enough to be modelled op by op,
-status ``optimal`` is a proof for all plans that replay each op at most once. On larger graphs the proof holds, within
-the tolerance, for the plans of the model: they replay each group of ops as a whole, at most once, and inside its
-segment where the step is decomposed. Local search and published methods add candidates that no model has, and prove
-nothing. The gap that a plan shows is to the lower bound for every plan (``lower_bound/bound.py``).
+"Exact" means: the simulator meets the budget to the byte, and mixed-integer programs with a bound minimise the time. It
+does not mean that every plan is proven best. On graphs small enough to be modelled op by op, status ``optimal`` is a
+proof for all plans that replay each op at most once; on larger ones, within the tolerance, for the plans of the model:
+they replay groups of ops as a whole, at most once, and inside their segment where the step is decomposed. The gap that
+a plan shows is to the lower bound for every plan (``lower_bound/bound.py``).
 
-A MILP (``peak_model.py``) chooses, the simulator evaluates, and each moment at which the simulator finds more memory
-than the model becomes a cut, until they agree (``monolithic.py``). Steps too large for one MILP are planned segment by
-segment (``decomposed_search.py``).
+A MILP (``peak_model.py``) chooses and the simulator evaluates (``monolithic.py``). Steps too large for one MILP are
+planned segment by segment (``decomposed_search.py``).
 
 Budgets at and below the least peak of replaying once are left to local search from the models' least peak
 (``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). No clock limits that part,
 so the least peak is the same whenever it is asked for.
 
-Known weaknesses: plans that replay an op more than once are found, not proven best; on large graphs the least peak is
-the best found, not proven.
+Known weaknesses: plans that replay an op more than once are found by local search, not proven best; nor is the least
+peak of large graphs.
 """
-
-from __future__ import annotations
 
 from functools import cached_property
 
@@ -34,32 +30,19 @@ from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments, windows
-from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, stored_at_backward_start
+from lowtide.solvers.graph_queries import ops_worth_replaying, stored_at_backward_start
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
-from lowtide.solvers.published.methods import BUDGETED, fixed_actions, lazy_candidates
+from lowtide.solvers.published.methods import fixed_actions, lazy_candidates
 from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
 
 
-def exact(graph: StepGraph, costs: Costs, budget_bytes: int, limits: Limits) -> Candidate:
-    """Return the fastest candidate found within ``budget_bytes``.
-
-    Raises:
-        BudgetInfeasibleError: none was found that needs so little.
-    """
-    return ExactSearch(graph, costs, limits).within(budget_bytes)
-
-
 class ExactSearch:
-    """The search on one step; searches for several budgets share what they learn.
-
-    Attributes:
-        plain: The step that saves everything.
-    """
+    """The search on one step; searches for several budgets share what they learn."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
         ops = ops_worth_replaying(graph)
@@ -98,21 +81,17 @@ class ExactSearch:
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self._candidate(self.plain, "optimal", self.costs.plain_step_ms)
-        if self._impossible(budget_bytes):
-            result = SearchResult([], False, self.context.floor_ms)
-        else:
+        result = SearchResult(None, False, self.context.floor_ms)
+        if not self._impossible(budget_bytes):
             result = self.fastest(budget_bytes)
-        fitting = [e for e in result.evaluated if e.peak_bytes <= budget_bytes]
-        if not fitting:
+        if result.best is None:
             if not allow_fallback:
                 raise BudgetInfeasibleError("nothing found", budget_bytes=budget_bytes, least_bytes=budget_bytes + 1)
             return self._near_least_peak(budget_bytes)
-        best = min(fitting, key=lambda e: e.rank)
-        best = min((best, *self._fixed_published(best, budget_bytes)), key=lambda e: e.rank)
-        best = min((best, *self._budgeted_published(budget_bytes)), key=lambda e: e.rank)
-        status = "optimal" if result.proven and best.timeline.step_ms <= result.best_ms else "feasible"
-        best = self._improved(best, budget_bytes)
-        return self._candidate(best, status, min(result.bound_ms, best.timeline.step_ms))
+        best = self._improved(result.best, budget_bytes)
+        return self._candidate(
+            best, "optimal" if result.proven else "feasible", min(result.bound_ms, best.timeline.step_ms)
+        )
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """What the models find."""
@@ -124,13 +103,16 @@ class ExactSearch:
             return found
         # No gap is tolerated: a model of all layers at once may find what no column has.
         monolithic = MonolithicSearch(self.context, self._coarse_by_segment()).fastest(budget_bytes)
-        return min(found, monolithic, key=lambda result: result.best_within(budget_bytes))
+        return min(found, monolithic, key=lambda result: result.best_ms)
 
     def _impossible(self, budget_bytes: int) -> bool:
         # A published method that fits is found faster than the proof that none can.
-        likely = (actions for actions in self._fixed_actions if self._saved_bytes(actions) <= budget_bytes)
-        if any(self.context.evaluate(actions).peak_bytes <= budget_bytes for actions in likely):
-            return False
+        storages, stored = self.graph.storages, stored_at_backward_start(self.graph)
+        for actions in self._fixed_actions:
+            saved_bytes = sum(storages[s].bytes for s in stored if actions.get(s) != RECOMPUTE)
+            may_fit = self.graph.resident_bytes + saved_bytes <= budget_bytes
+            if may_fit and self.context.evaluate(actions).peak_bytes <= budget_bytes:
+                return False
         return budget_bytes < bound_peak(self.graph)
 
     def _near_least_peak(self, budget_bytes: int) -> Candidate:
@@ -163,62 +145,18 @@ class ExactSearch:
     def _chain_schedules(self) -> list[LazyCandidate]:
         """Schedules that may replay an op many times."""
         try:
-            return [
-                *lazy_candidates(self.graph, self.costs, "rotor"),
-                *lazy_candidates(self.graph, self.costs, "revolve"),
-            ]
+            return [c for method in ("rotor", "revolve") for c in lazy_candidates(self.graph, self.costs, method)]
         except ValueError:  # no layer repeats
             return []
 
     @cached_property
-    def _budgeted_candidates(self) -> list[list[LazyCandidate]]:
-        """All candidates of each published method that takes a budget, on steps small enough to list them quickly."""
-        found = []
-        few_ops = len(self.graph.ops) <= tuning.PUBLISHED_CANDIDATES_OPS
-        for method in BUDGETED if self.limits.published_candidates and few_ops else ():
-            try:
-                found.append(lazy_candidates(self.graph, self.costs, method))
-            except ValueError:  # no layer repeats
-                continue
-        return found
-
-    def _budgeted_published(self, budget_bytes: int) -> list[Evaluated]:
-        """Their fastest for this budget: a search that stops within its tolerance may stop just above one."""
-        found = [fastest_within(self.graph, self.costs, known, budget_bytes) for known in self._budgeted_candidates]
-        return [self.context.evaluate(c.actions, c.replays) for c in found if c is not None]
-
-    @cached_property
     def published(self) -> list[Evaluated]:
-        """The published methods that take no budget: the result has to be as good as each of them."""
+        """The published methods that take no budget."""
         return [self.context.evaluate(actions) for actions in self._fixed_actions]
 
     @cached_property
     def _fixed_actions(self) -> list[dict[int, str]]:
         return fixed_actions(self.graph)
-
-    def _fixed_published(self, best: Evaluated, budget_bytes: int) -> list[Evaluated]:
-        """Those that fit; the ones that are too slow or save too much are left out without a simulation."""
-        found = []
-        for actions in self._fixed_actions:
-            if self._min_step_ms(actions) <= best.timeline.step_ms and self._saved_bytes(actions) <= budget_bytes:
-                evaluated = self.context.evaluate(actions)
-                found += [evaluated] if evaluated.peak_bytes <= budget_bytes else []
-        return found
-
-    def _min_step_ms(self, actions: dict[int, str]) -> float:
-        """Step time if nothing is replayed but the ops that make what backward asks for."""
-        asked_for, storages = droppable(self.graph), self.graph.storages
-        ops = {storages[s].op for s, action in actions.items() if action == RECOMPUTE and s in asked_for}
-        if not ops:
-            return self.costs.plain_step_ms
-        replay_ms = sum(self.costs.op_ms[op] for op in ops if op is not None)
-        return self.context.floor_ms + replay_ms + len(ops) * (self.costs.replay_us + self.costs.record_us) / 1e3
-
-    def _saved_bytes(self, actions: dict[int, str]) -> int:
-        """What is live when backward begins because it is saved, or lived before the step."""
-        storages = self.graph.storages
-        held = sum(storages[s].bytes for s in stored_at_backward_start(self.graph) if actions.get(s) != RECOMPUTE)
-        return self.graph.resident_bytes + held
 
     @cached_property
     def min_peak(self) -> Evaluated:

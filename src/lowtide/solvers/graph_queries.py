@@ -1,14 +1,12 @@
 """What every solver asks of a graph: what may be recomputed, what a choice drags along, which layers repeat."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import Op, StepGraph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 
 _MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
@@ -17,15 +15,11 @@ _MOST = 0.67  # of a container's ops in one entry: then its entries are parts, n
 @once_per_graph
 def replayable_ops(graph: StepGraph) -> frozenset[int]:
     """Forward ops that a replay may run: nothing they read was written during the step, some output is free to go."""
-    return frozenset(op.id for op in graph.forward_ops if _replayable(graph, op))
-
-
-def _replayable(graph: StepGraph, op: Op) -> bool:
-    for read in op.reads:
-        source = graph.storages[read]
-        if source.kind != "activation" and (source.op is not None or source.fixed):
-            return False
-    return any(graph.storages[s].kind == "activation" and not graph.storages[s].fixed for s in op.makes)
+    lasting = {s.id for s in graph.storages if s.kind == "activation" or (s.op is None and not s.fixed)}
+    free = {s.id for s in graph.storages if s.kind == "activation" and not s.fixed}
+    return frozenset(
+        op.id for op in graph.forward_ops if lasting.issuperset(op.reads) and not free.isdisjoint(op.makes)
+    )
 
 
 @once_per_graph
@@ -96,6 +90,12 @@ def complete_actions(graph: StepGraph, recomputed: Iterable[int], kept: Iterable
             if actions[read] == RECOMPUTE:
                 wanted.append(read)
     return dict(sorted(actions.items()))
+
+
+def choices(graph: StepGraph, actions: Mapping[int, str]) -> tuple[list[int], list[int]]:
+    """What ``complete_actions`` makes ``actions`` of: stored storages recomputed, and unstored ones kept."""
+    recomputed = [s for s, action in actions.items() if action == RECOMPUTE and s in graph.stored]
+    return recomputed, [s for s, action in actions.items() if action == SAVE and s not in graph.stored]
 
 
 @once_per_graph

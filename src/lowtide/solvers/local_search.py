@@ -12,8 +12,6 @@ leaves fewer of them counts too. The search ends when no change helps: at a loca
 The models of ``exact.py`` replay every op at most once; this is how it learns where more often is cheaper.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +22,7 @@ from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.peak_contents import contents_at_peak
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.graph_queries import choices, complete_actions
 
 
 @dataclass(frozen=True)
@@ -118,18 +116,15 @@ def _changes(graph: StepGraph, current: Evaluated) -> Iterator[tuple[dict[int, s
             yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, ancestors)
     kept = [s for s, size in contents.originals.items() if current.actions.get(s) == SAVE and size]
     for storage in _largest({s: contents.originals[s] for s in kept}):
-        dropped = [s for s, action in current.actions.items() if action == RECOMPUTE and s in graph.stored]
-        stops = [
-            s for s, action in current.actions.items() if action == SAVE and s not in graph.stored and s != storage
-        ]
-        actions = complete_actions(graph, [*dropped, storage] if storage in graph.stored else dropped, stops)
+        dropped, stops = choices(graph, current.actions)
+        if storage in graph.stored:
+            dropped.append(storage)
+        actions = complete_actions(graph, dropped, [s for s in stops if s != storage])
         maker = graph.storages[storage].op
         if actions != current.actions and maker is not None:
             yield actions, current.replays
-            yield (
-                actions,
-                _with_one_more_replay(graph, actions, current.replays, _recomputed_ancestors(graph, actions, maker)),
-            )
+            ancestors = _recomputed_ancestors(graph, actions, maker)
+            yield actions, _with_one_more_replay(graph, actions, current.replays, ancestors)
 
 
 def _largest(sizes: Mapping[int, int]) -> list[int]:

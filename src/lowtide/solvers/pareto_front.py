@@ -1,7 +1,5 @@
 """The whole trade-off: the fastest plan at each of several peaks, from the least there is to the plain step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,11 +57,15 @@ def frontier(
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
     capacities = offload_capacities(costs, offload)
     # Many points, so each of them quickly: ``solve`` may find a little more at one.
-    limits = Limits(multi_segment=False, published_candidates=False)
+    limits = Limits(multi_segment=False)
     search: ExactSearch | OffloadSearch = (
         OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
     )
-    least, most = _least_bytes(search), simulate_actions(graph, costs, {}).peak_bytes
+    least, most = graph.resident_bytes, simulate_actions(graph, costs, {}).peak_bytes
+    try:
+        search.within(least)
+    except BudgetInfeasibleError as error:
+        least = error.least_bytes
     # Time rises steeply towards the least peak: squares put half of the points into the lower quarter.
     budgets = sorted({least + (most - least) * i**2 // (points - 1) ** 2 for i in range(points)})
     found: list[Plan] = []
@@ -80,12 +82,3 @@ def frontier(
         if not front or plan.predicted_step_ms < front[-1].step_ms:
             front.append(FrontierPoint(plan.predicted_peak_bytes, plan.predicted_step_ms, plan))
     return front
-
-
-def _least_bytes(search: ExactSearch | OffloadSearch) -> int:
-    """The least budget that has a plan."""
-    try:
-        search.within(search.graph.resident_bytes)
-    except BudgetInfeasibleError as error:
-        return error.least_bytes
-    return search.graph.resident_bytes

@@ -1,7 +1,5 @@
 """What fills memory at a plan's peak: stored in the plan, so that ``Plan.explain`` needs no graph."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +15,7 @@ _MOST_HOLDERS = 6
 _SLICES = 40  # of the step, for each of which link use is stored
 
 
-def evidence(
-    graph: StepGraph,
-    candidate: Candidate,
-    timeline: Timeline,
-    ms_per_byte: float | None,
-) -> Evidence:
+def evidence(graph: StepGraph, candidate: Candidate, timeline: Timeline, ms_per_byte: float | None) -> Evidence:
     """The peak's moment, what fills it, the price of memory, what links carry.
 
     Args:
@@ -34,11 +27,9 @@ def evidence(
     shown = holders[:_MOST_HOLDERS]
     other = peak.peak_bytes - graph.resident_bytes - sum(group.bytes for group in shown)
     op = None if peak.op is None else graph.ops[peak.op]
-    when = "forward"
-    if op is not None and (peak.replay or op.backward):
-        when = "replay" if peak.replay else "backward"
+    backward = op is not None and op.backward
     return Evidence(
-        when=when,
+        when="replay" if op is not None and peak.replay else "backward" if backward else "forward",
         module="" if op is None else module_of(graph, op) or "the step itself",
         op="" if op is None else short_op(op.name),
         holders=tuple(shown),
@@ -90,10 +81,7 @@ def bottleneck(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> st
     if peak.op is None:
         return "the start of the step"
     op = graph.ops[peak.op]
-    if peak.replay:
-        how = "run again in backward"
-    else:
-        how = "backward" if op.backward else "forward"
+    how = "run again in backward" if peak.replay else "backward" if op.backward else "forward"
     return f"{module_of(graph, op) or 'the step itself'} ({op.name}, {how})"
 
 

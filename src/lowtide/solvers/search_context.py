@@ -1,7 +1,5 @@
 """State shared by the search stages: graph, costs, limits, tolerance, evaluation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -10,9 +8,8 @@ import numpy as np
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import complete_actions, taped_plain_ms
+from lowtide.solvers.graph_queries import choices, complete_actions, taped_plain_ms
 from lowtide.solvers.local_search import Evaluated, evaluate
 
 
@@ -27,8 +24,6 @@ class Limits:
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
         local_search_share: Of the events that local search may simulate.
         multi_segment: Whether to try runs of several segments where single segments leave a plan far from the bound.
-        published_candidates: Whether to evaluate every candidate that each published method has for the budget; on
-            steps that are small enough for it.
     """
 
     time_limit_s: float = tuning.TIME_LIMIT_S
@@ -36,30 +31,20 @@ class Limits:
     gap: float | None = None
     local_search_share: float = 1.0
     multi_segment: bool = True
-    published_candidates: bool = True
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What one search found.
+    """What one search found."""
 
-    Attributes:
-        evaluated: The candidates in the order found; the last is within the budget if any is.
-        proven: Whether the model has no faster candidate, within the tolerance.
-        bound_ms: No candidate of the model has a shorter step.
-    """
-
-    evaluated: list[Evaluated]
-    proven: bool
-    bound_ms: float
+    best: Evaluated | None  # the fastest candidate within the budget; None where none was found
+    proven: bool  # the model has no faster candidate, within the tolerance
+    bound_ms: float  # no candidate of the model has a shorter step
 
     @property
     def best_ms(self) -> float:
-        return self.evaluated[-1].timeline.step_ms if self.evaluated else 0.0
-
-    def best_within(self, budget_bytes: int) -> float:
-        """Step time of the fastest candidate within the budget; infinite where there is none."""
-        return min((e.timeline.step_ms for e in self.evaluated if e.peak_bytes <= budget_bytes), default=math.inf)
+        """Step time of ``best``; infinite where there is none."""
+        return math.inf if self.best is None else self.best.timeline.step_ms
 
 
 class SearchContext:
@@ -100,8 +85,7 @@ class SearchContext:
     def save_what_fits(self, evaluated: Evaluated, budget_bytes: int) -> Evaluated:
         """``evaluated`` with every storage saved that the budget has room for, the dearest replay first."""
         graph, ops = self.graph, self.costs.op_ms
-        dropped = [s for s, action in evaluated.actions.items() if action == RECOMPUTE and s in graph.stored]
-        kept = [s for s, action in evaluated.actions.items() if action == SAVE and s not in graph.stored]
+        dropped, kept = choices(graph, evaluated.actions)
         facts = step_facts(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
         tries = self.event_budget(tuning.SAVE_WHAT_FITS_EVENTS) // max(len(graph.events), 1)

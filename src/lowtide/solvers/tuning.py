@@ -8,8 +8,6 @@ input gives the same plan. Sizes are ``CoarseGraph.size`` unless the name says o
 refer to ``benchmarks/LOG.md``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 
@@ -25,12 +23,9 @@ MONOLITHIC_SIZE: Final = 2000  # Steps up to this size are one model; larger MIL
 MONOLITHIC_FEW_REPEATS_SIZE: Final = 6000  # Where segments hardly repeat: U-Net +7.0, decomposed +12.7 % (2026-11-20).
 MONOLITHIC_OPS: Final = 300  # Ops worth replaying: above, one model is not even built, to save time. By trial.
 MIN_SEGMENTS: Final = 3  # Fewer are not decomposed. By trial.
-PUBLISHED_CANDIDATES_OPS: Final = 5000  # "Never slower than a published method" is promised up to this many ops.
 MIN_PEAK_EVENTS: Final = 1_500_000  # Local search for the least peak, each start. By trial.
 
 # One model for the whole step (milp/monolithic.py)
-CUT_ROUNDS: Final = 12  # Of solving, evaluating and cutting. By trial.
-CUTS_PER_ROUND: Final = 40  # The highest moments first. By trial.
 ROUNDING_EVENTS: Final = 2_000_000  # To bring one rounded relaxation within the budget. By trial.
 ROUNDING_MAX_EXCESS: Final = 0.05  # Of the step above the relaxation's bound: slower starts are given up. By trial.
 ROUNDING_THRESHOLDS: Final = (0.25, 0.5, 0.75)  # What a relaxation keeps by less is recomputed. By trial.
@@ -73,8 +68,6 @@ FORWARD_END_PARTS: Final = 256  # Classes of bytes saved at forward's end, withi
 FIRST_RUN_SEGMENTS: Final = 4  # Longest run of segments at first; doubled while the longest ones are used. By trial.
 PAIR_PRICE_SHARES: Final = (0.7, 0.85, 1.0, 1.15, 1.3)  # Of a byte's price; 18 instead of 5 gain 0.015 % (2026-11-22).
 PAIR_PEAK_SHARE: Final = 0.01  # Of a byte's price: the earlier the pair, the less its own peak matters. By trial.
-DECOMPOSED_ROUNDS: Final = 12  # Of asking for less where the simulator finds more than the columns add up to. By trial.
-JUST_WITHIN_EVENTS: Final = 400_000  # To change such a choice a little until it fits. By trial.
 NEAR_BOUND: Final = 0.004  # Of the step: the target is a gap of 0.5 %, so this is near enough to stop.
 FAR_FROM_BOUND: Final = 0.02  # Of the step: too far for a tighter bound alone (``TIGHT_GAP``) to close.
 BUDGETS_ABOVE: Final = (0.02, 0.03, 0.05)  # Of activation memory: larger budgets to come down from. By trial.

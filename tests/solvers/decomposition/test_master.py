@@ -53,7 +53,7 @@ def assert_windows_agree(graph, costs, found, source):
     for segment, window in enumerate(found):
         subgraph = build_subgraph(source, range(segment, segment + 1))
         peaks = simulate_actions(subgraph.graph, costs=subgraph.costs, actions={}).event_peak_bytes
-        ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.backward :], default=0)
+        ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.content.backward :], default=0)
         # An empty window holds what lived when it began.
         for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
             if begin < end:
@@ -130,14 +130,13 @@ def test_the_bound_of_decomposed_segments_is_one():
     budget = int(0.45 * plain)
     choice = pool.solve(budget, 0.0, math.inf)
     fastest = float("inf")
-    for columns in itertools.product(*(k.columns[:: max(len(k.columns) // 4, 1)] for k in pool.pools)):
-        ms = sum(c.ms for c in columns)
-        if (
-            ms < fastest
-            and simulate_actions(graph, costs, pool.actions(zip(pool.runs, columns, strict=True))).peak_bytes <= budget
-        ):
+    by_kept = [sorted(k.columns, key=lambda c: c.kept_bytes) for k in pool.pools]
+    for columns in itertools.product(*(some[:: max(len(some) // 4, 1)] for some in by_kept)):
+        ms, chosen = sum(c.ms for c in columns), list(zip(pool.runs, columns, strict=True))
+        line = ms < fastest and simulate_actions(graph, costs, pool.actions(chosen), pool.replays(chosen))
+        if line and line.peak_bytes <= budget:
             fastest = ms
-    chosen = simulate_actions(graph, costs, choice.actions)
+    chosen = simulate_actions(graph, costs, choice.actions, choice.replays)
     chosen_ms = chosen.recompute_ms - costs.dispatch_us / 1e3 * len(graph.forward_ops)
     assert chosen.peak_bytes <= budget
     assert choice.bound_ms <= chosen_ms + 1e-9 <= fastest * 1.01 + 1e-9 < float("inf")
@@ -181,23 +180,16 @@ def test_columns_count_what_python_holds_until_forward_ends():
     assert search.context.evaluate(choice.actions, choice.replays).peak_bytes <= budget
 
 
-def single_layers(search, budget):
-    """The best plan with a layer a segment."""
-    return search.decomposed.search(
-        lambda asked, deadline: search.decomposed.columns.solve(asked, 0.0, deadline), budget
-    )
-
-
 def test_two_layers_a_segment_find_what_one_cannot():
     """A layer's input made again out of what the layer before it keeps."""
     search, budget = autocast_search(0.5)
 
-    one, both = single_layers(search, budget), search.fastest(budget)
+    one, both = search.decomposed.by_single_segments(budget), search.fastest(budget)
 
-    saved_ms = one.best_within(budget) - both.best_within(budget)
+    saved_ms = one.best_ms - both.best_ms
     assert saved_ms > 0.005 * search.costs.plain_step_ms
     bound_ms = bound_time(search.graph, search.costs, budget).step_ms
-    assert both.best_within(budget) <= 1.005 * bound_ms
+    assert both.best_ms <= 1.005 * bound_ms
 
 
 def test_runs_are_longer_where_backward_has_released_more():
@@ -205,14 +197,14 @@ def test_runs_are_longer_where_backward_has_released_more():
     graph, costs = load_case("decoder126")
     search = ExactSearch(graph, costs, Limits())
     budget = search.context.evaluate(full(graph)).peak_bytes
-    one = single_layers(search, budget)
+    one = search.decomposed.by_single_segments(budget)
     bound = bound_time(graph, costs, budget)
 
     choice = search.decomposed.choose_runs(budget, bound.ms_per_byte, math.inf)
 
     evaluated = search.context.evaluate(choice.actions, choice.replays)
     assert evaluated.peak_bytes <= budget
-    assert evaluated.timeline.step_ms < one.best_within(budget) - 0.025 * costs.plain_step_ms
+    assert evaluated.timeline.step_ms < one.best_ms - 0.025 * costs.plain_step_ms
     layer_of, ends = layers(graph), {}
     for storage, action in choice.actions.items():
         op = graph.storages[storage].op

@@ -1,10 +1,8 @@
 """The search for a deep step, segment by segment: single segments first, then runs of several, then local search."""
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Callable
+from dataclasses import replace
 
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import ColumnChoice, ColumnGeneration
@@ -13,8 +11,6 @@ from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
 from lowtide.solvers.search_context import SearchContext, SearchResult
-
-Choose = Callable[[int, float], "ColumnChoice | None"]  # of a budget in bytes and a deadline
 
 
 class DecomposedSearch:
@@ -27,38 +23,27 @@ class DecomposedSearch:
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """The best plan by single segments; where it is far from the lower bound, also by runs of several."""
-        slack_ms = self.context.tolerances()[1]
-
-        def by_single_segments(asked_bytes: int, deadline: float) -> ColumnChoice | None:
-            return self.columns.solve(asked_bytes, slack_ms, deadline)
-
-        result = self.search(by_single_segments, budget_bytes)
+        result = self.by_single_segments(budget_bytes)
         if not self.limits.multi_segment:
             return result
         bound = bound_time(self.graph, self.costs, budget_bytes)
         enough_ms = bound.step_ms + tuning.NEAR_BOUND * self.costs.plain_step_ms
         # Infinite near the least peak: there only candidates that replay an op more than once may fit.
-        if not enough_ms < result.best_within(budget_bytes) < math.inf:
+        if not enough_ms < result.best_ms < math.inf:
             return result
 
-        def by_runs(asked_bytes: int, deadline: float) -> ColumnChoice | None:
-            return self.choose_runs(asked_bytes, bound.ms_per_byte, deadline)
-
-        with_runs = self.search(by_runs, budget_bytes)
-        if with_runs.best_within(budget_bytes) < result.best_within(budget_bytes):
-            result = with_runs
-        max_ms = result.best_within(budget_bytes)
+        runs = self._evaluated(self.choose_runs(budget_bytes, bound.ms_per_byte, self._deadline()), budget_bytes)
+        result = min(result, runs, key=lambda found: found.best_ms)
         found: list[Evaluated] = []
-        if max_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
+        if result.best_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
             events = self.context.event_budget(tuning.LP_ROUNDING_EVENTS)
             found = round_relaxation(
-                self.graph, self.costs, budget_bytes, most_ms=max_ms, enough_ms=enough_ms, events=events
+                self.graph, self.costs, budget_bytes, most_ms=result.best_ms, enough_ms=enough_ms, events=events
             )
         too_deep = tuning.BUDGETS_ABOVE_TRIES * len(self.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
-        if max_ms > enough_ms and not (found or too_deep):
-            found = self._from_above(by_runs, budget_bytes, max_ms)
-        result.evaluated.extend(found)
-        return result
+        if result.best_ms > enough_ms and not (found or too_deep):
+            found = self._from_above(budget_bytes, bound.ms_per_byte, result.best_ms)
+        return replace(result, best=found[-1]) if found else result
 
     def choose_runs(self, budget_bytes: int, ms_per_byte: float, deadline: float) -> ColumnChoice | None:
         """The fastest choice of columns of single segments and of runs; None where none fits.
@@ -78,7 +63,7 @@ class DecomposedSearch:
                 return choice
             longest = min(2 * longest, longest_run)
 
-    def _from_above(self, choose: Choose, budget_bytes: int, max_ms: float) -> list[Evaluated]:
+    def _from_above(self, budget_bytes: int, ms_per_byte: float, max_ms: float) -> list[Evaluated]:
         """Candidates faster than ``max_ms``: choices for larger budgets, brought within this one by local search.
 
         Columns cover neither every way to run a segment nor replays across segments; local search may find both.
@@ -86,7 +71,7 @@ class DecomposedSearch:
         found: list[Evaluated] = []
         activations = self.context.plain.peak_bytes - self.graph.resident_bytes
         for share in tuning.BUDGETS_ABOVE:
-            choice = choose(budget_bytes + int(share * activations), math.inf)
+            choice = self.choose_runs(budget_bytes + int(share * activations), ms_per_byte, math.inf)
             if choice is None:
                 continue
             start = self.context.evaluate(choice.actions, choice.replays)
@@ -99,34 +84,21 @@ class DecomposedSearch:
                 max_ms = path[-1].timeline.step_ms
         return found
 
-    def search(self, choose: Choose, budget_bytes: int) -> SearchResult:
-        """What ``choose`` finds; while its choice is evaluated above the budget, it is asked for that much less."""
-        evaluated: list[Evaluated] = []
-        bound_ms, asked_bytes = self.context.floor_ms, budget_bytes
-        deadline = time.perf_counter() + self.limits.time_limit_s
-        for round_ in range(tuning.DECOMPOSED_ROUNDS):
-            choice = choose(asked_bytes, deadline)
-            if choice is None:
-                break
-            if round_ == 0:
-                bound_ms += choice.bound_ms
-            evaluated.append(self.context.evaluate(choice.actions, choice.replays))
-            excess_bytes = evaluated[-1].peak_bytes - budget_bytes
-            if excess_bytes > 0:
-                evaluated += self._just_within(evaluated[-1], budget_bytes)
-            if evaluated[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
-                break
-            asked_bytes -= excess_bytes
-        proven = bool(evaluated) and self.context.within_tolerance(evaluated[-1], bound_ms)
-        return SearchResult(evaluated, proven, bound_ms)
+    def by_single_segments(self, budget_bytes: int) -> SearchResult:
+        """The best plan in which each segment runs by a column of its own."""
+        slack_ms = self.context.tolerances()[1]
+        return self._evaluated(self.columns.solve(budget_bytes, slack_ms, self._deadline()), budget_bytes)
 
-    def _just_within(self, start: Evaluated, budget_bytes: int) -> list[Evaluated]:
-        """A candidate within the budget that is hardly slower than ``start``, if local search finds one."""
-        events = self.context.event_budget(tuning.JUST_WITHIN_EVENTS)
-        path = reduce_peak(self.graph, self.costs, start, target_bytes=budget_bytes, events=events)
-        within = path[-1].peak_bytes <= budget_bytes
-        slack_ms = tuning.STEP_GAP * self.costs.plain_step_ms
-        return path[-1:] if within and path[-1].timeline.step_ms <= start.timeline.step_ms + slack_ms else []
+    def _deadline(self) -> float:
+        return time.perf_counter() + self.limits.time_limit_s
+
+    def _evaluated(self, choice: ColumnChoice | None, budget_bytes: int) -> SearchResult:
+        """``choice`` as a result, if the simulator agrees that it is within the budget."""
+        bound_ms = self.context.floor_ms + (0.0 if choice is None else choice.bound_ms)
+        best = None if choice is None else self.context.evaluate(choice.actions, choice.replays)
+        if best is None or best.peak_bytes > budget_bytes:
+            return SearchResult(None, False, bound_ms)
+        return SearchResult(best, self.context.within_tolerance(best, bound_ms), bound_ms)
 
     def min_peak(self) -> Evaluated:
         """The choice with the least peak, from pools of its own: it must not depend on earlier searches."""

@@ -32,14 +32,13 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
 from lowtide.solvers.decomposition.segments import Windows
 from lowtide.solvers.decomposition.shortest_path import fastest_path, least_budget
 from lowtide.solvers.decomposition.subgraph import SubgraphContent, SubgraphSource
 from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.graph_queries import choices, complete_actions
 from lowtide.solvers.milp.highs import LinearProgram, LpResult
 
 T = TypeVar("T")
@@ -48,18 +47,13 @@ PeakPrice = tuple[float, bool]  # ms per byte, and whether a byte kept costs mor
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """A column for each run of segments, as actions and replays of the whole step.
-
-    Attributes:
-        ms: Recompute time. ``bound_ms``: a lower bound of it for all choices of columns.
-        longest: Segments of the longest run.
-    """
+    """A column for each run of segments, as actions and replays of the whole step."""
 
     actions: dict[int, str]
     replays: dict[int, int]
-    ms: float
-    bound_ms: float
-    longest: int
+    ms: float  # recompute time
+    bound_ms: float  # a lower bound of it for all choices of columns
+    longest: int  # segments of the longest run
 
 
 class ColumnGeneration:
@@ -77,7 +71,7 @@ class ColumnGeneration:
         self._reset_pools()
 
     def with_empty_pools(self) -> ColumnGeneration:
-        """The same segments with pools that have only the columns that every pool starts with."""
+        """The same segments with pools that have only the plain column."""
         other = copy(self)
         other._reset_pools()
         return other
@@ -171,7 +165,7 @@ class ColumnGeneration:
         for _ in range(tuning.PRICING_ROUNDS):
             master = _MasterProblem(self, budget_bytes)
             relaxed = master.program.relax()
-            is_short = master.is_short(relaxed.values)
+            is_short = relaxed.values[master.shortage] * self.byte_unit > 0.5  # bytes that the budget does not have
             if is_short:
                 if self._add_rounded_columns(master, relaxed) and time.perf_counter() < deadline:
                     continue
@@ -214,20 +208,14 @@ class ColumnGeneration:
         return any([pool.add_lower_peaks(pool.columns[place], peak_ms) for (pool, place), peak_ms in price.items()])
 
     def _combine(self, chosen: list[tuple[SegmentRun, Column]], bound_ms: float) -> ColumnChoice:
-        actions, replays = self.actions(chosen), self.replays(chosen)
         longest = max(len(run.segments) for run, _ in chosen)
-        return ColumnChoice(actions, replays, sum(c.ms for _, c in chosen), bound_ms, longest)
+        ms = sum(column.ms for _, column in chosen)
+        return ColumnChoice(self.actions(chosen), self.replays(chosen), ms, bound_ms, longest)
 
     def actions(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, str]:
         """Actions of the whole step."""
-        recomputed, kept = [], []
-        for run, column in chosen:
-            for storage, action in self._on_step(run, column.actions):
-                if action == RECOMPUTE and storage in self.graph.stored:
-                    recomputed.append(storage)
-                elif action == SAVE and storage not in self.graph.stored:
-                    kept.append(storage)
-        return complete_actions(self.graph, recomputed, kept)
+        of_segments = dict(pair for run, column in chosen for pair in self._on_step(run, column.actions))
+        return complete_actions(self.graph, *choices(self.graph, of_segments))
 
     def replays(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, int]:
         """Replays of the whole step, where more than one."""
@@ -265,18 +253,15 @@ class _MasterProblem:
         """By segment: the row of its peak, and the row that adds up what is saved."""
         program, unit = self.program, self.generation.byte_unit
         peaks, sums = [], []
-        before = None
+        before: dict[int, float] = {}  # the column of what the segments before have saved
         for run, z in zip(self.generation.runs, self.z, strict=True):
-            pool = run.pool
+            columns, plain = run.pool.columns, kept_of(run.pool.plain)
             after = program.column(upper=float("inf"))
-            terms = {c: peak_of(run.peaks(col)) / unit for c, col in zip(z, pool.columns, strict=True)}
-            less = {self.shortage: -1.0} if before is None else {self.shortage: -1.0, before: -1.0}
-            peaks.append(program.row({**terms, **less}, upper=self._limit))
-            known: dict[int, float] = {} if before is None else {before: -1.0}
-            plain = kept_of(pool.plain)
-            gains = {c: (kept_of(col) - plain) / unit for c, col in zip(z, pool.columns, strict=True)}
-            sums.append(program.row({after: 1.0, **known, **gains}, upper=0.0))
-            before = after
+            terms = {c: peak_of(run.peaks(column)) / unit for c, column in zip(z, columns, strict=True)}
+            peaks.append(program.row({**terms, self.shortage: -1.0, **before}, upper=self._limit))
+            gains = {c: (kept_of(column) - plain) / unit for c, column in zip(z, columns, strict=True)}
+            sums.append(program.row({after: 1.0, **before, **gains}, upper=0.0))
+            before = {after: -1.0}
         return peaks, sums
 
     def prices(self, segment: int, duals: np.ndarray) -> DualPrices:
@@ -294,7 +279,3 @@ class _MasterProblem:
         column_ms = float(duals[self.convexity_rows[segment]]) * self.ms_unit
         column_ms += kept_ms * plain.kept_bytes + forward_end_ms * plain.forward_end_bytes
         return DualPrices(kept_ms, forward_end_ms, peak_ms, forward_ms, column_ms)
-
-    def is_short(self, values: np.ndarray) -> bool:
-        """Whether ``values`` use memory that the budget does not have."""
-        return bool(values[self.shortage] * self.generation.byte_unit > 0.5)

@@ -10,17 +10,14 @@ as single segments are (``pricing.py``), at the bound's price of a byte; longer 
 are evaluated by the simulator like all others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 
-from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
 from lowtide.solvers.decomposition.subgraph import SubgraphSource
 from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.graph_queries import choices, complete_actions
 
 
 class MultiSegmentColumns:
@@ -71,7 +68,11 @@ class MultiSegmentColumns:
         for series, single in self._series:
             for length in range(2, min(longest, len(series)) + 1):
                 runs = self._of_length(series, single, length)
-                self._extend_pair(self._pair(series, single), runs[0].pool, length)
+                pair, pool = self._pair(series, single), runs[0].pool
+                if pool is not pair:  # all segments but the last do what the pair's first one does
+                    for column in pair.columns[self._num_extended.get(pool, 0) :]:
+                        pool.add(_extended(column, pool, length))
+                    self._num_extended[pool] = len(pair.columns)
                 found += runs
         return found
 
@@ -88,13 +89,6 @@ class MultiSegmentColumns:
             self._runs[series, length] = [SegmentRun(p, pool, self.source.outside_bytes(p)) for p in places]
         return self._runs[series, length]
 
-    def _extend_pair(self, pair: ColumnPool, pool: ColumnPool, length: int) -> None:
-        """Add to ``pool`` the columns of ``pair``: all segments but the last do what the first one does."""
-        if pool is not pair:
-            for column in pair.columns[self._num_extended.get(pool, 0) :]:
-                pool.add(_extended(column, pool, length))
-            self._num_extended[pool] = len(pair.columns)
-
 
 def _extended(column: Column, pool: ColumnPool, length: int) -> Column:
     graph, size = pool.subgraph.graph, pool.subgraph.num_own // length  # storages of one segment
@@ -107,6 +101,4 @@ def _extended(column: Column, pool: ColumnPool, length: int) -> Column:
             actions[place] = column.actions[source]
         if source in column.replays:
             replays[place] = column.replays[source]
-    recomputed = [s for s, action in actions.items() if action == RECOMPUTE and s in graph.stored]
-    kept = [s for s, action in actions.items() if action == SAVE and s not in graph.stored]
-    return pool.column(complete_actions(graph, recomputed, kept), replays)
+    return pool.column(complete_actions(graph, *choices(graph, actions)), replays)

@@ -5,8 +5,6 @@ of peak cost what the duals say. Local search derives columns with lower peaks, 
 (``local_search.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,43 +20,34 @@ from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
-from lowtide.solvers.published.selective import selective
 
 
 @dataclass(frozen=True)
 class Column:
-    """One candidate for the segments of one pool.
-
-    Attributes:
-        actions: By storage of the pool's subgraph. ``replays``: of storages that may be replayed more than once.
-        ms: Replays and their recording.
-        kept_bytes: Live at ``backward_start``. ``forward_end_bytes``: live at ``forward_end`` (``SubgraphContent``).
-        peaks: Absolute bytes in the forward and in the backward window of the pool's subgraph.
-    """
+    """One candidate for the segments of one pool; ``actions`` and ``replays`` by storage of the pool's subgraph."""
 
     actions: dict[int, str]
-    ms: float
-    kept_bytes: int
-    forward_end_bytes: int
-    peaks: tuple[int, int]
+    ms: float  # replays and their recording
+    kept_bytes: int  # live at ``backward_start``
+    forward_end_bytes: int  # live at ``forward_end`` (``SubgraphContent``)
+    peaks: tuple[int, int]  # absolute bytes in the forward and in the backward window
     replays: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple:
+        """Equal for columns of which one is enough."""
+        return round(self.ms, 9), self.kept_bytes, self.forward_end_bytes, self.peaks
 
 
 @dataclass(frozen=True)
 class DualPrices:
-    """The duals of the relaxed master problem for one segment, milliseconds per byte.
+    """The duals of the relaxed master problem for one segment, milliseconds per byte."""
 
-    Attributes:
-        kept_ms: Of what the segment keeps at ``backward_start``. ``forward_end_ms``: at ``forward_end``.
-        peak_ms: Of its peak. ``forward_ms``: of the peak in its forward window; None where both windows have one row.
-        column_ms: Cost at these prices from which a column does not help; milliseconds, not per byte.
-    """
-
-    kept_ms: float
-    forward_end_ms: float
+    kept_ms: float  # of what the segment keeps at ``backward_start``
+    forward_end_ms: float  # of what it keeps at ``forward_end``
     peak_ms: float
-    forward_ms: float | None
-    column_ms: float
+    forward_ms: float | None  # of the peak in its forward window; None where both windows have one row
+    column_ms: float  # cost at these prices from which a column does not help; milliseconds, not per byte
 
 
 class ColumnPool:
@@ -70,12 +59,11 @@ class ColumnPool:
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
-        self._densified: set[tuple[float, bool]] = set()
         self._rounded: set[Prices] = set()
+        self._densified: set[tuple[float, bool]] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
         self.plain = self.column(complete_actions(subgraph.graph, ()))
         self.add(self.plain)
-        self.add(self.column(selective(subgraph.graph)))
 
     @cached_property
     def coarse(self) -> CoarseGraph:
@@ -112,21 +100,17 @@ class ColumnPool:
 
     def add(self, column: Column) -> bool:
         """Add ``column`` to the pool; return whether it is new."""
-        if self._key(column) in self._known:
+        if column.key in self._known:
             return False
-        self._known.add(self._key(column))
+        self._known.add(column.key)
         self.columns.append(column)
         return True
 
-    @staticmethod
-    def _key(column: Column) -> tuple:
-        return round(column.ms, 9), column.kept_bytes, column.forward_end_bytes, column.peaks
-
     def add_lower_peaks(self, column: Column, ms_per_byte: float) -> bool:
         """Add columns with lower peaks than ``column`` that ``ms_per_byte`` pays for; return whether there were any."""
-        if self._lowered_at.get(self._key(column), 0.0) >= ms_per_byte / tuning.COLUMN_SEARCH_PRICE:
+        if self._lowered_at.get(column.key, 0.0) >= ms_per_byte / tuning.COLUMN_SEARCH_PRICE:
             return False
-        self._lowered_at[self._key(column)] = ms_per_byte
+        self._lowered_at[column.key] = ms_per_byte
         graph, costs = self.subgraph.graph, self.subgraph.costs
         timeline = simulate_actions(graph, costs, column.actions, column.replays)
         start, max_price = Evaluated(column.actions, timeline, column.replays), tuning.COLUMN_SEARCH_PRICE * ms_per_byte
@@ -140,20 +124,28 @@ class ColumnPool:
             self._priced[prices] = self._solve(prices, deadline)
         return self._priced[prices]
 
+    def add_rounded(self, duals: DualPrices) -> None:
+        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
+        prices = self._prices(duals, digits=2)
+        if prices in self._rounded:
+            return
+        self._rounded.add(prices)
+        model = PeakModel(self.coarse, None, prices=prices)
+        values = model.program.relax().values
+        if len(values):
+            self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
+
     def _prices(self, duals: DualPrices, *, digits: int) -> Prices:
         """``duals`` as prices, rounded so that nearly equal ones are solved once."""
 
         def rounded(ms: float) -> float:
             return float(f"{ms:.{digits}g}")
 
+        graph, forward_ms = self.subgraph, duals.forward_ms
         return Prices(
-            rounded(duals.kept_ms),
-            rounded(duals.peak_ms),
-            self.subgraph.backward_start,
-            rounded(duals.forward_end_ms),
-            self.subgraph.forward_end,
-            None if duals.forward_ms is None else rounded(duals.forward_ms),
-        )
+            rounded(duals.kept_ms), rounded(duals.peak_ms), graph.backward_start, rounded(duals.forward_end_ms),
+            graph.forward_end, None if forward_ms is None else rounded(forward_ms),
+        )  # fmt: skip
 
     def densify(self, peak_ms: float, *, at_forward_end: bool, points: int, deadline: float) -> bool:
         """Add columns between the known ones, which prices alone never find: they are inside the convex hull.
@@ -179,28 +171,14 @@ class ColumnPool:
             self._solve(Prices(0.0, key[0], at, max_kept_bytes=most), deadline)
         return len(self.columns) > before
 
-    def add_rounded(self, duals: DualPrices) -> None:
-        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
-        prices = self._prices(duals, digits=2)
-        if prices in self._rounded:
-            return
-        self._rounded.add(prices)
-        model = PeakModel(self.coarse, None, prices=prices)
-        values = model.program.relax().values
-        if len(values):
-            self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
-
     def _solve(self, prices: Prices, deadline: float) -> float:
         model = PeakModel(self.coarse, None, prices=prices)
         bound = 0.0
         for round_ in range(tuning.PRICING_CUT_ROUNDS):
             answer = model.program.minimise(
-                gap=tuning.PRICING_GAP,
-                slack=0.0,
-                node_limit=tuning.PRICING_NODES,
-                time_limit_s=seconds_left(deadline),
-                light=True,
-            )
+                gap=tuning.PRICING_GAP, slack=0.0, node_limit=tuning.PRICING_NODES,
+                time_limit_s=seconds_left(deadline), light=True,
+            )  # fmt: skip
             if round_ == 0:
                 bound = max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
             if not len(answer.values):
@@ -221,15 +199,11 @@ class ColumnPool:
 
 @dataclass(frozen=True)
 class SegmentRun:
-    """Consecutive segments, mostly one, that run by one column of ``pool``.
-
-    Attributes:
-        outside_bytes: As in ``Subgraph``, for these segments.
-    """
+    """Consecutive segments, mostly one, that run by one column of ``pool``."""
 
     segments: range
     pool: ColumnPool
-    outside_bytes: tuple[int, int]
+    outside_bytes: tuple[int, int]  # as in ``Subgraph``, for these segments
 
     def peaks(self, column: Column) -> tuple[int, int]:
         """Forward and backward peak under ``column`` while all other segments save everything."""

@@ -3,8 +3,6 @@
 A segment is the unit of what the exact method solves at once, and how far back a replay reaches is counted in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise

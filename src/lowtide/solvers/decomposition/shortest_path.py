@@ -19,20 +19,14 @@ from lowtide.solvers import tuning
 
 @dataclass(frozen=True)
 class Arcs:
-    """Parallel arcs over stages ``[begin, end)``; each array has one entry per arc.
-
-    Attributes:
-        ms: Cost.
-        saved: Bytes off the backward peak of later stages. ``forward_saved``: off their forward peak.
-        peaks: Backward peak of these stages while no earlier stage saves anything. ``forward_peaks``: forward peak.
-    """
+    """Parallel arcs over stages ``[begin, end)``; each array has one entry per arc."""
 
     begin: int
     end: int
-    ms: np.ndarray
-    saved: np.ndarray
-    forward_saved: np.ndarray
-    peaks: np.ndarray
+    ms: np.ndarray  # cost
+    saved: np.ndarray  # bytes off the backward peak of later stages
+    forward_saved: np.ndarray  # off their forward peak
+    peaks: np.ndarray  # backward peak of these stages while no earlier stage saves anything
     forward_peaks: np.ndarray
 
 

@@ -9,8 +9,6 @@ A storage that another segment's backward asks for, or that outlives its own seg
 activation that another segment makes and autograd does not store may be kept for replays; its bytes then count here.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,43 +28,28 @@ IMPORTED = "made by another segment"
 
 
 class SubgraphContent(NamedTuple):
-    """A segment in plain numbers: equal for segments that differ in outside memory alone; those have the same plans.
+    """A segment in plain numbers: equal for segments that differ in outside memory alone; those have the same plans."""
 
-    Attributes:
-        storages: Bytes (0 for what stays outside all through a window), kind, and why it is fixed.
-        ops: As in ``Op``: name, backward, reads, makes, workspace bytes, generator bytes, completes_inplace.
-        op_ms, saved, events: As in a step graph and its costs.
-        forward_end: Event near the end of the forward pass at which Python still holds what it holds for longer than a
-            segment (autocast's copies of weights).
-        backward_start: Event at which the other segments' forward and backward would run.
-        backward: Event at which the segment's own backward begins.
-    """
-
-    storages: tuple[tuple[int, str, str], ...]
-    ops: tuple[tuple, ...]
+    storages: tuple[tuple[int, str, str], ...]  # bytes (0 for what stays outside all through a window), kind, why fixed
+    ops: tuple[tuple, ...]  # name, backward, reads, makes, workspace bytes, generator bytes, completes_inplace
     op_ms: tuple[float, ...]
     saved: tuple[int, ...]
     events: tuple[tuple[int, int], ...]
+    # Near the end of the forward pass, where Python still holds what it holds for longer than a segment (autocast's
+    # copies of weights).
     forward_end: int
-    backward_start: int
-    backward: int
+    backward_start: int  # event at which the other segments' forward and backward would run
+    backward: int  # event at which the segment's own backward begins
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A segment, or consecutive segments taken together.
+    """A segment, or consecutive segments taken together."""
 
-    Attributes:
-        content: The subgraph; its first storages are the segment's own.
-        storages: Id in the step's graph of each of the segment's storages, by id in the subgraph; imports included.
-        num_own: How many of them, the first ones, the segment makes.
-        outside_bytes: What others hold all through the forward window, and all through the backward window.
-    """
-
-    content: SubgraphContent
-    storages: tuple[int, ...]
-    num_own: int
-    outside_bytes: tuple[int, int]
+    content: SubgraphContent  # the first storages are the segment's own
+    storages: tuple[int, ...]  # ids in the step's graph of the segment's storages, by id in the subgraph; with imports
+    num_own: int  # how many of them, the first ones, the segment makes
+    outside_bytes: tuple[int, int]  # what others hold all through the forward window, and all through the backward one
     step_graph: StepGraph
     step_costs: Costs
 
@@ -78,26 +61,12 @@ class Subgraph:
     def backward_start(self) -> int:
         return self.content.backward_start
 
-    @property
-    def backward(self) -> int:
-        return self.content.backward
-
     @cached_property
     def graph(self) -> StepGraph:
         """The subgraph as a step graph."""
         ops = [
-            Op(
-                i,
-                name,
-                0,
-                backward,
-                reads,
-                makes,
-                workspace_bytes=workspace,
-                rng_bytes=rng,
-                completes_inplace=completes_inplace,
-            )
-            for i, (name, backward, reads, makes, workspace, rng, completes_inplace) in enumerate(self.content.ops)
+            Op(i, name, 0, backward, reads, makes, workspace_bytes=size, rng_bytes=rng, completes_inplace=completes)
+            for i, (name, backward, reads, makes, size, rng, completes) in enumerate(self.content.ops)
         ]
         made: dict[int, tuple[int | None, int]] = {s: (o.id, output) for o in ops for output, s in enumerate(o.makes)}
         rests = dict(zip((o.makes[-1] for o in ops if o.name == OUTSIDE), self.outside_bytes, strict=True))
@@ -149,16 +118,9 @@ class SubgraphSource:
         """By segment."""
         graph, found = self.graph, []
         for segment, ops in enumerate(self.ops_of):
-            read = dict.fromkeys(s for op in ops for s in graph.ops[op].reads)
-            found.append(
-                [
-                    s
-                    for s in read
-                    if self._maker_segment(s) not in (None, segment)
-                    and graph.storages[s].kind == "activation"
-                    and s not in graph.stored
-                ]
-            )
+            read = dict.fromkeys(s for op in ops for s in graph.ops[op].reads if s not in graph.stored)
+            others = [s for s in read if self._maker_segment(s) not in (None, segment)]
+            found.append([s for s in others if graph.storages[s].kind == "activation"])
         return found
 
     def _maker_segment(self, storage: int) -> int | None:

@@ -1,7 +1,5 @@
 """Builds the subgraph of consecutive segments: its storages, ops and events, and storages for what others hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -52,17 +50,11 @@ class _SubgraphBuilder:
         self._copy_events((source.backward_start, self.window.backward[0]), ())
         backward = len(self.events)
         backward_bytes = self._add_outside(self.window.backward, [*own, *imports], [])
-        self._copy_events(self.window.backward, self._backward_ops())
+        runs = [number for kind, number in graph.events[slice(*self.window.backward)] if kind == RUN]
+        self._copy_events(self.window.backward, [op for op in runs if graph.ops[op].backward])
         self._free_outside(self.window.backward, skip={*own, *imports})
         self._copy_events((self.window.backward[1], len(graph.events)), ())
         return self._finish(backward_start, backward, len(own), (forward_bytes, backward_bytes))
-
-    def _backward_ops(self) -> list[int]:
-        return [
-            number
-            for kind, number in self.graph.events[slice(*self.window.backward)]
-            if kind == RUN and self.graph.ops[number].backward
-        ]
 
     def _add(self, step_id: int | None, size: int, kind: str, fixed: str = "") -> int:
         number = len(self.storages)

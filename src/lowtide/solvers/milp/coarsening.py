@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,23 +32,15 @@ _NEVER = 1 << 60
 
 @dataclass(eq=False)
 class Piece:
-    """One storage. Events are indices into ``StepGraph.events``.
-
-    Attributes:
-        group: The group that makes it; None when it may not be replayed.
-        dead: Event at which Python drops it.
-        direct_end: Event of the last release or drop of a handle on it; -1 when autograd does not store it.
-        first: Trigger of its first unpack; None when there is none.
-        consumers: Groups whose replay reads it.
-    """
+    """One storage. Events are indices into ``StepGraph.events``."""
 
     storage: int
     bytes: int
-    group: OpGroup | None
-    dead: int
-    direct_end: int
-    first: int | None
-    consumers: list[OpGroup]
+    group: OpGroup | None  # that makes it; None when it may not be replayed
+    dead: int  # event at which Python drops it
+    direct_end: int  # event of the last release or drop of a handle on it; -1 when autograd does not store it
+    first: int | None  # trigger of its first unpack; None when there is none
+    consumers: list[OpGroup]  # groups whose replay reads it
     decision: KeepDecision | None = None
 
 
@@ -70,24 +62,17 @@ class KeepDecision:
 
 @dataclass(eq=False)
 class OpGroup:
-    """Ops replayed together, in program order; the last one's outputs are the group's.
-
-    Attributes:
-        ms: Time of one replay, recording included.
-        burst_bytes: Most bytes it holds while it runs alone, outputs and workspace included.
-        reads: Pieces that it reads and does not make.
-        triggers: When it may be replayed.
-    """
+    """Ops replayed together, in program order; the last one's outputs are the group's."""
 
     ops: tuple[int, ...]
     segment: int
-    ms: float
-    burst_bytes: int
+    ms: float  # of one replay, recording included
+    burst_bytes: int  # most that it holds while it runs alone, outputs and workspace included
     rng_bytes: int
-    pieces: list[Piece]
-    reads: list[Piece]
-    decisions: list[KeepDecision]
-    triggers: list[int]
+    pieces: list[Piece] = field(default_factory=list)
+    reads: list[Piece] = field(default_factory=list)  # pieces that it reads and does not make
+    decisions: list[KeepDecision] = field(default_factory=list)
+    triggers: list[int] = field(default_factory=list)  # when it may be replayed
 
     @property
     def head(self) -> int:
@@ -135,7 +120,9 @@ class CoarseGraph:
         self.ops = ops_worth_replaying(graph)
         self.per_op = len(self.ops) <= tuning.PER_OP_MODEL_OPS
         self.segment_of = segment_of or {op.id: 0 for op in graph.forward_ops}
-        self.trigger_events, self._trigger_of_storage = self._triggers()
+        uses = sorted((event, s) for s, event in self.facts.first_use.items() if s in self.droppable)
+        self.trigger_events = [event for event, _ in uses]
+        self._trigger_of_storage = {s: trigger for trigger, (_, s) in enumerate(uses)}
         self.groups = self._groups()
         self.group_of = {op: group for group in self.groups for op in group.ops}
         self.pieces = self._pieces(free)
@@ -148,15 +135,6 @@ class CoarseGraph:
     def size(self) -> int:
         """The number of (group, trigger) pairs at which a replay may start: what the model grows with."""
         return sum(len(group.triggers) for group in self.groups)
-
-    def trigger_at(self, event: int) -> int:
-        """The last trigger at or before ``event``; -1 before the first."""
-        return bisect_right(self.trigger_events, event) - 1
-
-    def _triggers(self) -> tuple[list[int], dict[int, int]]:
-        """Events at which replays may start, and the trigger of each droppable storage."""
-        at = sorted((event, s) for s, event in self.facts.first_use.items() if s in self.droppable)
-        return [event for event, _ in at], {s: trigger for trigger, (_, s) in enumerate(at)}
 
     def _groups(self) -> list[OpGroup]:
         graph, consumers = self.graph, self.facts.readers
@@ -197,7 +175,7 @@ class CoarseGraph:
             )
         ms = sum(costs.op_ms[op] + (costs.replay_us + costs.record_us) / 1e3 for op in ops)
         rng = sum(graph.ops[op].rng_bytes for op in ops)
-        return OpGroup(ops, self.segment_of[ops[-1]], ms, peak, rng, [], [], [], [])
+        return OpGroup(ops, self.segment_of[ops[-1]], ms, peak, rng)
 
     def _pieces(self, free: frozenset[int]) -> list[Piece]:
         graph, pieces = self.graph, {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -21,19 +21,12 @@ Array = Sequence[float] | np.ndarray
 
 @dataclass(frozen=True)
 class MilpResult:
-    """What HiGHS found.
+    """What HiGHS found."""
 
-    Attributes:
-        status: ``optimal`` (within the gap), ``limit`` (nodes or time ran out) or ``infeasible``.
-        values: By column; empty when nothing was found.
-        objective: Of ``values``; infinite when nothing was found.
-        bound: No solution has a smaller objective.
-    """
-
-    status: str
-    values: np.ndarray
-    objective: float
-    bound: float
+    status: str  # ``optimal`` (within the gap), ``limit`` (nodes or time ran out) or ``infeasible``
+    values: np.ndarray  # by column; empty when nothing was found
+    objective: float  # of ``values``; infinite when nothing was found
+    bound: float  # no solution has a smaller objective
 
 
 @dataclass(frozen=True)
@@ -52,14 +45,9 @@ class LinearProgram:
     """min cost x, lower <= rows x <= upper, 0 <= x <= 1 unless said otherwise."""
 
     def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[bool] = []
-        self.row_lower: list[float] = []
-        self.row_upper: list[float] = []
-        self._starts: list[int] = [0]
-        self._columns: list[int] = []
-        self._values: list[float] = []
+        self.cost, self.upper, self.integer = list[float](), list[float](), list[bool]()
+        self.row_lower, self.row_upper = list[float](), list[float]()
+        self._starts, self._columns, self._values = [0], list[int](), list[float]()
         self._lazy: set[int] = set()
 
     def column(self, cost: float = 0.0, *, upper: float = 1.0, integer: bool = False) -> int:
@@ -107,39 +95,28 @@ class LinearProgram:
                 small programs whose root is nearly the optimum; large ones need both.
             first: Stop at the first solution, and do not look hard for one: for a proof that there is none.
         """
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        # One thread and one seed: the same plan every time.
-        solver.setOptionValue("threads", 1)
-        solver.setOptionValue("random_seed", 0)
-        solver.setOptionValue("mip_rel_gap", gap)
-        solver.setOptionValue("mip_abs_gap", slack)
-        solver.setOptionValue("mip_max_nodes", node_limit)
-        solver.setOptionValue("time_limit", time_limit_s)
+        options: dict[str, bool | int | float | str] = {
+            # One seed: the same plan every time.
+            "random_seed": 0, "mip_rel_gap": gap, "mip_abs_gap": slack, "mip_max_nodes": node_limit,
+            "time_limit": time_limit_s,
+        }  # fmt: skip
+        if light or first:
+            options |= {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
         if light:
-            solver.setOptionValue("presolve", "off")
-            solver.setOptionValue("mip_heuristic_run_rins", False)
-            solver.setOptionValue("mip_heuristic_run_rens", False)
+            options["presolve"] = "off"
         if first:
-            solver.setOptionValue("mip_max_improving_sols", 1)
-            solver.setOptionValue("mip_allow_restart", False)
-            solver.setOptionValue("mip_heuristic_effort", 0.0)
-            solver.setOptionValue("mip_heuristic_run_rins", False)
-            solver.setOptionValue("mip_heuristic_run_rens", False)
+            options |= {"mip_max_improving_sols": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0}
+        solver = _quiet_solver(options)
         solver.passModel(self._model())
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(solver.getSolution().col_value) if found else np.zeros(0)
-        if status == highspy.HighsModelStatus.kOptimal:
-            verdict = "optimal"
-        elif status == highspy.HighsModelStatus.kInfeasible:
-            verdict = "infeasible"
-        else:
-            verdict = "limit"
+        statuses = {highspy.HighsModelStatus.kOptimal: "optimal", highspy.HighsModelStatus.kInfeasible: "infeasible"}
         pure_lp = not any(self.integer)
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
-        return MilpResult(verdict, values, info.objective_function_value if found else INFINITY, bound)
+        objective = info.objective_function_value if found else INFINITY
+        return MilpResult(statuses.get(status, "limit"), values, objective, bound)
 
     def relax(self) -> LpResult:
         """Solve without integrality.
@@ -147,9 +124,7 @@ class LinearProgram:
         Lazy rows come in as the optimum of the others breaks them; in a large program only as long as that moves it,
         since every optimum on the way is a lower bound of the last.
         """
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
+        solver = _quiet_solver({})
         matrix = _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
         rows = [row for row in range(len(self.row_upper)) if row not in self._lazy]
         model = self._model(matrix.take(rows))
@@ -200,6 +175,14 @@ class LinearProgram:
         matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
         matrix.start_, matrix.index_, matrix.value_ = rows.starts, rows.columns, rows.values
         return lp
+
+
+def _quiet_solver(options: Mapping[str, bool | int | float | str]) -> highspy.Highs:
+    """HiGHS on one thread, so that it gives the same answer every time."""
+    solver = highspy.Highs()
+    for name, value in {"output_flag": False, "threads": 1, **options}.items():
+        solver.setOptionValue(name, value)
+    return solver
 
 
 def seconds_left(deadline: float) -> float:

@@ -1,13 +1,8 @@
-"""One MILP for the whole step: what the simulator finds above the budget becomes a cut, until they agree."""
-
-from __future__ import annotations
+"""One MILP for the whole step: first its rounded relaxation, then branch and bound where that is not near enough."""
 
 import math
 import time
 
-import numpy as np
-
-from lowtide.simulation.simulator import Timeline
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, reduce_peak
@@ -25,29 +20,25 @@ class MonolithicSearch:
         self.graph, self.costs, self.limits = context.graph, context.costs, context.limits
 
     def fastest(self, budget_bytes: int) -> SearchResult:
-        """Solve, evaluate and cut until the evaluated peak is within the budget."""
+        """The faster of the rounded relaxation and, where that is not near enough to the bound, the MILP's answer."""
         model = PeakModel(self.coarse, budget_bytes)
-        evaluated: list[Evaluated] = []
+        found: list[Evaluated] = []
         bound_ms = self.context.floor_ms
         if not self.context.per_op:
-            evaluated, bound_ms = self._round_relaxation(model, budget_bytes)
-        if any(self.context.within_tolerance(e, bound_ms) for e in evaluated):
-            return SearchResult(evaluated, True, bound_ms)
-        proven = True
-        deadline = time.perf_counter() + self.limits.time_limit_s
-        for round_ in range(tuning.CUT_ROUNDS):
-            answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
-            if round_ == 0 and answer.status != "infeasible":
-                bound_ms = self.context.floor_ms + max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
-            proven &= answer.status == "optimal"
-            if not len(answer.values):
-                break
-            evaluated.append(self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values))))
-            if evaluated[-1].peak_bytes <= budget_bytes or time.perf_counter() > deadline:
-                break
-            # A row for a new moment excludes no plan within the budget; a corrected row may.
-            proven &= self._cut(model, answer.values, evaluated[-1].timeline, budget_bytes)
-        return SearchResult(evaluated, proven, bound_ms)
+            found, bound_ms = self._round_relaxation(model, budget_bytes)
+        if found and self.context.within_tolerance(found[-1], bound_ms):
+            return SearchResult(found[-1], True, bound_ms)
+        answer = self._minimise(model, time.perf_counter() + self.limits.time_limit_s, nodes=self.limits.node_limit)
+        if answer.status != "infeasible":
+            bound_ms = self.context.floor_ms + max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
+        proven = answer.status == "optimal"
+        if len(answer.values):
+            best = self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values)))
+            proven &= best.peak_bytes <= budget_bytes
+            events = self.context.event_budget(tuning.ROUNDING_EVENTS)
+            found += reduce_peak(self.graph, self.costs, best, target_bytes=budget_bytes, events=events)[-1:]
+        within = [e for e in found if e.peak_bytes <= budget_bytes]
+        return SearchResult(min(within, key=lambda e: e.rank, default=None), proven, bound_ms)
 
     def _round_relaxation(self, model: PeakModel, budget_bytes: int) -> tuple[list[Evaluated], float]:
         """Candidates rounded from the relaxation and brought within the budget; and the relaxation's bound."""
@@ -74,18 +65,11 @@ class MonolithicSearch:
         """The candidate with the least peak by the model; None if it finds nothing."""
         model = PeakModel(self.coarse, None)
         values = model.program.relax().values
-        evaluated = [self.context.evaluate(complete_actions(self.graph, *model.choice(values)))] if len(values) else []
-        for _ in range(tuning.CUT_ROUNDS if self.coarse.size <= tuning.MIN_PEAK_MILP_SIZE else 0):
+        if self.coarse.size <= tuning.MIN_PEAK_MILP_SIZE:
             nodes = self.limits.node_limit if self.context.per_op else tuning.MIN_PEAK_NODES
             answer = self._minimise(model, math.inf, nodes=nodes)
-            if not len(answer.values):
-                break
-            evaluated.append(self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values))))
-            claimed_bytes = model.claimed_peak_bytes(answer.values)
-            if evaluated[-1].peak_bytes <= claimed_bytes:
-                break
-            self._cut(model, answer.values, evaluated[-1].timeline, claimed_bytes)
-        return evaluated[-1] if evaluated else None
+            values = answer.values if len(answer.values) else values
+        return self.context.evaluate(complete_actions(self.graph, *model.choice(values))) if len(values) else None
 
     def lower_peak(self, evaluated: Evaluated) -> Evaluated:
         """The candidate with the least peak that is as fast as ``evaluated``; only on graphs modelled op by op."""
@@ -108,15 +92,3 @@ class MonolithicSearch:
             node_limit=min(nodes, self.limits.node_limit),
             time_limit_s=seconds_left(deadline),
         )
-
-    def _cut(self, model: PeakModel, values: np.ndarray, timeline: Timeline, limit_bytes: int) -> bool:
-        """Cut off the highest moments above ``limit_bytes``; return whether no plan within it was lost."""
-        peaks = np.array(timeline.event_peak_bytes)
-        above = np.flatnonzero(peaks > limit_bytes)
-        above = above[np.argsort(-peaks[above], kind="stable")][: tuning.CUTS_PER_ROUND]
-        replayed = {(r.event, r.peak_bytes): r.op for r in timeline.replays}
-        lossless = True
-        for event in above.tolist():
-            peak = timeline.event_peak_bytes[event]
-            lossless &= model.forbid(values, event, replayed.get((event, peak)), peak)
-        return lossless

@@ -23,8 +23,7 @@ Burst rows say the same of the moment when group k runs inside the burst of trig
 stand at t, the others at t-1, and k's own bytes count if it runs then.
 """
 
-from __future__ import annotations
-
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,23 +42,15 @@ Moment = tuple[int | None, tuple[tuple[int, float], ...]]  # of a row: the colum
 
 @dataclass(frozen=True)
 class Prices:
-    """What memory costs while one segment is planned and the others need memory too: milliseconds per byte.
+    """What memory costs while one segment is planned and the others need memory too: milliseconds per byte."""
 
-    Attributes:
-        kept_ms: Of what is kept at event ``backward_start``.
-        peak_ms: Of the peak; where ``forward_ms`` is given, of the peak from ``backward_start`` on.
-        forward_end_ms: Of what is kept at event ``forward_end``, which comes before ``backward_start``.
-        forward_ms: Of the peak before ``backward_start``; None: the step has one peak.
-        max_kept_bytes: Keep no more at ``backward_start``, of what has a decision.
-    """
-
-    kept_ms: float
-    peak_ms: float
+    kept_ms: float  # of what is kept at event ``backward_start``
+    peak_ms: float  # of the peak; where ``forward_ms`` is given, of the peak from ``backward_start`` on
     backward_start: int
-    forward_end_ms: float = 0.0
+    forward_end_ms: float = 0.0  # of what is kept at event ``forward_end``, which comes before ``backward_start``
     forward_end: int = 0
-    forward_ms: float | None = None
-    max_kept_bytes: int | None = None
+    forward_ms: float | None = None  # of the peak before ``backward_start``; None: the step has one peak
+    max_kept_bytes: int | None = None  # keep no more at ``backward_start``, of what has a decision
 
 
 class PeakModel:
@@ -110,7 +101,9 @@ class PeakModel:
         segments = max(coarse.segment_of.values(), default=0) + 1
         minimise_time = self.budget_bytes is not None or self.prices is not None
         self.s: dict[KeepDecision, int] = {
-            d: program.column(self._kept_price(d), integer=True) for d in coarse.decisions if self._has_choice(d)
+            d: program.column(self._kept_price(d), integer=True)
+            for d in coarse.decisions
+            if d.group is not None or not d.stored
         }
         self.A: dict[OpGroup, list[int]] = {}
         self.A_of: dict[KeepDecision, list[int]] = {}
@@ -138,18 +131,12 @@ class PeakModel:
     def _kept_price(self, decision: KeepDecision) -> float:
         if self.prices is None:
             return 0.0
-        kept, at_forward_end = (
-            _kept_at(decision, self.prices.backward_start),
-            _kept_at(decision, self.prices.forward_end),
-        )
-        return (self.prices.kept_ms * kept + self.prices.forward_end_ms * at_forward_end) / self.ms_unit
+        prices, kept = self.prices, _kept_at(decision, self.prices.backward_start)
+        return (prices.kept_ms * kept + prices.forward_end_ms * _kept_at(decision, prices.forward_end)) / self.ms_unit
 
     def kept_bytes(self, event: int) -> int:
         """Bytes that the plain step keeps at ``event``, between forward and backward, and a plan need not."""
         return sum(_kept_at(d, event) for d in self.s if d.stored)
-
-    def _has_choice(self, decision: KeepDecision) -> bool:
-        return decision.group is not None or not decision.stored
 
     # Rows without bytes
 
@@ -223,19 +210,16 @@ class PeakModel:
                 end = coarse.trigger_events[group.triggers[-1]]
                 for number in range(*np.searchsorted(starts, (coarse.run_event[group.head], end))):
                     self._add_rng(terms[number], group, coarse.intervals[number].trigger)
+        moments: list[Moment] = []
         highest: dict[Moment, int] = {}
         for interval, found in zip(coarse.intervals, terms, strict=True):
-            key = self._peak_at(interval.start), tuple(found.items())
-            highest[key] = max(highest.get(key, 0), interval.base_bytes)
-        rows: dict[Moment, int] = {}
-        for interval, found in zip(coarse.intervals, terms, strict=True):
-            key = self._peak_at(interval.start), tuple(found.items())
-            if key not in rows:  # intervals that differ in their base alone share the highest one's row
-                rows[key] = self._memory_row(found, highest[key], key[0])
-            self._rows["interval", interval.start] = rows[key]
-
-    def _peak_at(self, event: int) -> int | None:
-        return self.forward_peak if self.prices is not None and event < self.prices.backward_start else self.peak
+            forward = self.prices is not None and interval.start < self.prices.backward_start
+            moments.append((self.forward_peak if forward else self.peak, tuple(found.items())))
+            highest[moments[-1]] = max(highest.get(moments[-1], 0), interval.base_bytes)
+        # Intervals that differ in their base alone share the highest one's row.
+        rows = {moment: self._memory_row(dict(moment[1]), most, moment[0]) for moment, most in highest.items()}
+        for interval, moment in zip(coarse.intervals, moments, strict=True):
+            self._rows["interval", interval.start] = rows[moment]
 
     def _lifetimes(self) -> dict[Piece, tuple[int, int]]:
         """From the first to one past the last event at which each piece may count beyond the base."""
@@ -299,9 +283,9 @@ class PeakModel:
         scaled = {c: v / self.byte_unit for c, v in terms.items()}
         if peak is not None:
             scaled[peak] = -1.0
-            return self.program.row(scaled, upper=(self._resident - constant) / self.byte_unit)
-        assert self.budget_bytes is not None
-        return self.program.row(scaled, upper=(self.budget_bytes - constant) / self.byte_unit)
+        limit = self.budget_bytes if peak is None else self._resident
+        assert limit is not None
+        return self.program.row(scaled, upper=(limit - constant) / self.byte_unit)
 
     def add_burst(self, group: OpGroup, trigger: int) -> None:
         """The row for ``group`` running in the burst of ``trigger``."""
@@ -324,41 +308,31 @@ class PeakModel:
 
     # Cuts
 
-    def forbid(self, values: np.ndarray, event: int, replayed_op: int | None, peak_bytes: int) -> bool:
+    def forbid(self, values: np.ndarray, event: int, replayed_op: int | None, peak_bytes: int) -> None:
         """Make the row of ``event``, while ``replayed_op`` runs again, say ``peak_bytes`` of ``values``.
 
-        Returns:
-            Whether a row that was missing did it, instead of a correction to one that was wrong.
+        Where that row is missing it is added instead.
         """
         coarse = self.coarse
-        moment: tuple | None = None
-        if replayed_op is not None:
-            trigger, group = coarse.trigger_at(event), coarse.group_of.get(replayed_op)
-            if group is not None and trigger in group.triggers:
-                moment = ("burst", trigger, group.head)
-                if moment not in self._rows:
-                    self.add_burst(group, trigger)
-                    return True
-        if moment is None:
+        trigger = bisect_right(coarse.trigger_events, event) - 1
+        group = coarse.group_of.get(-1 if replayed_op is None else replayed_op)
+        if group is not None and trigger in group.triggers:
+            moment: tuple = ("burst", trigger, group.head)
+            if moment not in self._rows:
+                self.add_burst(group, trigger)
+                return
+        else:
             starts = [interval.start for interval in coarse.intervals]
-            number = max(int(np.searchsorted(starts, event, side="right")) - 1, 0)
-            moment = ("interval", starts[number])
+            moment = ("interval", starts[max(int(np.searchsorted(starts, event, side="right")) - 1, 0)])
         row = self._rows[moment]
-        self.program.row_upper[row] = min(self.program.row_upper[row], self._upper_for(values, row, peak_bytes))
-        return False
-
-    def _upper_for(self, values: np.ndarray, row: int, peak_bytes: int) -> float:
-        """The right-hand side that ``values`` misses by as much as ``peak_bytes`` misses the limit."""
-        limit = self.budget_bytes if self.budget_bytes is not None else self.claimed_peak_bytes(values)
-        activity = self.program.activity(row, values)
-        return activity - (peak_bytes - limit) / self.byte_unit
+        missing = (peak_bytes - self.claimed_peak_bytes(values)) / self.byte_unit
+        self.program.row_upper[row] = min(self.program.row_upper[row], self.program.activity(row, values) - missing)
 
     # Reading a solution
 
     def claimed_peak_bytes(self, values: np.ndarray) -> int:
         """The peak as the model sees it; only where the peak is what was minimised."""
-        assert self.peak is not None
-        assert self.forward_peak is not None
+        assert self.peak is not None and self.forward_peak is not None
         highest = max(values[self.peak], values[self.forward_peak])
         return round(highest * self.byte_unit) + self._resident
 
@@ -384,7 +358,7 @@ def _kept_at(decision: KeepDecision, event: int) -> int:
     return sum(p.bytes for p in decision.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
 
 
-def _everyone_at(trigger: int, group: OpGroup | None) -> int:
+def _everyone_at(trigger: int, _: OpGroup | None) -> int:
     return trigger
 
 

@@ -5,8 +5,6 @@ alone; the largest groups first, with each action they do not have. It finds wha
 misses (``benchmarks/LOG.md``). The number of tries is limited by their size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from lowtide.explanation import collapse_path
@@ -15,7 +13,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, recomputable
+from lowtide.solvers.graph_queries import choices, complete_actions
 from lowtide.solvers.offload.transfer_schedule import Scheduled, schedule_transfers
 
 
@@ -74,7 +72,6 @@ def _groups(graph: StepGraph, moves: Mapping[int, str]) -> list[tuple[int, ...]]
 def _changed(graph: StepGraph, actions: Mapping[int, str], others: Mapping[int, str]) -> dict[int, str]:
     """``actions`` with ``others`` put in, completed so that every replay finds its inputs."""
     wanted = {**actions, **others}
-    recomputed = [s for s, a in wanted.items() if a == RECOMPUTE and s in graph.stored and s in recomputable(graph)]
-    saved = [s for s, a in wanted.items() if a == SAVE and s not in graph.stored]
+    recomputed, saved = choices(graph, wanted)
     offloaded = {s: a for s, a in wanted.items() if a in TIER_OF}
     return {**complete_actions(graph, recomputed, saved), **offloaded}

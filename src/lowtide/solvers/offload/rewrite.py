@@ -9,8 +9,6 @@ Without replays the rewritten step has exactly the memory that the simulator giv
 it; only the simulator sees that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ carry only program order decides. The lower bound (``lower_bound/offload_columns
 and says how much that can lose.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -48,36 +46,15 @@ class _Evaluated:
         return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
 
 
-def search_with_offload(
-    graph: StepGraph,
-    costs: Costs,
-    budget_bytes: int,
-    limits: Limits,
-    capacities: Mapping[str, int | None],
-) -> Candidate:
-    """The fastest plan found within ``budget_bytes``.
-
-    Args:
-        capacities: Most bytes to offload, by tier; None: any number.
-
-    Raises:
-        BudgetInfeasibleError: no plan was found within the budget.
-    """
-    return OffloadSearch(graph, costs, limits, capacities).within(budget_bytes)
-
-
-def _counted_limits(limits: Limits) -> Limits:
-    """``limits`` by number of nodes. A default time limit goes, so that the plan does not depend on the machine."""
-    time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
-    return replace(limits, time_limit_s=time_limit_s, node_limit=min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT))
-
-
 class OffloadSearch:
-    """Joint plans of one step, for any number of budgets."""
+    """Joint plans of one step, for any number of budgets; ``capacities``: most bytes to offload by tier, None: any."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, capacities: Mapping[str, int | None]) -> None:
         self.graph, self.costs = graph, costs
-        self.limits = _counted_limits(limits)
+        # Limits by number of nodes: a default time limit goes, so that the plan does not depend on the machine.
+        time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
+        nodes = min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT)
+        self.limits = replace(limits, time_limit_s=time_limit_s, node_limit=nodes)
         # The faster link is loaded first.
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
@@ -88,7 +65,11 @@ class OffloadSearch:
         )
 
     def within(self, budget_bytes: int) -> Candidate:
-        """See ``search_with_offload``."""
+        """The fastest plan found within ``budget_bytes``.
+
+        Raises:
+            BudgetInfeasibleError: no plan was found within the budget.
+        """
         return replace(self._within(budget_bytes), capacities=self.capacities)
 
     def _within(self, budget_bytes: int) -> Candidate:
@@ -99,8 +80,7 @@ class OffloadSearch:
 
         def attempt(storages: list[int], base: _Evaluated, load: float) -> None:
             """Offload what of ``storages`` the links carry at ``load``, beside the replays of ``base``."""
-            unlimited = math.isinf(load)
-            offloaded = self._assign_tiers(storages) if unlimited else self._carried(storages, load, base.timeline)
+            offloaded = self._carried(storages, load, base.timeline)
             if frozenset(offloaded.items()) not in tried:
                 tried.add(frozenset(offloaded.items()))
                 evaluated.extend(self._plan_with(offloaded, base, budget_bytes))
@@ -158,13 +138,12 @@ class OffloadSearch:
                     offloaded[TIER_OF[action]] += self.graph.storages[s].bytes
             return all(offloaded[tier] <= most for tier, most in sizes.items())
 
-        def rank(found: Scheduled) -> tuple[float, int]:
-            return _Evaluated(best.candidate, found.timeline).rank
-
         moves = self._assign_tiers(self.worth_moving)
-        other = self._evaluate(
-            improve_by_local_search(self.graph, self.costs, best.candidate, budget_bytes, moves, fits, rank)
-        )
+        improved = improve_by_local_search(
+            self.graph, self.costs, best.candidate, budget_bytes, moves, fits,
+            rank=lambda found: _Evaluated(best.candidate, found.timeline).rank,
+        )  # fmt: skip
+        other = self._evaluate(improved)
         return other if other.timeline.peak_bytes <= budget_bytes and other.rank < best.rank else best
 
     def _saved_by(self, base: _Evaluated) -> list[int]:
@@ -233,6 +212,8 @@ class OffloadSearch:
 
     def _carried(self, storages: list[int], load: float, timeline: Timeline) -> dict[int, str]:
         """Actions for those ``storages`` that links of ``load`` times the speed carry out and back in time."""
+        if math.isinf(load):
+            return self._assign_tiers(storages)
         graph, links = self.graph, self.costs.links
         at_ms = event_times(graph, self.costs, timeline)
         facts = step_facts(graph)

@@ -5,8 +5,6 @@ slack. While memory is above the budget, fetches in flight at that moment are de
 starts keep little memory in flight. A link that is then too late costs time, which the simulator counts.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,38 +43,26 @@ def schedule_transfers(
         return Scheduled(Moves(), simulate_actions(graph, costs, actions, replays, Moves()))
     largest = max(graph.storages[s].bytes for s in offloaded)
     schedules: list[Scheduled] = []
+
+    def schedule(moves: Moves) -> Scheduled:
+        schedules.append(Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves)))
+        return schedules[-1]
+
     for copies in tuning.STORES_IN_FLIGHT:
-        schedules += _within_limit(graph, costs, actions, replays, budget_bytes, copies * largest)
+        limit = copies * largest
+        line = schedule(Moves(limit)).timeline  # fetched on demand
+        needed = {t.storage: t.event for t in line.transfers if t.direction == FETCH}
+        fetch_at = _latest_starts(graph, costs, actions, line, needed)
+        for _ in range(tuning.FETCH_DELAY_ROUNDS):  # fetched early, as far as the budget allows
+            early = schedule(Moves(limit, dict(fetch_at)))
+            if early.peak_bytes <= budget_bytes:
+                break
+            if not _delay_fetches(graph, early.timeline, needed, fetch_at, budget_bytes):
+                break
         within = [s for s in schedules if s.peak_bytes <= budget_bytes]
         if within:
             return min(within, key=lambda s: (s.timeline.step_ms, s.peak_bytes))
     return min(schedules, key=lambda s: (s.peak_bytes, s.timeline.step_ms))
-
-
-def _within_limit(
-    graph: StepGraph,
-    costs: Costs,
-    actions: Mapping[int, str],
-    replays: Mapping[int, int],
-    budget_bytes: int,
-    max_inflight_bytes: int,
-) -> list[Scheduled]:
-    """Schedules with this limit: fetched on demand, and fetched early as far as the budget allows."""
-
-    def scheduled(moves: Moves) -> Scheduled:
-        return Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves))
-
-    schedules = [scheduled(Moves(max_inflight_bytes))]
-    unpack_events = step_facts(graph).unpack_events
-    needed = {t.storage: t.event for t in schedules[0].timeline.transfers if t.direction == FETCH}
-    fetch_at = _latest_starts(graph, costs, actions, schedules[0].timeline, needed)
-    for _ in range(tuning.FETCH_DELAY_ROUNDS):
-        schedules.append(scheduled(Moves(max_inflight_bytes, dict(fetch_at))))
-        if schedules[-1].peak_bytes <= budget_bytes:
-            break
-        if not _delay_fetches(graph, schedules[-1].timeline, needed, unpack_events, fetch_at, budget_bytes):
-            break
-    return schedules
 
 
 def _latest_starts(
@@ -99,27 +85,19 @@ def _latest_starts(
 
 
 def _delay_fetches(
-    graph: StepGraph,
-    timeline: Timeline,
-    needed: Mapping[int, int],
-    unpack_events: list[int],
-    fetch_at: dict[int, int],
-    budget_bytes: int,
+    graph: StepGraph, timeline: Timeline, needed: Mapping[int, int], fetch_at: dict[int, int], budget_bytes: int
 ) -> bool:
     """Start fetches later that are in flight while memory is above the budget. Returns whether any could."""
+    unpack_events = step_facts(graph).unpack_events
     changed = False
     delayed_until: dict[int, int] = {}  # storage -> event
     for event, peak in enumerate(timeline.event_peak_bytes):
-        excess = (
-            peak - budget_bytes - sum(graph.storages[s].bytes for s, until in delayed_until.items() if event < until)
-        )
+        delayed_bytes = sum(graph.storages[s].bytes for s, until in delayed_until.items() if event < until)
+        excess = peak - budget_bytes - delayed_bytes
         if excess <= 0:
             continue
-        early = [
-            s
-            for s, at in fetch_at.items()
-            if unpack_events[at] <= event < needed[s] and delayed_until.get(s, 0) <= event
-        ]
+        early = [s for s, at in fetch_at.items() if unpack_events[at] <= event < needed[s]]
+        early = [s for s in early if delayed_until.get(s, 0) <= event]
         for storage in sorted(early, key=lambda s: -needed[s]):
             later = bisect_right(unpack_events, event)
             if later >= len(unpack_events) or unpack_events[later] > needed[storage]:
