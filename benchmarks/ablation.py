@@ -314,13 +314,13 @@ PARTS: dict[str, Part] = {
     "tightened bound": Part({"build_plan:tighten_bound": lambda graph, costs, budget, known, bound: bound}),
     "tightened bound: further slots": Part({"lower_bound.tighten_bound:violated_stages": none_found}),
     "bound: what a replay needs": Part(
-        {"lower_bound.relaxation:MemoryRows.add_replays": nothing}, telling=False, later=1
+        {"lower_bound.relaxation:Relaxation._memory_of_replays": nothing}, telling=False, later=1
     ),
     "bound: post-dominators": Part({"lower_bound.relaxation:Relaxation._same_burst": nothing}, telling=False, later=1),
     "bound: pins": Part({"lower_bound.relaxation:Relaxation._pinned": no_pins}, telling=False, later=1),
     "lazy rows": Part(
         {"milp.highs:LinearProgram.row": eager_row},
-        ("lower_bound.relaxation:MemoryRows.add_moments",),
+        ("lower_bound.relaxation:Relaxation._memory_at_moments",),
         telling=False,
         later=1,
     ),
