@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(expected()), metavar="NAME")
     parser.add_argument("--budgets", nargs="+", default=[*BUDGETS, LEAST, *linked_budgets()], metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3, 4], metavar="N", help="see ``stages``")
     parser.add_argument("--resume", action="store_true", help="keep the lines that the results have, add the others")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"))
     args = parser.parse_args()
@@ -82,7 +83,8 @@ def main() -> int:
 
     parts = [part for part in args.parts if part != NONE]
     answer("unet", "50%", math.inf)  # what is imported and made ready on first use is no part's time
-    for stage, budgets in enumerate(stages(args.budgets)):
+    for stage in args.stages:
+        budgets = stages(args.budgets)[stage]
         pairs = [(case, budget) for case in args.cases for budget in budgets if asked(case, budget)]
         for pair in pairs:
             if (NONE, *pair) not in done and NONE in args.parts:
@@ -229,7 +231,9 @@ APART, WHOLE = ("apart:Apart.fastest",), ("whole:Whole.fastest",)
 
 PARTS: dict[str, Part] = {
     # Beyond one layer a segment
-    "all of the second stage": Part({"apart:Apart.fastest": first_stage}, ("apart:bound_time",), telling=False),
+    "all of the second stage": Part(
+        {"apart:Apart.fastest": first_stage}, ("stretches:Stretches.choose",), telling=False
+    ),
     "stretches of layers": Part({"stretches:Stretches.choose": one_by_one}, telling=False),
     "guided": Part({"apart:guided": none_found}),
     "guided's slots": Part({"guided:crowded": none_found}),
@@ -240,7 +244,7 @@ PARTS: dict[str, Part] = {
     "leaner columns": Part({"kinds:Kind.lean": no}, telling=False, least=True),
     "columns between": Part({"columns:Decomposition._densify": no}),
     "rounded columns": Part({"kinds:Kind.round": nothing}, telling=False),
-    "selective's column": Part({"kinds:classic": lambda graph, _: {}}, telling=False),
+    "selective's column": Part({"kinds:classic": lambda graph, _: {}}, telling=False, later=1),
     "cuts of columns": Part({"kinds:_LOCAL_ROUNDS": 1}, ("kinds:Kind._solve",), telling=False, later=1),
     "columns by MILP": Part({"kinds:Kind._solve": rounded_columns}, telling=False, later=1),
     "rows for late in forward": Part(
@@ -250,7 +254,6 @@ PARTS: dict[str, Part] = {
     "segments apart": Part({"exact:Search._pool": nothing}, APART, telling=False, later=2),
     # One model
     "one model": Part({"exact:_WHOLE_SIZE": -1, "exact:_UNLIKE_SIZE": -1}, WHOLE, telling=False),
-    "one model where few repeat": Part({"exact:_UNLIKE_SIZE": -1}, WHOLE, telling=False),
     "rounding one model": Part({"whole:Whole._rounded": lambda self, *_: ([], self.quest.floor_ms)}, telling=False),
     "MILP of one model": Part({"whole:Whole._minimise": no_milp}, telling=False, least=True),
     "cuts of one model": Part({"whole:_ROUNDS": 1}, ("whole:Whole._cut",), telling=False),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def main() -> int:
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
         Page(ROOT / "docs" / "planner.md", "times", RESULTS / "planner_time_cpu.jsonl", times_table),
+        Page(ROOT / "docs" / "planner.md", "ablation", RESULTS / "ablation_cpu.jsonl", ablation_table),
     ):
         after = page.written()
         if page.path.read_text() == after:
@@ -311,6 +313,71 @@ def times_cell(line: dict) -> str:
 def half_range(quartiles: list[float]) -> float:
     """Half of what lies between the quartiles, in points."""
     return 100 * (quartiles[1] - quartiles[0]) / 2
+
+
+ABLATION_COLUMNS = ("switched off", "pairs", "plan, worst", "mean", "least", "gap", "CPU", "at worst", "verdict")
+PLAN_POINTS, GAP_POINTS = 0.1, 0.5  # what a part has to be worth to stay
+TIME_SHARE = 0.1  # likewise, of the processor time of the pairs where it has a say
+
+
+def ablation_table(lines: list[dict]) -> str:
+    """One row per part: what plans, bounds and processor time lose without it."""
+    plain = {(line["case"], line["budget"]): line for line in lines if line["part"] == "none"}
+    rows = ["| " + " | ".join(ABLATION_COLUMNS) + " |", "|---|" + "---:|" * (len(ABLATION_COLUMNS) - 2) + "---|"]
+    for part in dict.fromkeys(line["part"] for line in lines if line["part"] != "none"):
+        mine = [line for line in lines if line["part"] == part]
+        rows.append(f"| {part} | {' | '.join(ablation_cells(mine, plain))} |")
+    first = lines[0]
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    note = f"{first['device']}, {first['threads']} thread, torch {first['torch']}, commit {commits}."
+    return "\n".join([*rows, "", note])
+
+
+def ablation_cells(lines: list[dict], plain: dict[tuple[str, str], dict]) -> list[str]:
+    """Of one part: ``lines`` without it, ``plain`` with all of them."""
+    both = [(plain[line["case"], line["budget"]], line) for line in lines]
+    ran = [(a, b) for a, b in both if b["ran"]]
+    plans = [(points(a, b, "predicted_overhead"), b) for a, b in both if "predicted_overhead" in a]
+    least = [(points(a, b, "fraction"), b) for a, b in both if a["status"] == "infeasible"]
+    gaps = [(points(a, b, "gap"), b) for a, b in both if a.get("gap") is not None and b.get("gap") is not None]
+    seconds = [(b["cpu_s"] - (a["cpus"][-1] if b["ran"] else a["cpu_s"]), b) for a, b in both]
+    lost = max((p for p, _ in plans), default=0.0)
+    looser, leaner = (max((p for p, _ in some), default=0.0) for some in (gaps, least))
+    more_s, of_s = sum(s for s, _ in seconds), sum(a["cpus"][-1] for a, _ in ran)
+    if max(lost, leaner) >= PLAN_POINTS:
+        verdict = "kept: plans"
+    elif looser > GAP_POINTS:
+        verdict = "kept: gaps"
+    elif ran and more_s > TIME_SHARE * of_s:
+        verdict = "kept: time"
+    else:
+        verdict = "not needed" if ran else "has no say"
+    finite = [p for p, _ in plans if math.isfinite(p)]
+    return [
+        f"{len(ran)} of {len(both)}",
+        worst_cell(plans),
+        f"{statistics.mean(finite):+.2f}" if finite else "-",
+        worst_cell(least),
+        worst_cell(gaps),
+        f"{more_s:+.1f} s of {of_s:.0f}" if ran else f"{more_s:+.1f} s",
+        f"{max(seconds, key=lambda s: s[0])[0]:+.1f} s",
+        verdict,
+    ]
+
+
+def points(a: dict, b: dict, field: str) -> float:
+    """How much more ``b`` has, in points; infinite where it has nothing."""
+    return 100 * (b[field] - a[field]) if field in b else math.inf
+
+
+def worst_cell(losses: list[tuple[float, dict]]) -> str:
+    """The largest loss, and where it is one, on what."""
+    if not losses:
+        return "-"
+    worst, line = max(losses, key=lambda loss: loss[0])
+    if math.isinf(worst):
+        return f"{'no plan' if line['status'] == 'infeasible' else line['status']} ({line['case']}, {line['budget']})"
+    return f"{worst:+.2f}" + (f" ({line['case']}, {line['budget']})" if worst >= 0.005 else "")
 
 
 if __name__ == "__main__":
