@@ -55,6 +55,7 @@ def main() -> int:
     parser.add_argument("--budgets", nargs="+", default=[*BUDGETS, LEAST, *linked_budgets()], metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3, 4], metavar="N", help="see ``stages``")
+    parser.add_argument("--beside", action="store_true", help="run the search as it is again beside its parts")
     parser.add_argument("--resume", action="store_true", help="keep the lines that the results have, add the others")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"))
     args = parser.parse_args()
@@ -93,7 +94,7 @@ def main() -> int:
         for pair in pairs:
             left = [p for p in parts if stage in PARTS[p].stages and (p, *pair) not in done]
             ran = [p for p in left if runs(p, done[NONE, *pair])]
-            if ran and stage == 0:  # beside the others, since what else the machine does changes
+            if ran and args.beside:  # since what else the machine does changes
                 note(plain(*pair))
             for part in left:
                 note(part_line(part, *pair, done[NONE, *pair]))
