@@ -279,6 +279,9 @@ PARTS: dict[str, Part] = {
     "all bursts at once": Part(
         {"peak_model:_ALL_BURSTS_SIZE": -1}, ("peak_model:PeakModel._columns",), telling=False, later=1
     ),
+    "bursts only as found": Part(
+        {"peak_model:_ALL_BURSTS_SIZE": math.inf}, ("peak_model:PeakModel._columns",), telling=False, later=1
+    ),
     # Of the bound
     "sharper": Part({"draft:sharper": lambda graph, costs, budget, known, bound: bound}),
     "sharper's slots": Part({"sharper:crowded": none_found}),
