@@ -340,14 +340,19 @@ def ablation_cells(lines: list[dict], plain: dict[tuple[str, str], dict]) -> lis
     plans = [(points(a, b, "predicted_overhead"), b) for a, b in both if "predicted_overhead" in a]
     least = [(points(a, b, "fraction"), b) for a, b in both if a["status"] == "infeasible"]
     gaps = [(points(a, b, "gap"), b) for a, b in both if a.get("gap") is not None and b.get("gap") is not None]
-    seconds = [(b["cpu_s"] - (a["cpus"][-1] if b["ran"] else a["cpu_s"]), b) for a, b in both]
+    seconds = [more_seconds(a, b) for a, b in both]
     lost = max((p for p, _ in plans), default=0.0)
     looser, leaner = (max((p for p, _ in some), default=0.0) for some in (gaps, least))
-    more_s, of_s = sum(s for s, _ in seconds), sum(a["cpus"][-1] for a, _ in ran)
+    more_s, of_s = sum(seconds), sum(a["cpus"][-1] for a, _ in ran)
+    linked = "disk" in lines[0]["budget"]
+    unseen = {pair for pair in plain if ("disk" in pair[1]) == linked and pair[1] != "least"}
+    unseen -= {(line["case"], line["budget"]) for line in lines}
     if max(lost, leaner) >= PLAN_POINTS:
         verdict = "kept: plans"
     elif looser > GAP_POINTS:
         verdict = "kept: gaps"
+    elif unseen:
+        verdict = "no loss yet"
     elif ran and more_s > TIME_SHARE * of_s:
         verdict = "kept: time"
     else:
@@ -360,9 +365,16 @@ def ablation_cells(lines: list[dict], plain: dict[tuple[str, str], dict]) -> lis
         worst_cell(least),
         worst_cell(gaps),
         f"{more_s:+.1f} s of {of_s:.0f}" if ran else f"{more_s:+.1f} s",
-        f"{max(seconds, key=lambda s: s[0])[0]:+.1f} s",
+        f"{max(seconds):+.1f} s",
         verdict,
     ]
+
+
+def more_seconds(a: dict, b: dict) -> float:
+    """Processor time that ``b`` took beyond ``a``; where it was not searched again, less the time in its part."""
+    if b["ran"]:
+        return b["cpu_s"] - a["cpus"][-1]
+    return 0.0 - ((a["reached"].get(b["part"]) or {}).get("cpu_s") or 0.0)
 
 
 def points(a: dict, b: dict, field: str) -> float:
