@@ -36,9 +36,8 @@ def test_enough_blocks_are_found():
 def test_the_readme_is_short_and_its_tree_names_every_part_of_the_package():
     readme = (ROOT / "README.md").read_text()
     (tree,) = re.findall(r"^    src/lowtide/\n((?:      .*\n)+)", readme, re.MULTILINE)
-    named = [
-        word.rstrip("/") for word in re.findall(r"[a-z_]+(?:/|\.py)", re.sub(r"  +(?![a-z_]+(?:/|\.py)).*", "", tree))
-    ]
+    entries = re.findall(r"^ +((?:[a-z_]+(?:/|\.py)(?: +|$))+)", tree, re.MULTILINE)
+    named = [name.rstrip("/") for name in " ".join(entries).split()]
     there = {p.name for p in (ROOT / "src/lowtide").iterdir() if not p.name.startswith("_")} - {"py.typed"}
 
     assert sorted(named) == sorted(there)
