@@ -1,4 +1,4 @@
-"""What a solution of the relaxation says in whole decisions, and in which stages those break what it left out."""
+"""Rounds a solution of the relaxation to whole decisions, and finds the stages where these exceed the budget unseen."""
 
 import numpy as np
 

@@ -5,7 +5,7 @@ offloaded if the link can carry it out before the next one, and back before it i
 the rest (``rewrite.py``), and the simulator compares several loads of the links with the recompute-only plan.
 
 Known weaknesses: two stages instead of one model; a storage is offloaded whole; among storages that the link could
-carry only program order decides. The lower bound (``lower_bound/offload_columns.py``) shares nothing with this search
+carry only program order decides. The lower bound (``lower_bound/link_rows.py``) shares nothing with this search
 and says how much that can lose.
 """
 
