@@ -20,7 +20,7 @@ from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.tape import attach
 from lowtide.tape.offload.tier_settings import usable
-from lowtide.tape.program import Audit, PlannedCall
+from lowtide.tape.program import Audit, TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_of, batch_tensors, call_of
@@ -166,7 +166,7 @@ class Fit:
             self._region = None
             region.close()
 
-    def _tape_for_call(self, args: tuple, kwargs: dict) -> tuple[Tape, PlannedCall] | None:
+    def _tape_for_call(self, args: tuple, kwargs: dict) -> tuple[Tape, TapedCall] | None:
         """The tape for a call of the model, planning first if its input is of a new shape."""
         model = self.model
         signature = module_calls.call_signature(model, args, kwargs)

@@ -27,7 +27,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.offload.tiers import Tier
-from lowtide.tape.program import Audit, PlannedOp, PlanProgram, program_of
+from lowtide.tape.program import Audit, PlanProgram, TapedOp, program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import without_history
@@ -107,7 +107,7 @@ class Planner:
             self.warnings.append(text)
             logger.warning("lowtide: %s", text)
 
-    def on_replay_difference(self, op: PlannedOp) -> None:
+    def on_replay_difference(self, op: TapedOp) -> None:
         """A replay gave other bits."""
         self.warn(f"{op.name} in {op.where or 'the model'} gives other bits when it runs again: saved from now on")
 
@@ -199,7 +199,7 @@ class Planner:
             TierError: what was moved came back with other bits, or not at all.
         """
         program = planned.program
-        differed: list[PlannedOp] = []
+        differed: list[TapedOp] = []
         model = self.model
         ids = {id(slot): n for n, slot in enumerate(program.ops)}
         drops = {id(s): s.drops for s in program.ops}

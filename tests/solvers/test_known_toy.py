@@ -65,6 +65,7 @@ def test_the_toy_is_the_one_whose_numbers_are_known():
     assert 100 * full.predicted_overhead == pytest.approx(81.1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mib", "percent"), [(33.5, 37.7), (36.3, 32.7), (32, 40.4)])
 def test_the_toy_reaches_the_known_numbers_and_nothing_can_be_below_them(mib, percent):
     graph, costs = first_step(), matmul_units()

@@ -121,6 +121,7 @@ def test_what_modules_and_operators_are_called_does_not_matter(budget):
     assert bounds[0] == bounds[1] <= plan.bound_ms
 
 
+@pytest.mark.slow
 def test_more_budget_never_costs_a_deep_step_more_time_than_what_is_tolerated():
     graph = decoder(8)
     costs = decoder_costs(graph)
@@ -140,7 +141,9 @@ print(solve(*load_case(sys.argv[1]), sys.argv[2]).to_json())
 """
 
 
-@pytest.mark.parametrize(("name", "budget"), [("toy", "25%"), ("chain48", "25%"), ("unet", "40%")])
+@pytest.mark.parametrize(
+    ("name", "budget"), [("toy", "25%"), ("chain48", "25%"), pytest.param("unet", "40%", marks=pytest.mark.slow)]
+)
 def test_another_process_finds_the_same_plan_byte_for_byte(name, budget):
     found = []
     for seed in ("1", "2"):

@@ -20,7 +20,9 @@ def least_of(graph, costs, budget=1, **options):
     return caught.value.least_bytes
 
 
-@pytest.mark.parametrize("name", ("toy", "resnet", "chain48", "decoder8_4096"))
+@pytest.mark.parametrize(
+    "name", ("toy", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "chain48", "decoder8_4096")))
+)
 @pytest.mark.parametrize("time_limit_s", (30.0, 0.01), ids=("enough time", "no time"))
 def test_the_least_budget_succeeds_whatever_was_asked_before_and_however_little_time_there_is(name, time_limit_s):
     graph, costs = load_case(name)

@@ -37,7 +37,7 @@ import lowtide
 from lowtide import ReplayError, planner
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.tape import recipes, replay, tape, values
-from lowtide.tape.program import PlannedOp
+from lowtide.tape.program import TapedOp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,7 +95,7 @@ class CountsOnDemand(FalseSchema):
 @pytest.mark.parametrize("matched", [True, False])
 def test_an_op_that_is_not_the_planned_one_is_never_dropped(matched, monkeypatch):
     if not matched:
-        monkeypatch.setattr(PlannedOp, "bind", lambda self, func: self._set_operator(func) or True)
+        monkeypatch.setattr(TapedOp, "bind", lambda self, func: self._set_operator(func) or True)
     model, x = CountsOnDemand(), torch.ones(4, 8)
     plan = harshest(model, x)
 
@@ -399,7 +399,7 @@ def test_drift_adds_no_strong_references():
 
 
 def test_drift_adds_strong_references_without_the_count_of_dropped_inputs(monkeypatch):
-    monkeypatch.setattr(PlannedOp, "num_dropped_inputs", property(lambda op: 0, lambda op, count: None), raising=False)
+    monkeypatch.setattr(TapedOp, "num_dropped_inputs", property(lambda op: 0, lambda op, count: None), raising=False)
     assert wide_lives_on_after_drift()
 
 

@@ -13,7 +13,7 @@ from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tape.offload.tiers import Tiers
-from lowtide.tape.program import PlannedCall, program_of
+from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrap_ddp
@@ -22,7 +22,7 @@ from lowtide.tracing.tracer import check_supported
 
 
 @contextmanager
-def taped_region(tape: Tape, call: PlannedCall, *, whole_step: bool) -> Iterator[None]:
+def taped_region(tape: Tape, call: TapedCall, *, whole_step: bool) -> Iterator[None]:
     """Tape what runs inside as ``call``; with ``whole_step`` that may be several steps, backward included.
 
     Leaving takes mode, hooks and observer away, whatever happened inside.
@@ -47,7 +47,7 @@ class GuardedCall:
 
     lowtide = True  # how ``check_supported`` knows a fitted model
 
-    def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, PlannedCall] | None]) -> None:
+    def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, TapedCall] | None]) -> None:
         self._model = weakref.ref(model)
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before

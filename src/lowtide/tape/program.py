@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Plan
-from lowtide.tracing.operators import draws_random_numbers, omittable_arguments
+from lowtide.tracing.operators import may_draw_random_numbers, omittable_arguments
 
 
 class Move(NamedTuple):
@@ -22,7 +22,7 @@ class Move(NamedTuple):
     fetch_at: int | None  # see ``Decision``
 
 
-class PlannedOp:
+class TapedOp:
     """One forward op of the plan."""
 
     __slots__ = (
@@ -38,7 +38,7 @@ class PlannedOp:
         self.drops: tuple[tuple[int, int], ...] = ()  # (output, bytes) of the results to drop; empty for most ops
         self.moves: tuple[Move, ...] = ()
         self.moves_completed = False  # ``moves`` are outputs of the op that this in-place op completes
-        self.completes_inplace: PlannedOp | None = None  # the op whose dropped output this in-place op completes
+        self.completes_inplace: TapedOp | None = None  # the op whose dropped output this in-place op completes
         self.transient_replays = 0  # how many may precede the final replay
         self.audited = False  # the replay has been compared bitwise with the original once
 
@@ -52,18 +52,18 @@ class PlannedOp:
     def _set_operator(self, func: Any) -> None:
         self.func = func  # None if it is not registered yet
         self.kernel = getattr(func, "_op", func)  # without the Python around it
-        self.random = func is not None and draws_random_numbers(func)
+        self.random = func is not None and may_draw_random_numbers(func)
         self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 
-class PlannedCall:
+class TapedCall:
     """One module call of the plan."""
 
     __slots__ = ("children", "has_actions", "ops")
 
     def __init__(self) -> None:
-        self.ops: list[PlannedOp] = []  # those that it runs itself
-        self.children: dict[str, list[PlannedCall]] = {}  # the calls inside it, by module path
+        self.ops: list[TapedOp] = []  # those that it runs itself
+        self.children: dict[str, list[TapedCall]] = {}  # the calls inside it, by module path
         self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
 
 
@@ -73,14 +73,14 @@ class PlanProgram:
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
         self.max_inflight_bytes = plan.max_inflight_bytes
-        self.calls = [PlannedCall() for _ in plan.frames]
+        self.calls = [TapedCall() for _ in plan.frames]
         self.root = self.calls[0]
         for frame, call in zip(plan.frames[1:], self.calls[1:]):
             self.calls[frame.parent].children.setdefault(frame.path, []).append(call)
-        self.ops: list[PlannedOp] = []
+        self.ops: list[TapedOp] = []
         for recorded in plan.ops:
             path = plan.frames[recorded.frame].path
-            op = PlannedOp(recorded.name, path, recorded.dynamic, recorded.num_dropped_inputs)
+            op = TapedOp(recorded.name, path, recorded.dynamic, recorded.num_dropped_inputs)
             self.calls[recorded.frame].ops.append(op)
             self.ops.append(op)
         for d in plan.decisions:
@@ -107,7 +107,7 @@ class PlanProgram:
     def keeps_everything(self) -> bool:
         return not any(op.drops or op.moves for op in self.ops)
 
-    def unaudited(self) -> list[PlannedOp]:
+    def unaudited(self) -> list[TapedOp]:
         return [op for op in self.ops if op.drops and not op.audited]
 
 
@@ -117,19 +117,19 @@ class Audit:
     At most ``allowance_bytes`` stay. Outputs of an op whose replay differed are saved from then on.
     """
 
-    def __init__(self, program: PlanProgram, allowance_bytes: int, on_difference: Callable[[PlannedOp], None]) -> None:
+    def __init__(self, program: PlanProgram, allowance_bytes: int, on_difference: Callable[[TapedOp], None]) -> None:
         self._bytes_left = allowance_bytes
         self._on_difference = on_difference
         self._pending = {id(op) for op in program.unaudited()}
 
-    def claim(self, op: PlannedOp, size: int) -> bool:
+    def claim(self, op: TapedOp, size: int) -> bool:
         """Whether an output of ``op`` stays; takes its ``size`` from the allowance."""
         if id(op) not in self._pending or size > self._bytes_left:
             return False
         self._bytes_left -= size
         return True
 
-    def result(self, op: PlannedOp, equal: bool) -> None:
+    def result(self, op: TapedOp, equal: bool) -> None:
         """An output of ``op`` has been compared."""
         op.audited = True
         if not equal:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
-from lowtide.tape.program import PlannedOp
+from lowtide.tape.program import TapedOp
 from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, value_of
 from lowtide.tracing.operators import omitted_in_replay, tensors_in
 from lowtide.tracing.restore import same_bits
@@ -40,7 +40,7 @@ class Recipe(Value):
         "_inplace_ops", "args", "inputs", "kwargs", "number", "on_audit", "op", "outputs", "rng", "transient_replays",
     )  # fmt: skip
 
-    def __init__(self, number: int, op: PlannedOp, args: Sequence[Any], kwargs: dict, run: ExecutionState) -> None:
+    def __init__(self, number: int, op: TapedOp, args: Sequence[Any], kwargs: dict, run: ExecutionState) -> None:
         self.number, self.op, self.run = number, op, run
         self.transient_replays = op.transient_replays
         self.tensor = None

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
-from lowtide.tape.program import Audit, Move, PlannedCall, PlannedOp, PlanProgram
+from lowtide.tape.program import Audit, Move, PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import unpacked
 from lowtide.tape.values import (
@@ -39,7 +39,7 @@ from lowtide.tape.values import (
 )
 from lowtide.tracing import module_calls
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
-from lowtide.tracing.operators import allocated_bytes, draws, is_wrapper_type, storage_of
+from lowtide.tracing.operators import allocated_bytes, draws_random_numbers, is_wrapper_type, storage_of
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
@@ -70,7 +70,7 @@ class _OpenCall:
 
     __slots__ = ("calls", "next", "planned")
 
-    def __init__(self, planned: PlannedCall | None) -> None:
+    def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
         self.next = 0  # index of the planned op that is expected next
         self.calls: dict[str, int] | None = None  # how often each child module has been called
@@ -117,7 +117,7 @@ class Tape(TorchDispatchMode):
 
     # -- regions ------------------------------------------------------------------------------------------------
 
-    def enter_region(self, call: PlannedCall, *, whole_step: bool, outer_hooks: Any) -> None:
+    def enter_region(self, call: TapedCall, *, whole_step: bool, outer_hooks: Any) -> None:
         """A region of ``call`` opens, inside ``outer_hooks`` (PyTorch's saved-tensor hooks) if there are any."""
         self._whole_step = whole_step
         self._outer_hooks = outer_hooks
@@ -132,7 +132,7 @@ class Tape(TorchDispatchMode):
         self.end()
         self._outer_hooks = None
 
-    def begin(self, call: PlannedCall) -> None:
+    def begin(self, call: TapedCall) -> None:
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
@@ -243,7 +243,7 @@ class Tape(TorchDispatchMode):
         unmark_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _record(self, op: PlannedOp, args: tuple, kwargs: dict) -> Any:
+    def _record(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op`` and leave a recipe in place of the outputs to drop."""
         run = self._run
         recipe = Recipe(self._next_number, op, args, kwargs, run)
@@ -252,7 +252,7 @@ class Tape(TorchDispatchMode):
         if dropped and (len(recipe.inputs) < dropped or (dropped > 1 and len(set(recipe.inputs)) < dropped)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as freed
             return op.kernel(*args, **kwargs)
-        if op.random and draws(op.func, args, kwargs):
+        if op.random and draws_random_numbers(op.func, args, kwargs):
             created_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor argument
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), created_on)
             recipe.rng = GeneratorState(device)
@@ -287,7 +287,7 @@ class Tape(TorchDispatchMode):
             recipe.outputs = outputs
         return result
 
-    def _record_inplace(self, op: PlannedOp, args: tuple, kwargs: dict) -> Any:
+    def _record_inplace(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run an in-place op on a dropped output; it becomes part of the recipe if nothing has read the output yet."""
         if MARK not in args[0].untyped_storage().__dict__:
             return op.func(*args, **kwargs)  # this output is kept; another output of the same op is dropped
@@ -309,7 +309,7 @@ class Tape(TorchDispatchMode):
         value.version += 1  # autograd counts this write when the call has returned; any other write makes them differ
         return result
 
-    def _move(self, op: PlannedOp, args: tuple, kwargs: dict) -> Any:
+    def _move(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op``, drop what is to be dropped, and start storing what is to be moved."""
         if op.drops:
             result = self._record(op, args, kwargs)
@@ -328,7 +328,7 @@ class Tape(TorchDispatchMode):
                     self._store(op, move, tensor, tensor._version)
         return result
 
-    def _store(self, op: PlannedOp, move: Move, tensor: torch.Tensor, version: int) -> None:
+    def _store(self, op: TapedOp, move: Move, tensor: torch.Tensor, version: int) -> None:
         """Start storing the memory of ``tensor``, which has ``version`` from now on, to another tier."""
         storage = tensor.untyped_storage()
         size = allocated_bytes(storage)

@@ -67,11 +67,11 @@ def written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 @cache
-def draws_random_numbers(func: Any) -> bool:
+def may_draw_random_numbers(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def draws(func: Any, args: tuple, kwargs: dict) -> bool:
+def draws_random_numbers(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an op that may draw random numbers does on these arguments; attention without dropout does not."""
     position = _dropout_argument(func)
     if position is None:

@@ -29,11 +29,11 @@ from lowtide.tracing.operators import (
     PLAIN_TYPES,
     UNINITIALISED,
     WRITES,
-    draws,
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
     is_wrapper_type,
+    may_draw_random_numbers,
     may_write_undeclared,
     omitted_in_replay,
     packet_name,
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         reason = why_not_replayed(func, args, kwargs)
         result = self._run(signature, func, args, kwargs, inputs)
         rng_bytes = 0
-        if draws_random_numbers(func) and draws(func, args, kwargs):
+        if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
             cpu = self._device.type == "cpu"
             rng_bytes = (torch.get_rng_state() if cpu else torch.cuda.get_rng_state(self._device)).numel()
         if undeclared := self._undeclared_writes[signature]:
