@@ -69,7 +69,7 @@ def no_inplace_ops_in_recipes(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_random_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tape, "draws", lambda func, args, kwargs: False)
+    patch.setattr(tape, "draws_random_numbers", lambda func, args, kwargs: False)
 
 
 def no_data_assignment_guard(patch: pytest.MonkeyPatch) -> None:

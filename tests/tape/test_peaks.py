@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.tracing.operators import draws
+from lowtide.tracing.operators import draws_random_numbers
 
 
 class Attending(nn.Module):
@@ -38,9 +38,13 @@ def test_an_attention_holds_the_generator_state_that_its_replay_needs_and_no_oth
 def test_an_operator_draws_unless_its_dropout_is_zero():
     q, attention = torch.ones(1, 1, 4, 4), torch.ops.aten._scaled_dot_product_flash_attention.default
 
-    assert draws(torch.ops.aten.rand.default, ([2],), {})
-    assert draws(attention, (q, q, q, 0.5), {}) and draws(attention, (q, q, q), {"dropout_p": 0.5})
-    assert not draws(attention, (q, q, q, 0.0), {}) and not draws(attention, (q, q, q), {})
+    assert draws_random_numbers(torch.ops.aten.rand.default, ([2],), {})
+    assert draws_random_numbers(attention, (q, q, q, 0.5), {}) and draws_random_numbers(
+        attention, (q, q, q), {"dropout_p": 0.5}
+    )
+    assert not draws_random_numbers(attention, (q, q, q, 0.0), {}) and not draws_random_numbers(
+        attention, (q, q, q), {}
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
