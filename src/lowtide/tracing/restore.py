@@ -96,9 +96,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
     a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    if a.dtype.is_complex:
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.dtype.is_floating_point:
-        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        a, b = a.contiguous().view(as_int), b.contiguous().view(as_int)
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
+        a, b = (t.contiguous().view(-1).view(as_int) for t in (a, b))
     return torch.equal(a, b)
