@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lowtide.errors import LowtideError
-from lowtide.measurement.allocator import peak_bytes, run_with_workspace
+from lowtide.measurement.allocator import measuring, peak_bytes
 
 MIB = 2**20
 
@@ -71,11 +71,8 @@ def test_a_peak_inside_a_profiler_is_refused():
 
 
 def test_the_profiler_is_off_again_after_an_error():
-    def fail():
+    with pytest.raises(ZeroDivisionError), measuring("cpu"):
         raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_with_workspace(fail)
 
     assert peak_bytes(lambda: floats(1)) == MIB
 
@@ -83,42 +80,45 @@ def test_the_profiler_is_off_again_after_an_error():
 def test_conv2d_has_workspace_and_makes_its_output():
     x, w = torch.randn(2, 8, 32, 32), torch.randn(16, 8, 3, 3)
 
-    run = run_with_workspace(lambda: torch.conv2d(x, w))
+    with measuring("cpu") as counter:
+        result = torch.conv2d(x, w)
 
-    assert run.made_bytes == run.result.nbytes == 2 * 16 * 30 * 30 * 4
-    assert run.workspace_bytes > 0
+    assert counter.left == result.nbytes == 2 * 16 * 30 * 30 * 4
+    assert counter.workspace > 0
 
 
 def test_a_plain_add_has_no_workspace():
     x = torch.randn(1024)
 
-    run = run_with_workspace(lambda: x + x)
+    with measuring("cpu") as counter:
+        result = x + x
 
-    assert (run.workspace_bytes, run.made_bytes) == (0, 4096)
+    assert (counter.workspace, counter.left) == (0, result.nbytes) == (0, 4096)
 
 
 def test_workspace_is_the_peak_less_what_is_left():
-    run = run_with_workspace(lambda: [floats(1), (floats(4), floats(2))[1]])
+    with measuring("cpu") as counter:
+        held = [floats(1), (floats(4), floats(2))[1]]
 
-    assert (run.workspace_bytes, run.made_bytes) == (4 * MIB, 3 * MIB)
+    assert (counter.workspace, counter.left) == (4 * MIB, sum(t.nbytes for t in held)) == (4 * MIB, 3 * MIB)
 
 
 def test_inside_another_measurement_the_call_runs_unmeasured():
-    runs = []
+    def fn():
+        with measuring("cpu") as counter:
+            assert counter is None
+            floats(1)
 
-    peak = peak_bytes(lambda: runs.append(run_with_workspace(lambda: floats(1))))
-
-    assert peak == MIB
-    assert runs[0].result.nbytes == MIB
-    assert (runs[0].workspace_bytes, runs[0].made_bytes) == (None, None)
+    assert peak_bytes(fn) == MIB
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_the_peak_is_the_formula_and_inner_measurements_step_aside():
     def fn():
-        inner = run_with_workspace(lambda: torch.empty(MIB, device="cuda"), "cuda")
-        assert inner.workspace_bytes is None
-        return torch.empty(2 * MIB, device="cuda", dtype=torch.uint8)
+        with measuring("cuda") as counter:
+            assert counter is None
+            held = torch.empty(MIB, device="cuda")
+        return held, torch.empty(2 * MIB, device="cuda", dtype=torch.uint8)
 
     assert peak_bytes(fn, "cuda") == 6 * MIB

@@ -36,7 +36,7 @@ def test_a_call_comes_back_from_json_with_results_of_the_same_layout(call):
     func, args, kwargs = call
     signature = describe(func, args, kwargs)
 
-    again, new_args, new_kwargs = rebuild(json.loads(json.dumps(signature, allow_nan=False)), "cpu", positive=True)
+    again, new_args, new_kwargs = rebuild(json.loads(json.dumps(signature, allow_nan=False)), "cpu")
     expected, got = func(*args, **kwargs), again(*new_args, **new_kwargs)
 
     assert again is func
@@ -57,14 +57,13 @@ def test_equal_calls_have_equal_signatures_whatever_the_values():
 
 
 def test_what_torch_takes_beside_tensors_is_described():
-    size = [torch.Size([2, 3]), (1, [2]), slice(1, None, 2), {"a": 1.5}, 2 - 1j, -math.inf]
+    size = [torch.Size([2, 3]), (1, [2]), {"a": 1.5}, 2 - 1j, -math.inf]
 
     described = describe("some.op.default", size, {})["args"]
 
     assert described == [
         {"l": [2, 3]},
         {"l": [1, {"l": [2]}]},
-        {"slice": [1, None, 2]},
         {"d": {"a": 1.5}},
         {"complex": [2.0, -1.0]},
         {"inf": "-inf"},
@@ -79,7 +78,7 @@ def test_an_expanded_tensor_takes_the_memory_it_spans_not_its_shape():
     assert tensor_bytes(signature) == x.untyped_storage().nbytes() == 12
 
 
-def test_synthetic_values_are_small_floats_zero_indices_and_true():
+def test_synthetic_values_are_probabilities_zero_indices_and_true():
     args = (
         torch.randn(600_001),
         torch.tensor([5, 6]),
@@ -88,7 +87,7 @@ def test_synthetic_values_are_small_floats_zero_indices_and_true():
     )
     _, (x, i, b, f), _ = rebuild(describe(aten.relu.default, args, {}), "cpu")
 
-    assert 0.09 < x.std() < 0.11 and x.abs().max() < 1
+    assert x.min() >= 0.75 and x.max() <= 1 and 0.07 < x.std() < 0.075
     assert x[-10:].unique().numel() == 10
     assert i.tolist() == [0, 0]
     assert b.tolist() == [True]

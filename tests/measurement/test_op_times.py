@@ -57,12 +57,12 @@ class Clock(TorchDispatchMode):
             patch.setattr(time, name, lambda: self.now)
         clock = self
 
-        class SlowMode(op_times._EmptyMode):
+        class SlowMode(op_times.BaseTorchDispatchMode):
             def __torch_dispatch__(self, *call):
                 clock.now += 20e-6 if clock.cold else 4e-6
                 return super().__torch_dispatch__(*call)
 
-        patch.setattr(op_times, "_EmptyMode", SlowMode)
+        patch.setattr(op_times, "BaseTorchDispatchMode", SlowMode)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.now += 1e-9 * args[0].numel() * args[1].shape[1] if func is aten.mm.default else 1e-6

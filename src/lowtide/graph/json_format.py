@@ -6,6 +6,7 @@ storage is read, freed or packed only after it was made; a saved tensor is unpac
 Writes version 2; reads versions 1 and 2.
 """
 
+import dataclasses
 import gzip
 import json
 import zlib
@@ -36,12 +37,6 @@ COSTS_VERSION = 2
 MADE_KINDS = ("activation", "backward")
 RESIDENT_KINDS = ("parameter", "gradient", "buffer", "input", "other")
 REGIONS = ("model", "step")
-
-_GRAPH_FIELDS = (
-    "version", "device", "device_name", "resident", "signatures", "frames", "storages", "ops", "saved", "events",
-    "calls", "region", "optimizer_step_bytes", "written_parameters", "recorded_ms", "provenance",
-)  # fmt: skip
-_COSTS_FIELDS = ("version", "op_ms", "dispatch_us", "record_us", "replay_us", "source", "device_name", "links")
 
 
 def save(graph: StepGraph, path: str | Path) -> None:
@@ -105,12 +100,14 @@ class _Checker:
             shown = shown if len(shown) <= 60 else shown[:57] + "..."
             raise GraphFormatError(f"not {self.what}: field {field!r} is {shown}, not {expected}. {self.way_out}")
 
-    def fields(self, body: Any, names: tuple[str, ...], version: int) -> None:
+    def fields(self, body: Any, kind: type[StepGraph | Costs], version: int) -> None:
+        """An object with the version and every field of the dataclass ``kind``, and no others."""
         if not isinstance(body, dict):
             raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
         # The version first: a file of another version misses fields too, and this says why.
         found = body.get("version")
         self.that(found == version, "version", found, f"1 or {version}, the versions known here")
+        names = ["version", *(field.name for field in dataclasses.fields(kind))]
         for name in names:
             if name not in body:
                 raise GraphFormatError(f"not {self.what}: field {name!r} is missing. {self.way_out}")
@@ -178,7 +175,7 @@ def from_dict(body: Any) -> StepGraph:
     """
     check = _Checker("a graph", "Trace the step again, or restore the file.")
     body = _upgraded_graph(body)
-    check.fields(body, _GRAPH_FIELDS, VERSION)
+    check.fields(body, StepGraph, VERSION)
     frames = _frames(check, body["frames"])
     signatures = tuple(check.many("signatures", body["signatures"], check.object))
     num_ops = len(check.many("ops", body["ops"]))
@@ -209,19 +206,8 @@ def from_dict(body: Any) -> StepGraph:
 
 def costs_to_dict(costs: Costs) -> dict:
     """Plain JSON types; ``costs_from_dict`` reads it back and checks it."""
-    return {
-        "version": COSTS_VERSION,
-        "op_ms": list(costs.op_ms),
-        "dispatch_us": costs.dispatch_us,
-        "record_us": costs.record_us,
-        "replay_us": costs.replay_us,
-        "source": costs.source,
-        "device_name": costs.device_name,
-        "links": {
-            tier: [link.store_bytes_per_s, link.fetch_bytes_per_s, link.latency_ms]
-            for tier, link in costs.links.items()
-        },
-    }
+    links = {tier: list(dataclasses.astuple(link)) for tier, link in costs.links.items()}
+    return {"version": COSTS_VERSION, **vars(costs), "op_ms": list(costs.op_ms), "links": links}
 
 
 def costs_from_dict(body: Any) -> Costs:
@@ -232,7 +218,7 @@ def costs_from_dict(body: Any) -> Costs:
     """
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
     body = _upgraded_costs(body)
-    check.fields(body, _COSTS_FIELDS, COSTS_VERSION)
+    check.fields(body, Costs, COSTS_VERSION)
     check.that(body["source"] == "measured", "source", body["source"], "measured")
     return Costs(
         op_ms=tuple(check.many("op_ms", body["op_ms"], check.time)),

@@ -1,6 +1,5 @@
 """Results that are computed once per graph and dropped together with it."""
 
-import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -9,19 +8,12 @@ from lowtide.graph.step_graph import StepGraph
 
 T = TypeVar("T")
 
-# By identity: a graph compares and hashes by content, which takes long. A graph that dies takes its entry with it.
-_memos: dict[int, tuple[weakref.ref[StepGraph], dict[Any, Any]]] = {}
-
 
 def memo_of(graph: StepGraph) -> dict[Any, Any]:
-    """Results kept for this very graph, by key; copies of the graph start without any.
-
-    A value must not refer to the graph: the graph would then never die.
-    """
-    key = id(graph)
-    if key not in _memos:
-        _memos[key] = weakref.ref(graph, lambda _: _memos.pop(key, None)), {}
-    return _memos[key][1]
+    """Results kept for this very graph, by key; copies of the graph start without any."""
+    # Beside the fields: a graph compares and hashes by content, which takes long.
+    memo: dict[Any, Any] = vars(graph).setdefault("_memo", {})
+    return memo
 
 
 def once_per_graph(function: Callable[[StepGraph], T]) -> Callable[[StepGraph], T]:

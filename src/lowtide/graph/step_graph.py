@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 VERSION = 2
 
@@ -116,6 +117,10 @@ class StepGraph:
     written_parameters: tuple[str, ...] = ()
     recorded_ms: dict[int, float] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept beside the fields: results belong to this very graph (``memo``)."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @cached_property
     def resident_bytes(self) -> int:

@@ -65,19 +65,14 @@ def cgroup_available_bytes(
             limit, usage = _read_count(folder / limit_name), _read_count(folder / usage_name)
             if limit is not None and usage is not None:
                 # Cold file cache is given back before anything is killed.
-                left.append(limit - usage + _read_stat(folder / "memory.stat", cache))
+                left.append(limit - usage + (_read_count(folder / "memory.stat", cache) or 0))
     return min(left, default=None)
 
 
-def _read_count(path: Path) -> int | None:
+def _read_count(path: Path, key: str = "") -> int | None:
+    """The number in a file, or in its line that begins with ``key``."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # not there, or the word "max"
+        text = path.read_text()
+        return int(dict(line.split(maxsplit=1) for line in text.splitlines())[key] if key else text)
+    except (OSError, ValueError, KeyError):  # not there, or the word "max"
         return None
-
-
-def _read_stat(path: Path, key: str) -> int:
-    try:
-        return int(dict(line.split(maxsplit=1) for line in path.read_text().splitlines())[key])
-    except (OSError, KeyError):
-        return 0

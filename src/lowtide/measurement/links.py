@@ -21,7 +21,7 @@ from lowtide.units import format_bytes
 
 _LARGE, _SMALL = 1 << 25, 1 << 12
 _REPEATS = 3
-_known: dict[tuple[str, str, str], Link] = {}
+_known: dict[str, Link] = {}
 
 
 def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None, *, refresh: bool = False) -> Link:
@@ -29,19 +29,15 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)
-    where = Path(tempfile.gettempdir() if scratch_dir is None else scratch_dir)
-    key = (tier, str(torch.device(device)), "" if tier == HOST else str(where.resolve()))
-    if key in _known and not refresh:
-        return _known[key]
+    where = tempfile.gettempdir() if scratch_dir is None else scratch_dir
     try:
-        cache_key = link_cache.key_of(tier, device, where)
+        key = link_cache.key_of(tier, device, where)
     except OSError:  # the directory does not exist: measuring raises the error
-        cache_key = None
-    link = None if refresh or cache_key is None else link_cache.recall(cache_key)
+        key = str(where)
+    link = None if refresh else _known.get(key) or link_cache.recall(key)
     if link is None:
         link = _disk(scratch_dir) if tier == DISK else _host(torch.device(device))
-        if cache_key is not None:
-            link_cache.remember(cache_key, link)
+        link_cache.remember(key, link)
     _known[key] = link
     return link
 

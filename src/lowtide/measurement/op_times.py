@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from lowtide.errors import LowtideError
 from lowtide.gc_control import gc_disabled
@@ -33,6 +33,7 @@ from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.measurement.device import available_bytes, device_name
 from lowtide.measurement.links import measured_link
 from lowtide.measurement.op_inputs import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
+from lowtide.measurement.timing import calls_ms
 
 # The tape's work beyond the mode's, on a server CPU in warm caches (benchmarks/overhead.py): per op of the step (module
 # calls, what autograd saves), per dropped op, per replayed op.
@@ -151,20 +152,11 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     needed = tensor_bytes(signature)
     if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
-
-    def run_ms(*, positive: bool) -> float:
-        func, args, kwargs = rebuild(signature, graph.device, positive=positive)
-        if torch.Tag.inplace_view in func.tags:
-            # A second call would find another shape. The op changes only metadata, so it takes the time of any view.
-            return clock.floor_ms
-        return clock.median_ms(lambda: func(*args, **kwargs), repeats, cold=needed >= _CACHED_BYTES)
-
-    try:
-        return run_ms(positive=False)
-    except NotRebuildableError:
-        raise
-    except Exception:  # a probability below zero, most often
-        return run_ms(positive=True)
+    func, args, kwargs = rebuild(signature, graph.device)
+    if torch.Tag.inplace_view in func.tags:
+        # A second call would find another shape. The op changes only metadata, so it takes the time of any view.
+        return clock.floor_ms
+    return clock.median_ms(lambda: func(*args, **kwargs), repeats, cold=needed >= _CACHED_BYTES)
 
 
 class _Clock:
@@ -200,18 +192,7 @@ class _Clock:
         self._swept.add_(1)
 
     def sample_ms(self, fn: Callable[[], Any], calls: int) -> float:
-        if self.cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(calls):
-                fn()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) / calls
-        start = self.now()
-        for _ in range(calls):
-            fn()
-        return (self.now() - start) * 1e3 / calls
+        return calls_ms(fn, calls, self.device, self.now)
 
 
 def _moved_bytes(graph: StepGraph, op: Op) -> int:
@@ -223,11 +204,6 @@ def _copy_ms(clock: _Clock) -> float:
     return clock.median_ms(lambda: target.copy_(source), 5)
 
 
-class _EmptyMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
     """Microseconds that an empty dispatch mode adds to an op: in warm caches, and in ``graph``."""
     x = torch.zeros(1, device=clock.device)
@@ -236,7 +212,7 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
         plain: list[float] = []
         under_mode: list[float] = []
         for _ in range(samples):
-            for spent, mode in ((plain, nullcontext()), (under_mode, _EmptyMode())):
+            for spent, mode in ((plain, nullcontext()), (under_mode, BaseTorchDispatchMode())):
                 if x.is_cuda:
                     torch.cuda.synchronize(x.device)
                 if cold:

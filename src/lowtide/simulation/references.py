@@ -100,9 +100,7 @@ class References:
             self.value_counts[storage] -= 1
             if self.value_counts[storage] > 0:
                 continue
-            if storage in self.materialised:
-                self.materialised.remove(storage)
-                self.live_bytes -= self.index.bytes[storage]
+            self.dematerialise(storage)
             if storage in self.offloaded:
                 continue
             op = self.index.maker[storage]
@@ -155,7 +153,7 @@ class References:
         return values
 
     def dematerialise(self, storage: int) -> None:
-        """Free the memory of a value that can be materialised again."""
+        """Free the memory of a value, if it takes any."""
         if storage in self.materialised:
             self.materialised.remove(storage)
             self.live_bytes -= self.index.bytes[storage]

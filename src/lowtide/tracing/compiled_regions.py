@@ -22,7 +22,7 @@ from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import fingerprint
-from lowtide.tracing.restore import rng_state, set_rng_state
+from lowtide.tracing.restore import preserve_training_state
 
 NAME = "lowtide.compiled.region"
 MADE_HERE = "made by compiled code"
@@ -63,9 +63,9 @@ class CompiledRegions:
         try:
             with op.running:
                 result = run()
+                op.finish(batch_tensors(result))
         finally:
             self.current = None
-        op.finish(batch_tensors(result))
         for number, was in before.items():
             if fingerprint(known[number]) != was:
                 builder.mark_written(number)
@@ -85,7 +85,6 @@ class CompiledRegions:
         @never_compiled
         def end(made: Any, gradients: Any) -> None:
             assert op is not None
-            op.running.close()
             op.finish([t for t in made if t is not None])
 
         node.register_prehook(begin)
@@ -93,18 +92,12 @@ class CompiledRegions:
 
 
 def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Compile, forward and backward, and have buffers and the generator as they were."""
-    generators = rng_state(any(p.is_cuda for p in module.parameters()))
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    outputs = [t for t in batch_tensors(run()) if t.requires_grad]
-    wanted = [p for p in module.parameters() if p.requires_grad]
-    if outputs and wanted:
-        torch.autograd.grad([t.float().sum() for t in outputs], wanted, allow_unused=True)
-    del outputs
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    set_rng_state(generators)
+    """Compile, forward and backward, and have buffers and generators as they were."""
+    with preserve_training_state(module, None, zero_grads=False):
+        outputs = [t for t in batch_tensors(run()) if t.requires_grad]
+        wanted = [p for p in module.parameters() if p.requires_grad]
+        if outputs and wanted:
+            torch.autograd.grad([t.float().sum() for t in outputs], wanted, allow_unused=True)
 
 
 def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:
@@ -123,7 +116,8 @@ def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:
 class CompiledOp:
     """The op of one call, forward or backward: storages that appear while it runs are made by it.
 
-    Its event comes first: what the call lets autograd store is stored afterwards. Close ``running`` when the call ends.
+    Its event comes first: what the call lets autograd store is stored afterwards. ``finish`` ends the call; close
+    ``running`` where it fails.
     """
 
     def __init__(self, builder: GraphBuilder, live: LiveStorages, device: torch.device, reads: tuple[int, ...]) -> None:
@@ -133,14 +127,9 @@ class CompiledOp:
         self._makes: list[int] = []
         self._backward = torch._C._current_graph_task_id() != -1
         builder.ops.append(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
-        self._ms, start_s = 0.0, time.perf_counter()
+        self._start_s = time.perf_counter()
         self.running = ExitStack()
         self._counter = self.running.enter_context(measuring(device))
-
-        def stop_clock() -> None:
-            self._ms = (time.perf_counter() - start_s) * 1e3
-
-        self.running.callback(stop_clock)
 
     def id_of(self, tensor: torch.Tensor) -> int | None:
         """As ``LiveStorages.id_of``, for what autograd stores of the call and what it returns."""
@@ -151,7 +140,9 @@ class CompiledOp:
         return number
 
     def finish(self, made: list[torch.Tensor]) -> None:
-        """Complete the op: what it made, and what the allocator had beyond that."""
+        """End the call and complete the op: its time, what it made, and what the allocator had beyond that."""
+        ms = (time.perf_counter() - self._start_s) * 1e3
+        self.running.close()
         builder = self._builder
         for tensor in made:
             self.id_of(tensor)
@@ -167,5 +158,5 @@ class CompiledOp:
             builder.ops[self._number],
             makes=tuple(self._makes),
             workspace_bytes=max(peak - total(self._makes), 0),
-            signature=builder.add_signature({"op": NAME}, recorded_ms=self._ms),
+            signature=builder.add_signature({"op": NAME}, recorded_ms=ms),
         )

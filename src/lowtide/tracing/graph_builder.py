@@ -33,28 +33,24 @@ class GraphBuilder:
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is not part of the step."""
-        return self._set_recording(recording=False)
+        return self._with("recording", value=False)
 
     def resumed(self) -> AbstractContextManager[None]:
         """What runs inside is part of the step, though ``paused`` surrounds it."""
-        return self._set_recording(recording=True)
+        return self._with("recording", value=True)
 
-    @contextmanager
-    def _set_recording(self, *, recording: bool) -> Iterator[None]:
-        self.recording, before = recording, self.recording
-        try:
-            yield
-        finally:
-            self.recording = before
-
-    @contextmanager
-    def ignoring_ops(self) -> Iterator[None]:
+    def ignoring_ops(self) -> AbstractContextManager[None]:
         """Ops that run inside are not part of the step, what they free is."""
-        self.ops_ignored, before = True, self.ops_ignored
+        return self._with("ops_ignored", value=True)
+
+    @contextmanager
+    def _with(self, flag: str, *, value: bool) -> Iterator[None]:
+        before = getattr(self, flag)
+        setattr(self, flag, value)
         try:
             yield
         finally:
-            self.ops_ignored = before
+            setattr(self, flag, before)
 
     def add_event(self, kind: int, number: int) -> None:
         if self.recording:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lowtide.measurement.op_inputs import COLLECTIVES
+
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 # These write running statistics without an alias annotation and without a version bump: replayed with
@@ -35,7 +37,6 @@ SCATTERS = frozenset({
     torch.ops.aten.index_put.default,
 })  # fmt: skip
 _BLOCK_BYTES = {"cuda": 512}
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import Op
-from lowtide.measurement.allocator import run_with_workspace
+from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
@@ -148,9 +148,10 @@ class Recorder(TorchDispatchMode):
                 self._workspace_bytes[signature] = 0
                 return func(*args, **kwargs)
             before = [fingerprint(t) for t in inputs]
-            result, workspace, _ = run_with_workspace(lambda: func(*args, **kwargs), self._device)
+            with measuring(self._device) as counter:
+                result = func(*args, **kwargs)
             self._undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
-            self._workspace_bytes[signature] = workspace or 0
+            self._workspace_bytes[signature] = 0 if counter is None else counter.workspace
             return result
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:

@@ -17,21 +17,6 @@ from lowtide.tracing.operators import storage_of
 from lowtide.tracing.subclasses import plain_tensors
 
 
-def rng_state(cuda: bool) -> tuple:
-    """State of the torch, Python and NumPy generators."""
-    gpu = torch.cuda.get_rng_state_all() if cuda else None
-    return torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state()
-
-
-def set_rng_state(state: tuple) -> None:
-    cpu, gpu, python, legacy = state
-    torch.set_rng_state(cpu)
-    if gpu is not None:
-        torch.cuda.set_rng_state_all(gpu)
-    random.setstate(python)
-    numpy.random.set_state(legacy)
-
-
 @contextmanager
 def preserve_training_state(
     model: nn.Module, batch: Any, *, zero_grads: bool = True, written_parameters: Collection[str] = ()
@@ -44,10 +29,10 @@ def preserve_training_state(
     Args:
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
     """
-    with preserve_ddp_state(model), preserve_fsdp_state(model):
+    gpus = range(torch.cuda.device_count()) if any(p.is_cuda for p in model.parameters()) else []
+    with preserve_ddp_state(model), preserve_fsdp_state(model), torch.random.fork_rng(devices=gpus):
+        python, legacy = random.getstate(), numpy.random.get_state()
         parameters = list(model.parameters())
-        cuda = any(p.is_cuda for p in parameters)
-        rng = rng_state(cuda)
         hooks = [p._post_accumulate_grad_hooks for p in parameters]
         leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in (*parameters, *leaves)]
@@ -86,7 +71,8 @@ def preserve_training_state(
                         tensor.copy_(old)
             for t, grad in grads:
                 t.grad = grad
-            set_rng_state(rng)
+            random.setstate(python)
+            numpy.random.set_state(legacy)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -96,9 +82,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
     a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    if a.dtype.is_complex:
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.dtype.is_floating_point:
-        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        a, b = a.contiguous().view(as_int), b.contiguous().view(as_int)
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
+        a, b = (t.contiguous().view(-1).view(as_int) for t in (a, b))
     return torch.equal(a, b)

@@ -50,7 +50,10 @@ def _maker_of(tensor: torch.Tensor, *, held: bool) -> Callable[[], torch.Tensor]
 
 
 class SavedTensorHooks:
-    """``pack`` and ``unpack`` for ``torch.autograd.graph.saved_tensors_hooks``."""
+    """``pack`` and ``unpack`` for ``torch.autograd.graph.saved_tensors_hooks``.
+
+    Apart from the recorder, because autograd holds them: what they refer to must not lead back to autograd's nodes.
+    """
 
     def __init__(
         self, builder: GraphBuilder, live: LiveStorages, compiled: CompiledRegions, assignments: DataAssignmentGuard
