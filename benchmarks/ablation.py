@@ -326,11 +326,7 @@ PARTS: dict[str, Part] = {
     ),
     "no garbage collection": Part({"dispatch:gc_disabled": nullcontext}, telling=False, later=1),
     # With links
-    "offload: local search": Part(
-        {"offload.search:improve_by_local_search": lambda graph, costs, candidate, *_: candidate},
-        telling=False,
-        linked=True,
-    ),
+    "offload: local search": Part({"offload.search:OffloadSearch._improved": unchanged}, telling=False, linked=True),
     "offload: several link loads": Part(
         {"tuning:LINK_LOADS": (1.0,), "tuning:HEAVY_LINK_LOADS": (1.0,)},
         ("offload.search:OffloadSearch._carried",),
