@@ -1,4 +1,21 @@
-"""The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan."""
+"""The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan.
+
+Where plans may offload, there are rows for the least that offloading costs:
+
+    o_{x,l}   1: x is offloaded by way of link l
+    S_f, S_b  how long the step waits for transfers before and after backward first asks for something
+
+What is offloaded is there whenever it is asked for, and costs no bytes meanwhile. All stores are over when backward
+first asks for anything, and no fetch begins before. What computation cannot hide of them is waited for, whatever the
+schedule:
+
+    S_f >= sum store_ms o - forward_ms                     for each link; from when the first such storage is made
+    S_b >= sum fetch_ms o - backward_ms - replays          for each link, and for what is needed by a moment
+    sum m o <= capacity                                    for each link
+
+Known weaknesses: no memory is charged for bytes in flight, a transfer may run at any time within its half of the step,
+and all replays may hide fetches, later ones too.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property, partial, reduce
@@ -8,10 +25,9 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.columns import Columns, Terms
-from lowtide.solvers.lower_bound.link_rows import add_link_rows
 from lowtide.solvers.lower_bound.unavoidable import Span
 from lowtide.solvers.milp.highs import INFINITY
 
@@ -41,9 +57,8 @@ class Relaxation(Columns):
         self._same_burst()
         self._pinned()
         self._held()
-        if budget_bytes is not None:
-            replays = {column: self.program.cost[column] for op in self.N.values() for column in op}
-            add_link_rows(self.program, graph, costs, capacities or {}, self.o, replays, self.ms_unit)
+        if self.o and budget_bytes is not None:
+            self._waits_for_links(capacities or {})
         # Rows that hold at this peak whatever a plan decides are left out.
         self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
         self.moments: dict[int, int] = {}
@@ -143,6 +158,34 @@ class Relaxation(Columns):
                         terms.update(self.held_into(x, low, -1))
                         terms.update(dict.fromkeys(self.N[maker][low : self.slot_of(maker, stage) + 1], -1.0))
                     self._lazy_row(terms, upper=0)
+
+    def _waits_for_links(self, capacities: Mapping[str, int | None]) -> None:
+        """What computation cannot hide of transfers is waited for, and no tier holds more than it may."""
+        graph, costs, program, facts = self.graph, self.costs, self.program, step_facts(self.graph)
+        at_ms = event_ms(graph, costs)
+        first_ask_ms = at_ms[facts.unpack_events[0]]
+        wait_forward, wait_backward = program.column(1.0, upper=INFINITY), program.column(1.0, upper=INFINITY)
+        replays = {column: program.cost[column] for columns in self.N.values() for column in columns}
+        sizes = {x: graph.storages[x].bytes for x in self.o}
+        by_need = sorted(self.o, key=lambda x: facts.first_use[x])
+        parts = tuning.FETCH_MOMENTS
+        for tier, capacity in capacities.items():
+            link = costs.links[tier]
+            columns = {x: of_tier[tier] for x, of_tier in self.o.items()}
+            if capacity is not None:
+                most = max(capacity, 1)
+                program.row({columns[x]: size / most for x, size in sizes.items()}, upper=capacity / most)
+            stores = {columns[x]: -link.store_ms(sizes[x]) / self.ms_unit for x in columns}
+            record_ms = costs.record_us / 1e3 * (len(graph.forward_ops) + len(columns))
+            # An op's outputs are complete when the next event begins; an op that finishes them comes later still.
+            hidden_ms = first_ask_ms - min(at_ms[facts.birth[x] + 1] for x in columns) + record_ms
+            program.row({wait_forward: 1.0, **stores}, lower=-hidden_ms / self.ms_unit)
+            for number in {len(by_need) * (i + 1) // parts for i in range(parts)} - {0}:
+                needed = by_need[:number]
+                fetches = {columns[x]: -link.fetch_ms(sizes[x]) / self.ms_unit for x in needed}
+                # To the last of them; a fetch that has come is noted, which takes a moment too.
+                last_ms = at_ms[facts.first_use[needed[-1]]] - first_ask_ms + costs.replay_us / 1e3 * len(graph.saved)
+                program.row({wait_backward: 1.0, **replays, **fetches}, lower=-last_ms / self.ms_unit)
 
     def _memory_at_moments(self) -> None:
         """At each moment that may bind, the floor and what is saved, pinned or held stay within the budget."""
@@ -296,6 +339,17 @@ class Relaxation(Columns):
             self.program.row({found[stage]: 1.0, **terms}, lower=0.0)
             later = {found[stage]: -1.0}
         return found
+
+
+def event_ms(graph: StepGraph, costs: Costs) -> list[float]:
+    """When each event begins, and the last one ends: with all of the tape's dispatch and nothing else on top."""
+    found = [0.0]
+    for kind, number in graph.events:
+        ms = 0.0
+        if kind == RUN:
+            ms = costs.op_ms[number] + (0.0 if graph.ops[number].backward else costs.dispatch_us / 1e3)
+        found.append(found[-1] + ms)
+    return found
 
 
 def _meet(dominator: Mapping[int, int | None], one: int | None, other: int | None) -> int | None:
