@@ -68,7 +68,7 @@ class ExactSearch:
 
     def _coarse_by_segment(self) -> CoarseGraph:
         """The model in which replays stay inside their segment."""
-        return CoarseGraph(self.graph, self.costs, self._segment_of, max_segments_back=0)
+        return CoarseGraph(self.graph, self.costs, self._segment_of, within_segments=True)
 
     def within(self, budget_bytes: int, *, allow_fallback: bool = True) -> Candidate:
         """The fastest candidate found within ``budget_bytes``.
@@ -177,7 +177,7 @@ class ExactSearch:
         model = self.decomposed or self.monolithic
         assert model is not None
         starts = [model.min_peak(), min((self.plain, *self.published), key=lambda e: (e.peak_bytes, *e.rank))]
-        events = self.context.event_budget(tuning.MIN_PEAK_EVENTS)
+        events = tuning.MIN_PEAK_EVENTS
         return [reduce_peak(self.graph, self.costs, start, events=events) for start in starts if start is not None]
 
     def _candidate(self, evaluated: Evaluated, status: str, bound_ms: float) -> Candidate:
