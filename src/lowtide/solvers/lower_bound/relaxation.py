@@ -220,12 +220,8 @@ class Relaxation(Columns):
         rows = []
         for op in unavoidable.useful:
             for i, stage in enumerate(self.grid[op]):
-                begin = self.slot_begin(op, i)
-                saved_bytes = self._saved_through(stage)
-                if self._most_beside(op, begin, stage) + saved_bytes <= self.limit_bytes:
-                    continue
-                floor, own = self._least_beside(op, begin, stage)
-                if floor + own + saved_bytes > self.limit_bytes:
+                floor, own = self._least_beside(op, self.slot_begin(op, i), stage)
+                if floor + own + self._saved_through(stage) > self.limit_bytes:
                     rows.append((op, i, stage, floor, own))
         saved = self._saved_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
         for op, i, stage, floor, own in rows:
@@ -280,33 +276,18 @@ class Relaxation(Columns):
                 chosen.append(int(part[most[part].argmax()]))
         return sorted(e for e in chosen if most[e] > self.limit_bytes)
 
-    def _most_beside(self, op: int, begin: int, end: int) -> int:
-        """At least the sum of what ``_least_beside`` returns, and cheap to compute."""
-        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[self._asks_in(begin, end)] - 1]
-        return self._own_bytes(op) + sum(self.graph.storages[s].bytes for s in self._made_reads(op)) + int(idle.min())
-
     def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
         """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
-        asks = self._asks_in(begin, end)
-        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[asks] - 1]
+        unavoidable, node, storages = self.unavoidable, self.graph.ops[op], self.graph.storages
+        events = (unavoidable.stages[begin], unavoidable.last_asks[end] + 1)
+        asks = slice(*np.searchsorted(unavoidable.ask_events, events))
+        floor = unavoidable.idle_bytes[unavoidable.ask_events[asks] - 1]
         beside = floor.copy()
-        for x in self._made_reads(op):
-            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[asks]
-        return int(floor.min()), self._own_bytes(op) + int(beside.min()) - int(floor.min())
-
-    def _own_bytes(self, op: int) -> int:
-        """What a replay of ``op`` needs beside what it reads."""
-        node = self.graph.ops[op]
-        return sum(self.graph.storages[s].bytes for s in node.makes) + node.workspace_bytes + node.rng_bytes
-
-    def _made_reads(self, op: int) -> list[int]:
-        """What ``op`` reads that was made in the step."""
-        return [s for s in dict.fromkeys(self.graph.ops[op].reads) if self.graph.storages[s].op is not None]
-
-    def _asks_in(self, begin: int, end: int) -> slice:
-        """The part of ``ask_events`` in the stages from ``begin`` to ``end``."""
-        events = (self.unavoidable.stages[begin], self.unavoidable.last_asks[end] + 1)
-        return slice(*np.searchsorted(self.unavoidable.ask_events, events))
+        for x in dict.fromkeys(node.reads):
+            if storages[x].op is not None:  # made in the step
+                beside += storages[x].bytes * ~self._in_floor(x)[asks]
+        own_bytes = sum(storages[s].bytes for s in node.makes) + node.workspace_bytes + node.rng_bytes
+        return int(floor.min()), own_bytes + int(beside.min()) - int(floor.min())
 
     @cached_property
     def _saved_until(self) -> dict[int, int]:
