@@ -280,7 +280,7 @@ PARTS: dict[str, Part] = {
     ),
     "least peak of equally fast plans": Part({"milp.monolithic:MonolithicSearch.lower_peak": unchanged}),
     # Beside the models
-    "proof of infeasibility before the search": Part({"exact:ExactSearch._impossible": no}, least=True),
+    "proof of infeasibility before the search": Part({"exact:bound_peak": lambda graph: 0}, least=True),
     "saving what fits": Part({"search_context:SearchContext.save_what_fits": unchanged}, least=True),
     "chain schedules near the least peak": Part(
         {"exact:ExactSearch._chain_schedules": property(none_found)},
