@@ -280,7 +280,7 @@ PARTS: dict[str, Part] = {
     ),
     "least peak of equally fast plans": Part({"milp.monolithic:MonolithicSearch.lower_peak": unchanged}),
     # Beside the models
-    "proof of infeasibility before the search": Part({"exact:ExactSearch._impossible": no}, least=True),
+    "proof of infeasibility before the search": Part({"exact:bound_peak": lambda graph: 0}, least=True),
     "saving what fits": Part({"search_context:SearchContext.save_what_fits": unchanged}, least=True),
     "chain schedules near the least peak": Part(
         {"exact:ExactSearch._chain_schedules": property(none_found)},
@@ -326,11 +326,7 @@ PARTS: dict[str, Part] = {
     ),
     "no garbage collection": Part({"dispatch:gc_disabled": nullcontext}, telling=False, later=1),
     # With links
-    "offload: local search": Part(
-        {"offload.search:improve_by_local_search": lambda graph, costs, candidate, *_: candidate},
-        telling=False,
-        linked=True,
-    ),
+    "offload: local search": Part({"offload.search:OffloadSearch._improved": unchanged}, telling=False, linked=True),
     "offload: several link loads": Part(
         {"tuning:LINK_LOADS": (1.0,), "tuning:HEAVY_LINK_LOADS": (1.0,)},
         ("offload.search:OffloadSearch._carried",),

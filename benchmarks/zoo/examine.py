@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 
 import lowtide
 from lowtide.gc_control import gc_disabled
+from lowtide.solvers import tuning
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.exact import ExactSearch
@@ -35,7 +37,11 @@ from zoo.batches import loss_of
 
 VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
 # A plan that is not the fastest is as good a test.
-QUICKLY = Limits(time_limit_s=0.3, node_limit=5, gap=0.1, local_search_share=0.2, multi_segment=False)
+QUICKLY = Limits(time_limit_s=0.3, node_limit=5, gap=0.1, multi_segment=False)
+# A fifth of what local search may simulate otherwise.
+FEW_EVENTS = {
+    name: getattr(tuning, name) // 5 for name in ("ROUNDING_EVENTS", "MIN_PEAK_EVENTS", "SAVE_WHAT_FITS_EVENTS")
+}
 
 
 def examine(
@@ -167,12 +173,14 @@ def plans_searched(
 ) -> tuple[dict[str, lowtide.Plan], dict[str, float | str]]:
     """The exact method's plans at its tightest budget and at half; if half cannot be reached, facts that say why."""
     search = ExactSearch(graph, costs, QUICKLY)
-    least, span_bytes = search.min_peak, search.plain.peak_bytes - graph.resident_bytes
+    with patch.multiple(tuning, **FEW_EVENTS):
+        least, span_bytes = search.min_peak, search.plain.peak_bytes - graph.resident_bytes
+        half_bytes = graph.resident_bytes + span_bytes // 2
+        half = search.within(half_bytes) if least.peak_bytes <= half_bytes else None
     candidates = {"least": Candidate(least.actions, "feasible", replays=least.replays)}
-    half_bytes = graph.resident_bytes + span_bytes // 2
     obstacle: dict[str, float | str] = {}
-    if least.peak_bytes <= half_bytes:
-        candidates["half"] = search.within(half_bytes)
+    if half is not None:
+        candidates["half"] = half
     else:
         obstacle = {
             "floor": round((bound_peak(graph) - graph.resident_bytes) / span_bytes, 4),

@@ -23,7 +23,7 @@ def test_what_is_found_is_within_the_budget_and_each_faster_than_the_one_before(
     peak = simulate(graph, costs, {}).peak_bytes
     budget = data.draw(st.integers(0, peak))
 
-    found = round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=0.0, events=100_000)
+    found = round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=0.0)
 
     for evaluated in found:
         line = simulate_actions(graph, costs, evaluated.actions, evaluated.replays)
@@ -42,11 +42,11 @@ def test_a_relaxation_is_rounded_to_a_plan_within_a_percent_of_the_bound(monkeyp
     budget = at_36_percent(graph, costs)
     bound_ms = bound_time(graph, costs, budget).step_ms
 
-    found = round_relaxation(graph, costs, budget, most_ms=1.05 * bound_ms, enough_ms=1.01 * bound_ms, events=2_000_000)
+    found = round_relaxation(graph, costs, budget, most_ms=1.05 * bound_ms, enough_ms=1.01 * bound_ms)
 
     assert found and found[-1].timeline.step_ms <= 1.01 * bound_ms and found[-1].peak_bytes <= budget
     monkeypatch.setattr(tuning, "LP_ROUNDING_OPS", len(graph.ops) - 1)
-    assert round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=bound_ms, events=2_000_000) == []
+    assert round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=bound_ms) == []
 
 
 def test_where_layers_planned_apart_stay_far_from_the_bound_exact_asks_its_relaxation(monkeypatch):

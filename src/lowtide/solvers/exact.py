@@ -24,13 +24,12 @@ import highspy
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments, windows
-from lowtide.solvers.graph_queries import ops_worth_replaying, stored_at_backward_start
+from lowtide.solvers.graph_queries import ops_worth_replaying
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.local_search import Evaluated, reduce_peak
 from lowtide.solvers.lower_bound.bound import bound_peak
@@ -68,7 +67,7 @@ class ExactSearch:
 
     def _coarse_by_segment(self) -> CoarseGraph:
         """The model in which replays stay inside their segment."""
-        return CoarseGraph(self.graph, self.costs, self._segment_of, max_segments_back=0)
+        return CoarseGraph(self.graph, self.costs, self._segment_of, within_segments=True)
 
     def within(self, budget_bytes: int, *, allow_fallback: bool = True) -> Candidate:
         """The fastest candidate found within ``budget_bytes``.
@@ -82,7 +81,8 @@ class ExactSearch:
         if self.plain.peak_bytes <= budget_bytes:
             return self._candidate(self.plain, "optimal", self.costs.plain_step_ms)
         result = SearchResult(None, False, self.context.floor_ms)
-        if not self._impossible(budget_bytes):
+        # A published method that fits is found faster than the proof that none can.
+        if any(e.peak_bytes <= budget_bytes for e in self.published) or budget_bytes >= bound_peak(self.graph):
             result = self.fastest(budget_bytes)
         if result.best is None:
             if not allow_fallback:
@@ -104,16 +104,6 @@ class ExactSearch:
         # No gap is tolerated: a model of all layers at once may find what no column has.
         monolithic = MonolithicSearch(self.context, self._coarse_by_segment()).fastest(budget_bytes)
         return min(found, monolithic, key=lambda result: result.best_ms)
-
-    def _impossible(self, budget_bytes: int) -> bool:
-        # A published method that fits is found faster than the proof that none can.
-        storages, stored = self.graph.storages, stored_at_backward_start(self.graph)
-        for actions in self._fixed_actions:
-            saved_bytes = sum(storages[s].bytes for s in stored if actions.get(s) != RECOMPUTE)
-            may_fit = self.graph.resident_bytes + saved_bytes <= budget_bytes
-            if may_fit and self.context.evaluate(actions).peak_bytes <= budget_bytes:
-                return False
-        return budget_bytes < bound_peak(self.graph)
 
     def _near_least_peak(self, budget_bytes: int) -> Candidate:
         """Where the models find nothing: the fastest known, schedules that replay an op often included.
@@ -152,11 +142,7 @@ class ExactSearch:
     @cached_property
     def published(self) -> list[Evaluated]:
         """The published methods that take no budget."""
-        return [self.context.evaluate(actions) for actions in self._fixed_actions]
-
-    @cached_property
-    def _fixed_actions(self) -> list[dict[int, str]]:
-        return fixed_actions(self.graph)
+        return [self.context.evaluate(actions) for actions in fixed_actions(self.graph)]
 
     @cached_property
     def min_peak(self) -> Evaluated:
@@ -177,7 +163,7 @@ class ExactSearch:
         model = self.decomposed or self.monolithic
         assert model is not None
         starts = [model.min_peak(), min((self.plain, *self.published), key=lambda e: (e.peak_bytes, *e.rank))]
-        events = self.context.event_budget(tuning.MIN_PEAK_EVENTS)
+        events = tuning.MIN_PEAK_EVENTS
         return [reduce_peak(self.graph, self.costs, start, events=events) for start in starts if start is not None]
 
     def _candidate(self, evaluated: Evaluated, status: str, bound_ms: float) -> Candidate:

@@ -157,13 +157,12 @@ def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int]
     Args:
         segment_of: Segment of each checkpointed forward op; ops without one run plainly.
     """
-    kept, inside = set(keep), set[int]()
+    kept = set(keep)
     for storage, ops in step_facts(graph).readers.items():
         maker = graph.storages[storage].op
         if maker is not None and any(segment_of.get(op) != segment_of.get(maker) for op in ops):
             kept.add(storage)
-    for op in segment_of:
-        inside.update(graph.ops[op].makes)
+    inside = {s for op in segment_of for s in graph.ops[op].makes}
     return complete_actions(graph, sorted((inside - kept) & graph.stored), kept)
 
 

@@ -19,14 +19,13 @@ from lowtide.solvers.lower_bound.rounding import rounded, violated_stages
 
 
 def round_relaxation(
-    graph: StepGraph, costs: Costs, budget_bytes: int, *, most_ms: float, enough_ms: float, events: int
+    graph: StepGraph, costs: Costs, budget_bytes: int, *, most_ms: float, enough_ms: float
 ) -> list[Evaluated]:
     """Ways within ``budget_bytes``, each faster than the one before.
 
     Args:
         most_ms: Slower ways are of no use.
         enough_ms: None needs to be faster.
-        events: How many events may be simulated to bring one start within the budget.
     """
     found: list[Evaluated] = []
     slots: set[int] = set()
@@ -42,7 +41,9 @@ def round_relaxation(
             if start.peak_bytes > most_bytes or start.actions in seen:
                 continue
             seen.append(start.actions)
-            path = reduce_peak(graph, costs, start, target_bytes=budget_bytes, max_ms=most_ms, events=events)
+            path = reduce_peak(
+                graph, costs, start, target_bytes=budget_bytes, max_ms=most_ms, events=tuning.LP_ROUNDING_EVENTS
+            )
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
                 found.append(path[-1])
                 most_ms = path[-1].timeline.step_ms

@@ -22,14 +22,12 @@ class Limits:
             differs from run to run. The search for the least peak is limited by counts alone.
         node_limit: Branch-and-bound nodes of one MILP.
         gap: Relative to the recompute time; None: 0 on tiny graphs, 1 % on others.
-        local_search_share: Of the events that local search may simulate.
         multi_segment: Whether to try runs of several segments where single segments leave a plan far from the bound.
     """
 
     time_limit_s: float = tuning.TIME_LIMIT_S
     node_limit: int = tuning.NODE_LIMIT
     gap: float | None = None
-    local_search_share: float = 1.0
     multi_segment: bool = True
 
 
@@ -64,10 +62,6 @@ class SearchContext:
     def evaluate(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:
         return evaluate(self.graph, self.costs, actions, replays)
 
-    def event_budget(self, full: int) -> int:
-        """How many of ``full`` events a local search may simulate."""
-        return int(self.limits.local_search_share * full)
-
     def tolerances(self) -> tuple[float, float]:
         """The gap at which a search may stop: relative to the recompute time, and in milliseconds."""
         gap = self.limits.gap
@@ -88,7 +82,7 @@ class SearchContext:
         dropped, kept = choices(graph, evaluated.actions)
         facts = step_facts(graph)
         dropped.sort(key=lambda s: (-ops[graph.storages[s].op or 0], s))
-        tries = self.event_budget(tuning.SAVE_WHAT_FITS_EVENTS) // max(len(graph.events), 1)
+        tries = tuning.SAVE_WHAT_FITS_EVENTS // max(len(graph.events), 1)
         peaks = np.array(evaluated.timeline.event_peak_bytes)
         for storage in list(dropped):
             if tries == 0:

@@ -91,7 +91,7 @@ def test_columns_add_up():
         for run, column in chosen:
             claimed = max(claimed, max(run.peaks(column)) - saved)
             saved += run.pool.plain.kept_bytes - column.kept_bytes
-        actions = pool.actions(chosen)
+        actions = pool.combine(chosen, 0.0).actions
         seen += any(a == RECOMPUTE for a in actions.values())
         line = simulate_actions(graph, costs, actions)
         assert line.peak_bytes == claimed
@@ -133,7 +133,8 @@ def test_the_bound_of_decomposed_segments_is_one():
     by_kept = [sorted(k.columns, key=lambda c: c.kept_bytes) for k in pool.pools]
     for columns in itertools.product(*(some[:: max(len(some) // 4, 1)] for some in by_kept)):
         ms, chosen = sum(c.ms for c in columns), list(zip(pool.runs, columns, strict=True))
-        line = ms < fastest and simulate_actions(graph, costs, pool.actions(chosen), pool.replays(chosen))
+        whole = pool.combine(chosen, 0.0)
+        line = ms < fastest and simulate_actions(graph, costs, whole.actions, whole.replays)
         if line and line.peak_bytes <= budget:
             fastest = ms
     chosen = simulate_actions(graph, costs, choice.actions, choice.replays)
@@ -232,7 +233,8 @@ def test_runs_add_up():
     tried = 0
     for run in multi_segment.up_to(4):
         for column in run.pool.columns[::3]:
-            line = simulate_actions(graph, costs, pool.actions([(run, column)]), pool.replays([(run, column)]))
+            whole = pool.combine([(run, column)], 0.0)
+            line = simulate_actions(graph, costs, whole.actions, whole.replays)
             assert max(run.peaks(column)) <= line.peak_bytes
             if max(run.peaks(column)) > plain:
                 assert max(run.peaks(column)) == line.peak_bytes

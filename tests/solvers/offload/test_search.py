@@ -16,6 +16,7 @@ from lowtide.graph.costs import DISK, HOST, Costs, Link
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import DISK_OFFLOAD, Moves
 from lowtide.simulation.simulator import simulate, simulate_actions
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.lower_bound.bound import bound_peak_with_offload
@@ -142,13 +143,13 @@ def test_fetches_start_late_enough_for_memory_and_early_enough_for_time():
     plain = simulate_actions(graph, costs, {})
     eager = simulate_actions(graph, costs, actions, moves=Moves(10**6, dict.fromkeys(actions, 0)))
 
-    found = schedule_transfers(graph, costs, actions, {}, plain.peak_bytes)
+    found = schedule_transfers(graph, costs, Candidate(actions), plain.peak_bytes)
 
-    on_demand = simulate_actions(graph, costs, actions, moves=Moves(found.moves.max_inflight_bytes))
+    on_demand = simulate_actions(graph, costs, actions, moves=Moves(found.candidate.moves.max_inflight_bytes))
     # On demand each fetch is waited for; all of them at once hold what is saved by moving.
     assert found.timeline.stall_ms < 0.1 * on_demand.stall_ms
     assert found.peak_bytes < eager.peak_bytes
-    tight = schedule_transfers(graph, costs, actions, {}, found.peak_bytes - 1)
+    tight = schedule_transfers(graph, costs, Candidate(actions), found.peak_bytes - 1)
     assert tight.peak_bytes < found.peak_bytes and tight.timeline.step_ms > found.timeline.step_ms
 
 
@@ -196,8 +197,9 @@ def best_of_all(graph, costs, budget):
         recomputed = [s for s, fate in asked.items() if fate == "recompute"]
         if free.issuperset(recomputed):
             moved = {s: fate for s, fate in asked.items() if fate == DISK_OFFLOAD}
-            line = schedule_transfers(graph, costs, {**complete_actions(graph, recomputed), **moved}, {}, budget)
-            found += [line.timeline.step_ms] if line.peak_bytes <= budget else []
+            candidate = Candidate({**complete_actions(graph, recomputed), **moved})
+            scheduled = schedule_transfers(graph, costs, candidate, budget)
+            found += [scheduled.timeline.step_ms] if scheduled.peak_bytes <= budget else []
     return min(found)
 
 

@@ -36,10 +36,7 @@ class DecomposedSearch:
         result = min(result, runs, key=lambda found: found.best_ms)
         found: list[Evaluated] = []
         if result.best_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
-            events = self.context.event_budget(tuning.LP_ROUNDING_EVENTS)
-            found = round_relaxation(
-                self.graph, self.costs, budget_bytes, most_ms=result.best_ms, enough_ms=enough_ms, events=events
-            )
+            found = round_relaxation(self.graph, self.costs, budget_bytes, most_ms=result.best_ms, enough_ms=enough_ms)
         too_deep = tuning.BUDGETS_ABOVE_TRIES * len(self.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
         if result.best_ms > enough_ms and not (found or too_deep):
             found = self._from_above(budget_bytes, bound.ms_per_byte, result.best_ms)
@@ -77,7 +74,7 @@ class DecomposedSearch:
             start = self.context.evaluate(choice.actions, choice.replays)
             path = reduce_peak(
                 self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
-                events=self.context.event_budget(tuning.BUDGETS_ABOVE_EVENTS),
+                events=tuning.BUDGETS_ABOVE_EVENTS,
             )  # fmt: skip
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < max_ms:
                 found.append(path[-1])

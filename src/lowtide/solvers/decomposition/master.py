@@ -23,10 +23,9 @@ of them (``multi_segment.py``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -41,7 +40,6 @@ from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
 from lowtide.solvers.graph_queries import choices, complete_actions
 from lowtide.solvers.milp.highs import LinearProgram, LpResult
 
-T = TypeVar("T")
 PeakPrice = tuple[float, bool]  # ms per byte, and whether a byte kept costs more at forward's end
 
 
@@ -119,7 +117,7 @@ class ColumnGeneration:
         path = fastest_path(len(self.pools), arcs, budget_bytes)
         if path is None:
             return None
-        return self._combine([(runs[n], runs[n].pool.columns[entry]) for n, entry in path], bound_ms)
+        return self.combine([(runs[n], runs[n].pool.columns[entry]) for n, entry in path], bound_ms)
 
     def min_peak_choice(self) -> ColumnChoice:
         """The choice of columns with the least peak found; no clock limits it, so it is the same each time.
@@ -135,7 +133,7 @@ class ColumnGeneration:
         arcs = [run.arcs(separate_forward=False) for run in self.runs]
         path = fastest_path(len(arcs), arcs, least_budget(len(arcs), arcs))
         assert path is not None
-        return self._combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
+        return self.combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
 
     def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult) -> bool:
         """Add columns that are quickly found, for budgets that no choice fits yet; return whether there were any.
@@ -207,24 +205,19 @@ class ColumnGeneration:
                     price[pool, place] = max(price.get((pool, place), 0.0), peak_ms)
         return any([pool.add_lower_peaks(pool.columns[place], peak_ms) for (pool, place), peak_ms in price.items()])
 
-    def _combine(self, chosen: list[tuple[SegmentRun, Column]], bound_ms: float) -> ColumnChoice:
-        longest = max(len(run.segments) for run, _ in chosen)
-        ms = sum(column.ms for _, column in chosen)
-        return ColumnChoice(self.actions(chosen), self.replays(chosen), ms, bound_ms, longest)
-
-    def actions(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, str]:
-        """Actions of the whole step."""
-        of_segments = dict(pair for run, column in chosen for pair in self._on_step(run, column.actions))
-        return complete_actions(self.graph, *choices(self.graph, of_segments))
-
-    def replays(self, chosen: Iterable[tuple[SegmentRun, Column]]) -> dict[int, int]:
-        """Replays of the whole step, where more than one."""
-        return dict(sorted(pair for run, column in chosen for pair in self._on_step(run, column.replays)))
-
-    def _on_step(self, run: SegmentRun, of_storages: Mapping[int, T]) -> Iterable[tuple[int, T]]:
-        """``of_storages`` of the run's subgraph, by the ids of the step's graph."""
-        storages = [s for part in self.source.storages_of(run.segments) for s in part]
-        return ((storages[s], value) for s, value in of_storages.items() if s < len(storages))
+    def combine(self, chosen: Iterable[tuple[SegmentRun, Column]], bound_ms: float) -> ColumnChoice:
+        """Columns as actions and replays of the whole step."""
+        actions: dict[int, str] = {}
+        replays: dict[int, int] = {}
+        ms, longest = 0.0, 0
+        for run, column in chosen:
+            # Ids of the run's subgraph -> ids of the step's graph.
+            storages = dict(enumerate(s for part in self.source.storages_of(run.segments) for s in part))
+            actions |= {storages[s]: action for s, action in column.actions.items() if s in storages}
+            replays |= {storages[s]: count for s, count in column.replays.items() if s in storages}
+            ms, longest = ms + column.ms, max(longest, len(run.segments))
+        actions = complete_actions(self.graph, *choices(self.graph, actions))
+        return ColumnChoice(actions, dict(sorted(replays.items())), ms, bound_ms, longest)
 
 
 class _MasterProblem:

@@ -69,7 +69,7 @@ class MultiSegmentColumns:
             for length in range(2, min(longest, len(series)) + 1):
                 runs = self._of_length(series, single, length)
                 pair, pool = self._pair(series, single), runs[0].pool
-                if pool is not pair:  # all segments but the last do what the pair's first one does
+                if pool is not pair:
                     for column in pair.columns[self._num_extended.get(pool, 0) :]:
                         pool.add(_extended(column, pool, length))
                     self._num_extended[pool] = len(pair.columns)
@@ -92,13 +92,8 @@ class MultiSegmentColumns:
 
 def _extended(column: Column, pool: ColumnPool, length: int) -> Column:
     graph, size = pool.subgraph.graph, pool.subgraph.num_own // length  # storages of one segment
-    actions: dict[int, str] = {}
-    replays: dict[int, int] = {}
-    for place in range(size * length):
-        segment, storage = divmod(place, size)
-        source = storage + size * (segment == length - 1)
-        if source in column.actions:
-            actions[place] = column.actions[source]
-        if source in column.replays:
-            replays[place] = column.replays[source]
+    # All segments but the last do what the first of the pair does.
+    sources = {place: place % size + size * (place // size == length - 1) for place in range(size * length)}
+    actions = {place: column.actions[s] for place, s in sources.items() if s in column.actions}
+    replays = {place: column.replays[s] for place, s in sources.items() if s in column.replays}
     return pool.column(complete_actions(graph, *choices(graph, actions)), replays)

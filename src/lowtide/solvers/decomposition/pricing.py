@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.shortest_path import Arcs
 from lowtide.solvers.decomposition.subgraph import Subgraph
@@ -72,9 +71,9 @@ class ColumnPool:
     @cached_property
     def fixed_bytes(self) -> tuple[int, int]:
         """Of what is kept, the part that has no decision: at ``backward_start``, and at ``forward_end``."""
-        model = PeakModel(self.coarse, None, prices=Prices(1.0, 0.0, self.subgraph.backward_start))
-        kept_bytes = model.kept_bytes(self.subgraph.backward_start)
-        forward_end_bytes = model.kept_bytes(self.subgraph.forward_end)
+        free = [d for d in self.coarse.decisions if d.group is not None and d.stored]
+        kept_bytes = sum(d.kept_at(self.subgraph.backward_start) for d in free)
+        forward_end_bytes = sum(d.kept_at(self.subgraph.forward_end) for d in free)
         return self.plain.kept_bytes - kept_bytes, self.plain.forward_end_bytes - forward_end_bytes
 
     def column(self, actions: dict[int, str], replays: Mapping[int, int] | None = None) -> Column:
@@ -112,8 +111,8 @@ class ColumnPool:
             return False
         self._lowered_at[column.key] = ms_per_byte
         graph, costs = self.subgraph.graph, self.subgraph.costs
-        timeline = simulate_actions(graph, costs, column.actions, column.replays)
-        start, max_price = Evaluated(column.actions, timeline, column.replays), tuning.COLUMN_SEARCH_PRICE * ms_per_byte
+        start = evaluate(graph, costs, column.actions, column.replays)
+        max_price = tuning.COLUMN_SEARCH_PRICE * ms_per_byte
         path = reduce_peak(graph, costs, start, max_ms_per_byte=max_price, events=tuning.COLUMN_SEARCH_EVENTS)
         return any([self.add(self._column(evaluated)) for evaluated in path[1:]])
 
@@ -184,8 +183,9 @@ class ColumnPool:
             if not len(answer.values):
                 break
             actions = complete_actions(self.subgraph.graph, *model.choice(answer.values))
-            line = simulate_actions(self.subgraph.graph, self.subgraph.costs, actions)
-            self.add(self._column(Evaluated(actions, line)))
+            found = evaluate(self.subgraph.graph, self.subgraph.costs, actions)
+            self.add(self._column(found))
+            line = found.timeline
             claimed = model.claimed_peak_bytes(answer.values)
             if prices.peak_ms == 0 or line.peak_bytes <= claimed:
                 break

@@ -9,8 +9,10 @@ over the budget.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +32,7 @@ class Arcs:
     forward_peaks: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Labels:
+class _Labels(NamedTuple):
     """Paths up to one stage: what they cost and have saved, and the last arc of each."""
 
     ms: np.ndarray
@@ -42,7 +43,7 @@ class _Labels:
     before: np.ndarray  # label at its begin
 
     def take(self, places: np.ndarray) -> _Labels:
-        return _Labels(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
+        return _Labels(*(column[places] for column in self))
 
 
 def fastest_path(stages: int, arcs: Sequence[Arcs], budget_bytes: int) -> list[tuple[int, int]] | None:
@@ -57,7 +58,8 @@ def fastest_path(stages: int, arcs: Sequence[Arcs], budget_bytes: int) -> list[t
     labels = [_Labels(np.zeros(1), start, start, start, start, start)]
     for numbers in by_end[1:]:
         steps = [_extend(labels[arcs[n].begin], arcs[n], n, budget_bytes) for n in numbers]
-        labels.append(_prune(_concatenate(steps), forward_grain))
+        steps = steps or [labels[0].take(start[:0])]
+        labels.append(_prune(_Labels(*map(np.concatenate, zip(*steps, strict=True))), forward_grain))
     if not len(labels[-1].ms):
         return None
     chosen, stage, at = [], stages, int(np.argmin(labels[-1].ms))
@@ -71,17 +73,15 @@ def fastest_path(stages: int, arcs: Sequence[Arcs], budget_bytes: int) -> list[t
 
 def least_budget(stages: int, arcs: Sequence[Arcs]) -> int:
     """Return the least budget for which there is a path."""
-    free = [Arcs(a.begin, a.end, 0 * a.ms, a.saved, a.forward_saved, a.peaks, a.forward_peaks) for a in arcs]
-    low, high = -1, max(0, *(int(max(a.peaks.max(), a.forward_peaks.max())) for a in arcs))
-    while fastest_path(stages, free, high) is None:  # an arc with negative savings may come before a high one
-        low, high = high, 2 * high + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fastest_path(stages, free, middle) is None:
-            low = middle
-        else:
-            high = middle
-    return high
+    free = [replace(a, ms=0 * a.ms) for a in arcs]
+
+    def fits(budget_bytes: int) -> bool:
+        return fastest_path(stages, free, budget_bytes) is not None
+
+    most = max(0, *(int(max(a.peaks.max(), a.forward_peaks.max())) for a in arcs))
+    while not fits(most):  # an arc with negative savings may come before a high one
+        most = 2 * most + 1
+    return bisect_left(range(most), True, key=fits)
 
 
 def _extend(labels: _Labels, arcs: Arcs, number: int, budget_bytes: int) -> _Labels:
@@ -97,12 +97,6 @@ def _extend(labels: _Labels, arcs: Arcs, number: int, budget_bytes: int) -> _Lab
         entries,
         before,
     )
-
-
-def _concatenate(steps: list[_Labels]) -> _Labels:
-    none = np.zeros(0, dtype=np.int64)
-    columns = zip(*([getattr(s, name) for name in _Labels.__dataclass_fields__] for s in steps), strict=True)
-    return _Labels(*(np.concatenate(c) for c in columns)) if steps else _Labels(none, none, none, none, none, none)
 
 
 def _prune(labels: _Labels, forward_grain: int) -> _Labels:

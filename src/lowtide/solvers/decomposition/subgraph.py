@@ -46,9 +46,8 @@ class SubgraphContent(NamedTuple):
 class Subgraph:
     """A segment, or consecutive segments taken together."""
 
-    content: SubgraphContent  # the first storages are the segment's own
-    storages: tuple[int, ...]  # ids in the step's graph of the segment's storages, by id in the subgraph; with imports
-    num_own: int  # how many of them, the first ones, the segment makes
+    content: SubgraphContent
+    num_own: int  # how many storages, the first ones, the segment makes
     outside_bytes: tuple[int, int]  # what others hold all through the forward window, and all through the backward one
     step_graph: StepGraph
     step_costs: Costs

@@ -54,7 +54,12 @@ class _SubgraphBuilder:
         self._copy_events(self.window.backward, [op for op in runs if graph.ops[op].backward])
         self._free_outside(self.window.backward, skip={*own, *imports})
         self._copy_events((self.window.backward[1], len(graph.events)), ())
-        return self._finish(backward_start, backward, len(own), (forward_bytes, backward_bytes))
+        self._sort_frees()
+        content = SubgraphContent(
+            tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events),
+            self._forward_end, backward_start, backward,
+        )  # fmt: skip
+        return Subgraph(content, len(own), (forward_bytes, backward_bytes), graph, source.costs)
 
     def _add(self, step_id: int | None, size: int, kind: str, fixed: str = "") -> int:
         number = len(self.storages)
@@ -154,11 +159,3 @@ class _SubgraphBuilder:
             if kind == FREE:
                 self.events[at : at + length] = sorted(self.events[at : at + length])
             at += length
-
-    def _finish(self, backward_start: int, backward: int, num_own: int, outside_bytes: tuple[int, int]) -> Subgraph:
-        self._sort_frees()
-        content = SubgraphContent(
-            tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events),
-            self._forward_end, backward_start, backward,
-        )  # fmt: skip
-        return Subgraph(content, tuple(self.step_ids), num_own, outside_bytes, self.graph, self.source.costs)

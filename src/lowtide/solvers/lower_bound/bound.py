@@ -33,7 +33,7 @@ Symbols (stages t as in ``unavoidable.py``; an op has a grid of stages, ends of 
                                                              and needs for itself; floor the least, and s what is saved
                                                              through all of the slot's bursts
 
-Where plans may offload, ``link_rows.py`` adds to this.
+Where plans may offload, ``relaxation.py`` has rows for the links as well.
 
 Known weakness: of a burst only one op at a time counts, beside what is saved and without what is held for later, so
 near the least peak the bound stays below what any plan takes.
@@ -77,13 +77,11 @@ def bound_time(
     Args:
         capacities: Most bytes that plans may offload, by tier; None: any number.
     """
-    if capacities:
-        return _bound_time(graph, costs, budget_bytes, capacities)
     # The search asks for it, and the plan that comes of the search.
-    memo = memo_of(graph)
+    memo = {} if capacities else memo_of(graph)
     key = (bound_time, budget_bytes, costs.op_ms, costs.dispatch_us, costs.record_us, costs.replay_us)
     if key not in memo:
-        memo[key] = _bound_time(graph, costs, budget_bytes, None)
+        memo[key] = _bound_time(graph, costs, budget_bytes, capacities)
     return memo[key]
 
 

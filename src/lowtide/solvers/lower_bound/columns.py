@@ -34,7 +34,7 @@ class Columns:
         s: By storage that a plan decides over or a replay may read.
         K: By unstored storage of ``s``: the stages up to which it may be pinned, and the column for each.
         V: By storage and slot of its maker.
-        o: By storage that may be offloaded and tier (``link_rows.py``).
+        o: By storage that may be offloaded and tier (``relaxation.py``).
         peak: None where time is minimised.
     """
 

@@ -1,4 +1,21 @@
-"""The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan."""
+"""The linear program behind ``bound.py``, whose docstring gives rows and symbols. Every row holds for every plan.
+
+Where plans may offload, there are rows for the least that offloading costs:
+
+    o_{x,l}   1: x is offloaded by way of link l
+    S_f, S_b  how long the step waits for transfers before and after backward first asks for something
+
+What is offloaded is there whenever it is asked for, and costs no bytes meanwhile. All stores are over when backward
+first asks for anything, and no fetch begins before. What computation cannot hide of them is waited for, whatever the
+schedule:
+
+    S_f >= sum store_ms o - forward_ms                     for each link; from when the first such storage is made
+    S_b >= sum fetch_ms o - backward_ms - replays          for each link, and for what is needed by a moment
+    sum m o <= capacity                                    for each link
+
+Known weaknesses: no memory is charged for bytes in flight, a transfer may run at any time within its half of the step,
+and all replays may hide fetches, later ones too.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property, partial, reduce
@@ -8,10 +25,9 @@ import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.columns import Columns, Terms
-from lowtide.solvers.lower_bound.link_rows import add_link_rows
 from lowtide.solvers.lower_bound.unavoidable import Span
 from lowtide.solvers.milp.highs import INFINITY
 
@@ -41,9 +57,8 @@ class Relaxation(Columns):
         self._same_burst()
         self._pinned()
         self._held()
-        if budget_bytes is not None:
-            replays = {column: self.program.cost[column] for op in self.N.values() for column in op}
-            add_link_rows(self.program, graph, costs, capacities or {}, self.o, replays, self.ms_unit)
+        if self.o and budget_bytes is not None:
+            self._waits_for_links(capacities or {})
         # Rows that hold at this peak whatever a plan decides are left out.
         self.limit_bytes = int(self.unavoidable.floor_bytes.max()) if budget_bytes is None else budget_bytes
         self.moments: dict[int, int] = {}
@@ -144,6 +159,34 @@ class Relaxation(Columns):
                         terms.update(dict.fromkeys(self.N[maker][low : self.slot_of(maker, stage) + 1], -1.0))
                     self._lazy_row(terms, upper=0)
 
+    def _waits_for_links(self, capacities: Mapping[str, int | None]) -> None:
+        """What computation cannot hide of transfers is waited for, and no tier holds more than it may."""
+        graph, costs, program, facts = self.graph, self.costs, self.program, step_facts(self.graph)
+        at_ms = event_ms(graph, costs)
+        first_ask_ms = at_ms[facts.unpack_events[0]]
+        wait_forward, wait_backward = program.column(1.0, upper=INFINITY), program.column(1.0, upper=INFINITY)
+        replays = {column: program.cost[column] for columns in self.N.values() for column in columns}
+        sizes = {x: graph.storages[x].bytes for x in self.o}
+        by_need = sorted(self.o, key=lambda x: facts.first_use[x])
+        parts = tuning.FETCH_MOMENTS
+        for tier, capacity in capacities.items():
+            link = costs.links[tier]
+            columns = {x: of_tier[tier] for x, of_tier in self.o.items()}
+            if capacity is not None:
+                most = max(capacity, 1)
+                program.row({columns[x]: size / most for x, size in sizes.items()}, upper=capacity / most)
+            stores = {columns[x]: -link.store_ms(sizes[x]) / self.ms_unit for x in columns}
+            record_ms = costs.record_us / 1e3 * (len(graph.forward_ops) + len(columns))
+            # An op's outputs are complete when the next event begins; an op that finishes them comes later still.
+            hidden_ms = first_ask_ms - min(at_ms[facts.birth[x] + 1] for x in columns) + record_ms
+            program.row({wait_forward: 1.0, **stores}, lower=-hidden_ms / self.ms_unit)
+            for number in {len(by_need) * (i + 1) // parts for i in range(parts)} - {0}:
+                needed = by_need[:number]
+                fetches = {columns[x]: -link.fetch_ms(sizes[x]) / self.ms_unit for x in needed}
+                # To the last of them; a fetch that has come is noted, which takes a moment too.
+                last_ms = at_ms[facts.first_use[needed[-1]]] - first_ask_ms + costs.replay_us / 1e3 * len(graph.saved)
+                program.row({wait_backward: 1.0, **replays, **fetches}, lower=-last_ms / self.ms_unit)
+
     def _memory_at_moments(self) -> None:
         """At each moment that may bind, the floor and what is saved, pinned or held stay within the budget."""
         end = len(self.graph.events)
@@ -177,12 +220,8 @@ class Relaxation(Columns):
         rows = []
         for op in unavoidable.useful:
             for i, stage in enumerate(self.grid[op]):
-                begin = self.slot_begin(op, i)
-                saved_bytes = self._saved_through(stage)
-                if self._most_beside(op, begin, stage) + saved_bytes <= self.limit_bytes:
-                    continue
-                floor, own = self._least_beside(op, begin, stage)
-                if floor + own + saved_bytes > self.limit_bytes:
+                floor, own = self._least_beside(op, self.slot_begin(op, i), stage)
+                if floor + own + self._saved_through(stage) > self.limit_bytes:
                     rows.append((op, i, stage, floor, own))
         saved = self._saved_columns(sorted({stage for _, _, stage, _, _ in rows}, reverse=True))
         for op, i, stage, floor, own in rows:
@@ -237,33 +276,18 @@ class Relaxation(Columns):
                 chosen.append(int(part[most[part].argmax()]))
         return sorted(e for e in chosen if most[e] > self.limit_bytes)
 
-    def _most_beside(self, op: int, begin: int, end: int) -> int:
-        """At least the sum of what ``_least_beside`` returns, and cheap to compute."""
-        idle = self.unavoidable.idle_bytes[self.unavoidable.ask_events[self._asks_in(begin, end)] - 1]
-        return self._own_bytes(op) + sum(self.graph.storages[s].bytes for s in self._made_reads(op)) + int(idle.min())
-
     def _least_beside(self, op: int, begin: int, end: int) -> tuple[int, int]:
         """The least floor just before the bursts of some stages, and what a replay of ``op`` adds to that at least."""
-        asks = self._asks_in(begin, end)
-        floor = self.unavoidable.idle_bytes[self.unavoidable.ask_events[asks] - 1]
+        unavoidable, node, storages = self.unavoidable, self.graph.ops[op], self.graph.storages
+        events = (unavoidable.stages[begin], unavoidable.last_asks[end] + 1)
+        asks = slice(*np.searchsorted(unavoidable.ask_events, events))
+        floor = unavoidable.idle_bytes[unavoidable.ask_events[asks] - 1]
         beside = floor.copy()
-        for x in self._made_reads(op):
-            beside += self.graph.storages[x].bytes * ~self._in_floor(x)[asks]
-        return int(floor.min()), self._own_bytes(op) + int(beside.min()) - int(floor.min())
-
-    def _own_bytes(self, op: int) -> int:
-        """What a replay of ``op`` needs beside what it reads."""
-        node = self.graph.ops[op]
-        return sum(self.graph.storages[s].bytes for s in node.makes) + node.workspace_bytes + node.rng_bytes
-
-    def _made_reads(self, op: int) -> list[int]:
-        """What ``op`` reads that was made in the step."""
-        return [s for s in dict.fromkeys(self.graph.ops[op].reads) if self.graph.storages[s].op is not None]
-
-    def _asks_in(self, begin: int, end: int) -> slice:
-        """The part of ``ask_events`` in the stages from ``begin`` to ``end``."""
-        events = (self.unavoidable.stages[begin], self.unavoidable.last_asks[end] + 1)
-        return slice(*np.searchsorted(self.unavoidable.ask_events, events))
+        for x in dict.fromkeys(node.reads):
+            if storages[x].op is not None:  # made in the step
+                beside += storages[x].bytes * ~self._in_floor(x)[asks]
+        own_bytes = sum(storages[s].bytes for s in node.makes) + node.workspace_bytes + node.rng_bytes
+        return int(floor.min()), own_bytes + int(beside.min()) - int(floor.min())
 
     @cached_property
     def _saved_until(self) -> dict[int, int]:
@@ -296,6 +320,17 @@ class Relaxation(Columns):
             self.program.row({found[stage]: 1.0, **terms}, lower=0.0)
             later = {found[stage]: -1.0}
         return found
+
+
+def event_ms(graph: StepGraph, costs: Costs) -> list[float]:
+    """When each event begins, and the last one ends: with all of the tape's dispatch and nothing else on top."""
+    found = [0.0]
+    for kind, number in graph.events:
+        ms = 0.0
+        if kind == RUN:
+            ms = costs.op_ms[number] + (0.0 if graph.ops[number].backward else costs.dispatch_us / 1e3)
+        found.append(found[-1] + ms)
+    return found
 
 
 def _meet(dominator: Mapping[int, int | None], one: int | None, other: int | None) -> int | None:

@@ -55,6 +55,10 @@ class KeepDecision:
     def stored(self) -> bool:
         return any(p.direct_end >= 0 for p in self.pieces)
 
+    def kept_at(self, event: int) -> int:
+        """Bytes that live at ``event``, between forward and backward, only if the pieces are kept."""
+        return sum(p.bytes for p in self.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
+
     @property
     def first(self) -> int | None:
         return min((p.first for p in self.pieces if p.first is not None), default=None)
@@ -85,10 +89,9 @@ class OpGroup:
 
 @dataclass(frozen=True)
 class MemoryInterval:
-    """Events ``start`` to ``end``; ``base_bytes`` live without any piece that is dead in Python; after ``trigger``."""
+    """Events from ``start`` on, after ``trigger``; ``base_bytes`` live without any piece that is dead in Python."""
 
     start: int
-    end: int
     base_bytes: int
     trigger: int
 
@@ -98,7 +101,7 @@ class CoarseGraph:
 
     Args:
         segment_of: Segment of each forward op; None: all are in one. Ops of different segments share no group.
-        max_segments_back: How many segments before the one that backward has come to a replay may start; None: any.
+        within_segments: Nothing is replayed of segments that backward has not come to.
 
     Attributes:
         per_op: Whether each op is a group of its own.
@@ -110,9 +113,9 @@ class CoarseGraph:
         costs: Costs,
         segment_of: Mapping[int, int] | None = None,
         *,
-        max_segments_back: int | None = None,
+        within_segments: bool = False,
     ) -> None:
-        self.graph, self.costs, self.max_segments_back = graph, costs, max_segments_back
+        self.graph, self.costs = graph, costs
         self.facts = step_facts(graph)
         self.run_event = self.facts.run_event
         free = recomputable(graph)
@@ -127,7 +130,7 @@ class CoarseGraph:
         self.group_of = {op: group for group in self.groups for op in group.ops}
         self.pieces = self._pieces(free)
         self.decisions = self._decisions()
-        self._windows()
+        self._windows(within_segments=within_segments)
         self.base_live, self.base_peak = self._base()
         self.intervals = self._intervals()
 
@@ -212,10 +215,10 @@ class CoarseGraph:
         return self.facts.last_reference.get(storage, never)
 
     def _decisions(self) -> list[KeepDecision]:
-        kept = set(map(id, self.pieces))
+        kept = set(self.pieces)
         decisions = []
         for group in self.groups:
-            mine = sorted((p for p in group.pieces if id(p) in kept), key=lambda p: -p.bytes)
+            mine = sorted((p for p in group.pieces if p in kept), key=lambda p: -p.bytes)
             total = sum(p.bytes for p in mine)
             for piece in mine:
                 if group.decisions and not self.per_op and piece.bytes < tuning.TINY_OUTPUT_SHARE * total:
@@ -229,16 +232,15 @@ class CoarseGraph:
                 piece.decision = decision
         return decisions
 
-    def _windows(self) -> None:
+    def _windows(self, *, within_segments: bool) -> None:
         """When each group may be replayed: at its own first unpacks and whenever a consumer may be."""
         segment_of_trigger = {p.first: p.group.segment for p in self.pieces if p.group and p.first is not None}
         for group in reversed(self.groups):
             window = {p.first for p in group.pieces if p.first is not None}
-            for consumer in {id(c): c for p in group.pieces for c in p.consumers}.values():
+            for consumer in dict.fromkeys(c for p in group.pieces for c in p.consumers):
                 window.update(
-                    t for t in consumer.triggers
-                    if self.max_segments_back is None or segment_of_trigger[t] <= group.segment + self.max_segments_back
-                )  # fmt: skip
+                    t for t in consumer.triggers if not within_segments or segment_of_trigger[t] <= group.segment
+                )
             group.triggers = sorted(window)
 
     def _base(self) -> tuple[np.ndarray, np.ndarray]:
@@ -287,4 +289,4 @@ class CoarseGraph:
         return kept[::-1]
 
     def _interval(self, start: int, end: int, trigger: int) -> MemoryInterval:
-        return MemoryInterval(start, end, int(self.base_peak[start:end].max()), trigger)
+        return MemoryInterval(start, int(self.base_peak[start:end].max()), trigger)

@@ -107,7 +107,7 @@ class LinearProgram:
         if first:
             options |= {"mip_max_improving_sols": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0}
         solver = _quiet_solver(options)
-        solver.passModel(self._model())
+        solver.passModel(self._model(self._rows()))
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
@@ -125,7 +125,7 @@ class LinearProgram:
         since every optimum on the way is a lower bound of the last.
         """
         solver = _quiet_solver({})
-        matrix = _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
+        matrix = self._rows()
         rows = [row for row in range(len(self.row_upper)) if row not in self._lazy]
         model = self._model(matrix.take(rows))
         model.integrality_ = []
@@ -159,9 +159,10 @@ class LinearProgram:
         duals[rows[: len(found)]] = found
         return LpResult(optimum, values, duals)
 
-    def _model(self, rows: _Rows | None = None) -> highspy.HighsLp:
-        if rows is None:
-            rows = _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
+    def _rows(self) -> _Rows:
+        return _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
+
+    def _model(self, rows: _Rows) -> highspy.HighsLp:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.cost), len(rows.lower)
         lp.col_cost_ = np.array(self.cost, dtype=np.float64)

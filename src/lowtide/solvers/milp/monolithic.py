@@ -35,7 +35,7 @@ class MonolithicSearch:
         if len(answer.values):
             best = self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values)))
             proven &= best.peak_bytes <= budget_bytes
-            events = self.context.event_budget(tuning.ROUNDING_EVENTS)
+            events = tuning.ROUNDING_EVENTS
             found += reduce_peak(self.graph, self.costs, best, target_bytes=budget_bytes, events=events)[-1:]
         within = [e for e in found if e.peak_bytes <= budget_bytes]
         return SearchResult(min(within, key=lambda e: e.rank, default=None), proven, bound_ms)
@@ -52,7 +52,7 @@ class MonolithicSearch:
             start = self.context.evaluate(complete_actions(self.graph, *model.choice(relaxed.values, share)))
             path = reduce_peak(
                 self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
-                events=self.context.event_budget(tuning.ROUNDING_EVENTS),
+                events=tuning.ROUNDING_EVENTS,
             )  # fmt: skip
             if path[-1].peak_bytes <= budget_bytes:
                 found.append(self.context.save_what_fits(path[-1], budget_bytes))

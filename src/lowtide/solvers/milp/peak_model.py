@@ -81,7 +81,7 @@ class PeakModel:
             times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
             self.program.row(times, upper=max_ms / self.ms_unit + 1e-6)
         if prices is not None and prices.max_kept_bytes is not None:
-            kept = {s: _kept_at(d, prices.backward_start) / self.byte_unit for d, s in self.s.items()}
+            kept = {s: d.kept_at(prices.backward_start) / self.byte_unit for d, s in self.s.items()}
             self.program.row(kept, upper=prices.max_kept_bytes / self.byte_unit)
         self._lazy_rows()
         self._interval_rows()
@@ -131,12 +131,8 @@ class PeakModel:
     def _kept_price(self, decision: KeepDecision) -> float:
         if self.prices is None:
             return 0.0
-        prices, kept = self.prices, _kept_at(decision, self.prices.backward_start)
-        return (prices.kept_ms * kept + prices.forward_end_ms * _kept_at(decision, prices.forward_end)) / self.ms_unit
-
-    def kept_bytes(self, event: int) -> int:
-        """Bytes that the plain step keeps at ``event``, between forward and backward, and a plan need not."""
-        return sum(_kept_at(d, event) for d in self.s if d.stored)
+        prices, kept = self.prices, decision.kept_at(self.prices.backward_start)
+        return (prices.kept_ms * kept + prices.forward_end_ms * decision.kept_at(prices.forward_end)) / self.ms_unit
 
     # Rows without bytes
 
@@ -351,11 +347,6 @@ class PeakModel:
                 elif values[s] >= share and piece.direct_end < 0:
                     kept.append(piece.storage)
         return recomputed, kept
-
-
-def _kept_at(decision: KeepDecision, event: int) -> int:
-    """Bytes of ``decision`` that live at ``event``, between forward and backward, only if it is kept."""
-    return sum(p.bytes for p in decision.pieces if p.dead < event and (p.direct_end < 0 or p.direct_end >= event))
 
 
 def _everyone_at(trigger: int, _: OpGroup | None) -> int:

@@ -5,45 +5,33 @@ offloaded if the link can carry it out before the next one, and back before it i
 the rest (``rewrite.py``), and the simulator compares several loads of the links with the recompute-only plan.
 
 Known weaknesses: two stages instead of one model; a storage is offloaded whole; among storages that the link could
-carry only program order decides. The lower bound (``lower_bound/link_rows.py``) shares nothing with this search
+carry only program order decides. The lower bound (``lower_bound/relaxation.py``) shares nothing with this search
 and says how much that can lose.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from lowtide.errors import BudgetInfeasibleError
+from lowtide.explanation import collapse_path
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Moves
-from lowtide.simulation.simulator import Timeline, simulate_actions
+from lowtide.simulation.simulator import Timeline
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.exact import ExactSearch
-from lowtide.solvers.graph_queries import movable
+from lowtide.solvers.graph_queries import choices, complete_actions, movable
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.lower_bound.bound import bound_peak
-from lowtide.solvers.offload.local_search import improve_by_local_search
 from lowtide.solvers.offload.rewrite import rewrite_without_tiers
-from lowtide.solvers.offload.transfer_schedule import Scheduled, event_times, schedule_transfers
+from lowtide.solvers.offload.transfer_schedule import Scheduled, as_scheduled, event_times, schedule_transfers
 from lowtide.solvers.search_context import Limits
 
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
-
-
-@dataclass(frozen=True)
-class _Evaluated:
-    candidate: Candidate
-    timeline: Timeline
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Lower is better: faster plans, and of about equally fast ones those with fewer transfers."""
-        busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
-        return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
 
 
 class OffloadSearch:
@@ -75,10 +63,10 @@ class OffloadSearch:
     def _within(self, budget_bytes: int) -> Candidate:
         if self.search.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
-        evaluated: list[_Evaluated] = []
+        evaluated: list[Scheduled] = []
         tried: set[frozenset[tuple[int, str]]] = {frozenset()}
 
-        def attempt(storages: list[int], base: _Evaluated, load: float) -> None:
+        def attempt(storages: list[int], base: Scheduled, load: float) -> None:
             """Offload what of ``storages`` the links carry at ``load``, beside the replays of ``base``."""
             offloaded = self._carried(storages, load, base.timeline)
             if frozenset(offloaded.items()) not in tried:
@@ -90,7 +78,7 @@ class OffloadSearch:
             base = self._evaluate(self.search.within(budget_bytes, allow_fallback=False))
             evaluated.append(base)
         except BudgetInfeasibleError:
-            if self._least_peak.timeline.peak_bytes > budget_bytes:
+            if self._least_peak.peak_bytes > budget_bytes:
                 return self._leanest(budget_bytes)
             leanest = min((self.search.plain, *self.search.published), key=lambda e: e.peak_bytes)
             base, loads = self._evaluate(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
@@ -115,48 +103,71 @@ class OffloadSearch:
         Raises:
             BudgetInfeasibleError: that peak is above the budget.
         """
-        if self._least_peak.timeline.peak_bytes <= budget_bytes:
+        if self._least_peak.peak_bytes <= budget_bytes:
             return self._least_peak.candidate
         found = [self._least_peak]
         # Recomputing alone is searched only if its lower bound allows a lower peak.
-        if bound_peak(self.graph) < self._least_peak.timeline.peak_bytes:
+        if bound_peak(self.graph) < self._least_peak.peak_bytes:
             try:
                 return self.search.within(budget_bytes)
             except BudgetInfeasibleError:
                 found.append(self._least_by_recompute)
-        least = min(found, key=lambda e: e.timeline.peak_bytes).candidate
+        least = min(found, key=lambda e: e.peak_bytes).candidate
         raise infeasible_error(self.graph, self.costs, budget_bytes, least, method="exact", offload=True)
 
-    def _improved(self, best: _Evaluated, budget_bytes: int) -> _Evaluated:
-        """``best`` after local search."""
-        sizes = {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
+    def _improved(self, best: Scheduled, budget_bytes: int) -> Scheduled:
+        """``best`` after local search: groups of storages get another action, as long as that makes a faster plan.
 
-        def fits(actions: Mapping[int, str]) -> bool:
-            offloaded = dict.fromkeys(sizes, 0)
-            for s, action in actions.items():
-                if action in TIER_OF:
-                    offloaded[TIER_OF[action]] += self.graph.storages[s].bytes
-            return all(offloaded[tier] <= most for tier, most in sizes.items())
-
+        It finds what choosing offloads before replays misses (``benchmarks/LOG.md``). The number of tries is limited by
+        their size.
+        """
+        graph = self.graph
+        tries = tuning.OFFLOAD_SWAP_EVENTS // max(len(graph.events), 1)
         moves = self._assign_tiers(self.worth_moving)
-        improved = improve_by_local_search(
-            self.graph, self.costs, best.candidate, budget_bytes, moves, fits,
-            rank=lambda found: _Evaluated(best.candidate, found.timeline).rank,
-        )  # fmt: skip
-        other = self._evaluate(improved)
-        return other if other.timeline.peak_bytes <= budget_bytes and other.rank < best.rank else best
+        groups = _groups(graph, moves)
+        found, better = best, True
+        while better and tries > 0:
+            better = False
+            for group in groups:
+                for action in (SAVE, moves[group[0]], RECOMPUTE):
+                    before = found.candidate
+                    if tries <= 0 or all(action == before.actions.get(s, SAVE) for s in group):
+                        continue
+                    others = {s: moves[s] if action in TIER_OF else action for s in group}
+                    actions = _changed(graph, before.actions, others)
+                    if any(actions.get(s) != action for s in group) or not self._have_room(actions):
+                        continue
+                    tries -= 1
+                    replays = {s: n for s, n in before.replays.items() if actions.get(s) == RECOMPUTE}
+                    candidate = Candidate(actions, "feasible", None, before.provenance, replays)
+                    other = schedule_transfers(graph, self.costs, candidate, budget_bytes)
+                    if other.peak_bytes <= budget_bytes and other.rank < found.rank:
+                        found, better = other, True
+        return found
 
-    def _saved_by(self, base: _Evaluated) -> list[int]:
+    def _have_room(self, actions: Mapping[int, str]) -> bool:
+        """Whether the tiers have room for what ``actions`` offload."""
+        left = self._room()
+        for s, action in actions.items():
+            if action in TIER_OF:
+                left[TIER_OF[action]] -= self.graph.storages[s].bytes
+        return min(left.values()) >= 0
+
+    def _room(self) -> dict[str, float]:
+        """Most bytes that plans may offload, by tier."""
+        return {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
+
+    def _saved_by(self, base: Scheduled) -> list[int]:
         """Storages worth moving that ``base`` does not recompute."""
         return [s for s in self.worth_moving if base.candidate.actions.get(s, SAVE) != RECOMPUTE]
 
     @cached_property
-    def _least_by_recompute(self) -> _Evaluated:
+    def _least_by_recompute(self) -> Scheduled:
         least = self.search.min_peak
         return self._evaluate(Candidate(least.actions, replays=least.replays))
 
     @cached_property
-    def _least_peak(self) -> _Evaluated:
+    def _least_peak(self) -> Scheduled:
         """The plan with the least peak found: all that is worth moving is offloaded. It does not depend on a budget."""
         offloaded = self._assign_tiers(self.worth_moving)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **offloaded}
@@ -166,42 +177,39 @@ class OffloadSearch:
             Candidate({**self._of_graph(search.min_peak.actions), **offloaded}, "feasible", moves=moves),
             Candidate(actions, moves=moves),
         ]
-        return min(map(self._evaluate, candidates), key=lambda e: (e.timeline.peak_bytes, e.timeline.step_ms))
+        return min(map(self._evaluate, candidates), key=lambda e: (e.peak_bytes, e.timeline.step_ms))
 
-    def _evaluate(self, candidate: Candidate) -> _Evaluated:
-        line = simulate_actions(self.graph, self.costs, candidate.actions, candidate.replays, candidate.moves)
-        return _Evaluated(candidate, line)
+    def _evaluate(self, candidate: Candidate) -> Scheduled:
+        return as_scheduled(self.graph, self.costs, candidate)
 
     def _of_graph(self, actions: Mapping[int, str]) -> dict[int, str]:
         """``actions`` without those for storages that only the rewritten graph has."""
         return {s: action for s, action in actions.items() if s < len(self.graph.storages)}
 
-    def _plan_with(self, offloaded: dict[int, str], base: _Evaluated, budget_bytes: int) -> list[_Evaluated]:
+    def _plan_with(self, offloaded: dict[int, str], base: Scheduled, budget_bytes: int) -> list[Scheduled]:
         """The fastest plan found that offloads ``offloaded``; empty if none is within the budget."""
         graph, costs = self.graph, self.costs
         # Fetches are scheduled beside the replays of the plan that this one starts from.
-        before = schedule_transfers(
-            graph, costs, {**base.candidate.actions, **offloaded}, base.candidate.replays, budget_bytes
-        )
+        beside = replace(base.candidate, actions={**base.candidate.actions, **offloaded})
+        moves = schedule_transfers(graph, costs, beside, budget_bytes).candidate.moves
         rest_budget_bytes = budget_bytes
         for _ in range(tuning.OFFLOAD_ROUNDS):
             try:
-                search = ExactSearch(*rewrite_without_tiers(graph, costs, offloaded, before.moves), self.limits)
+                search = ExactSearch(*rewrite_without_tiers(graph, costs, offloaded, moves), self.limits)
                 rest = search.within(rest_budget_bytes, allow_fallback=False)
             except BudgetInfeasibleError:
                 return []
             actions = {**self._of_graph(rest.actions), **offloaded}
-            found: Scheduled = schedule_transfers(graph, costs, actions, rest.replays, budget_bytes)
+            candidate = Candidate(actions, "feasible", None, rest.provenance, rest.replays)
+            found = schedule_transfers(graph, costs, candidate, budget_bytes)
             if found.peak_bytes <= budget_bytes:
-                candidate = Candidate(actions, "feasible", None, rest.provenance, rest.replays, found.moves)
-                return [_Evaluated(candidate, found.timeline)]
+                return [found]
             rest_budget_bytes -= found.peak_bytes - budget_bytes
         return []
 
     def _assign_tiers(self, storages: Iterable[int]) -> dict[int, str]:
         """Actions that offload ``storages`` in this order, each to the fastest tier with room left."""
-        left = {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
-        found = {}
+        left, found = self._room(), {}
         for s in storages:
             size = self.graph.storages[s].bytes
             tier = next((t for t in left if left[t] >= size), None)
@@ -239,7 +247,28 @@ class OffloadSearch:
         return carried
 
 
-def _stalls_long(evaluated: list[_Evaluated]) -> bool:
+def _stalls_long(evaluated: list[Scheduled]) -> bool:
     """The best plan so far spends a good part of its time waiting for links."""
     best = min(evaluated, key=lambda e: e.rank).timeline
     return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms
+
+
+def _groups(graph: StepGraph, moves: Mapping[int, str]) -> list[tuple[int, ...]]:
+    """Storages to change together: of one op in all layers, in every second layer, and each alone; largest first."""
+    groups: dict[tuple[str, str, int, str], list[int]] = {}
+    for s in sorted(moves):
+        op = graph.ops[graph.storages[s].op or 0]
+        key = collapse_path(graph.scope(op)), op.name, graph.storages[s].output, moves[s]
+        groups.setdefault(key, []).append(s)
+    found = {tuple(group) for group in groups.values()}
+    found |= {tuple(group[half::2]) for group in groups.values() for half in (0, 1) if group[half:]}
+    found |= {(s,) for s in moves}
+    return sorted(found, key=lambda group: (-sum(graph.storages[s].bytes for s in group), group))
+
+
+def _changed(graph: StepGraph, actions: Mapping[int, str], others: Mapping[int, str]) -> dict[int, str]:
+    """``actions`` with ``others`` put in, completed so that every replay finds its inputs."""
+    wanted = {**actions, **others}
+    recomputed, saved = choices(graph, wanted)
+    offloaded = {s: a for s, a in wanted.items() if a in TIER_OF}
+    return {**complete_actions(graph, recomputed, saved), **offloaded}

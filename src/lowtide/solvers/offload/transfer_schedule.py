@@ -7,52 +7,63 @@ starts keep little memory in flight. A link that is then too late costs time, wh
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lowtide.graph.costs import Costs, Link
+from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import TIER_OF, Moves
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.simulation.transfers import FETCH
 from lowtide.solvers import tuning
+from lowtide.solvers.candidate import Candidate
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """When offloaded storages travel, and the simulated step."""
+    """A candidate with its moves, and the simulated step."""
 
-    moves: Moves
+    candidate: Candidate
     timeline: Timeline
 
     @property
     def peak_bytes(self) -> int:
         return self.timeline.peak_bytes
 
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower is better: faster plans, and of about equally fast ones those with fewer transfers."""
+        busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
+        return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.peak_bytes
 
-def schedule_transfers(
-    graph: StepGraph, costs: Costs, actions: Mapping[int, str], replays: Mapping[int, int], budget_bytes: int
-) -> Scheduled:
-    """When the storages that ``actions`` offload travel, with as little waiting as ``budget_bytes`` allows.
+
+def as_scheduled(graph: StepGraph, costs: Costs, candidate: Candidate) -> Scheduled:
+    """``candidate`` with the moves that it has."""
+    line = simulate_actions(graph, costs, candidate.actions, candidate.replays, candidate.moves)
+    return Scheduled(candidate, line)
+
+
+def schedule_transfers(graph: StepGraph, costs: Costs, candidate: Candidate, budget_bytes: int) -> Scheduled:
+    """``candidate`` with the moves that wait as little as ``budget_bytes`` allows.
 
     Returns:
         The fastest schedule within the budget; without one, that with the least peak.
     """
-    offloaded = [s for s, a in actions.items() if a in TIER_OF]
-    if not offloaded:
-        return Scheduled(Moves(), simulate_actions(graph, costs, actions, replays, Moves()))
-    largest = max(graph.storages[s].bytes for s in offloaded)
+    actions = candidate.actions
+    largest = max((graph.storages[s].bytes for s, a in actions.items() if a in TIER_OF), default=0)
+    if not largest:
+        return as_scheduled(graph, costs, replace(candidate, moves=Moves()))
     schedules: list[Scheduled] = []
 
     def schedule(moves: Moves) -> Scheduled:
-        schedules.append(Scheduled(moves, simulate_actions(graph, costs, actions, replays, moves)))
+        schedules.append(as_scheduled(graph, costs, replace(candidate, moves=moves)))
         return schedules[-1]
 
     for copies in tuning.STORES_IN_FLIGHT:
         limit = copies * largest
         line = schedule(Moves(limit)).timeline  # fetched on demand
         needed = {t.storage: t.event for t in line.transfers if t.direction == FETCH}
-        fetch_at = _latest_starts(graph, costs, actions, line, needed)
+        fetch_at = _latest_starts(graph, costs, line)
         for _ in range(tuning.FETCH_DELAY_ROUNDS):  # fetched early, as far as the budget allows
             early = schedule(Moves(limit, dict(fetch_at)))
             if early.peak_bytes <= budget_bytes:
@@ -65,22 +76,18 @@ def schedule_transfers(
     return min(schedules, key=lambda s: (s.peak_bytes, s.timeline.step_ms))
 
 
-def _latest_starts(
-    graph: StepGraph, costs: Costs, actions: Mapping[int, str], timeline: Timeline, needed: Mapping[int, int]
-) -> dict[int, int]:
-    """By storage: the number of the last unpack at which its fetch may start and still be in time."""
+def _latest_starts(graph: StepGraph, costs: Costs, timeline: Timeline) -> dict[int, int]:
+    """By storage fetched on demand: the number of the last unpack at which its fetch may start and still be in time."""
     unpack_events, at_ms = step_facts(graph).unpack_events, event_times(graph, costs, timeline)
     times = [at_ms[event] for event in unpack_events]
     busy_from: dict[str, float] = {}  # by tier: when the link starts with what is needed later
     found = {}
-    for storage, event in sorted(needed.items(), key=lambda item: -item[1]):
-        tier = TIER_OF[actions[storage]]
-        link: Link = costs.links[tier]
-        end_ms = min(at_ms[event], busy_from.get(tier, at_ms[event]))
-        start_ms = end_ms - link.fetch_ms(graph.storages[storage].bytes) * (1 + tuning.FETCH_SPARE_SHARE)
-        busy_from[tier] = start_ms
+    for t in sorted((t for t in timeline.transfers if t.direction == FETCH), key=lambda t: -t.event):
+        end_ms = min(at_ms[t.event], busy_from.get(t.tier, at_ms[t.event]))
+        start_ms = end_ms - costs.links[t.tier].fetch_ms(t.bytes) * (1 + tuning.FETCH_SPARE_SHARE)
+        busy_from[t.tier] = start_ms
         latest = bisect_right(times, start_ms) - 1
-        found[storage] = max(0, min(latest, bisect_right(unpack_events, event) - 1))
+        found[t.storage] = max(0, min(latest, bisect_right(unpack_events, t.event) - 1))
     return found
 
 
@@ -111,10 +118,10 @@ def _delay_fetches(
     return changed
 
 
-def event_times(graph: StepGraph, costs: Costs, timeline: Timeline | None = None) -> list[float]:
+def event_times(graph: StepGraph, costs: Costs, timeline: Timeline) -> list[float]:
     """Milliseconds from the start of the step to each event, replays included, waits excluded."""
     extra = [0.0] * (len(graph.events) + 1)
-    for replay in timeline.replays if timeline is not None else ():
+    for replay in timeline.replays:
         extra[replay.event + 1] += costs.op_ms[replay.op] + costs.replay_us / 1e3
     now, found = 0.0, []
     for event, (kind, number) in enumerate(graph.events):

@@ -82,6 +82,14 @@ class _Runs(NamedTuple):
     both: int
 
 
+class _Parsed(NamedTuple):
+    """Stages that the forward pass saves, stages whose output it keeps, and how often each stage runs again."""
+
+    saved: set[int]
+    checkpoints: set[int]
+    runs: list[_Runs]
+
+
 class StepChain:
     """A step graph as a chain.
 
@@ -169,21 +177,16 @@ class StepChain:
 
     def lazy_candidate(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
         """``schedule`` with its time and floor as sums over stages; its actions are worked out on demand."""
-        saved, checkpoints, runs = _parse(schedule)
+        parsed = _parse(schedule)
         floor_bytes = self.graph.resident_bytes + sum(
             self.graph.storages[s].bytes for s in stored_at_backward_start(self.graph)
         )
-        replay_ms, recorded = 0.0, 0
-        for k in range(len(self.outputs)):
-            if k in saved:
-                continue
-            inside, output = self._floors[k]
-            floor_bytes -= inside + (0 if k in checkpoints else output)
-            work = self._work(k, k in checkpoints)
-            recorded += len(work.for_output | work.for_backward)
-            for op, often in _replays(work, runs[k]).items():
-                replay_ms += often * (costs.op_ms[op] + costs.replay_us / 1e3)
-        step_ms = planned_ms(self.graph, costs, replay_ms, recorded)
+        for k, (inside, output) in enumerate(self._floors):
+            if k not in parsed.saved:
+                floor_bytes -= inside + (0 if k in parsed.checkpoints else output)
+        often = self._often(parsed)
+        replay_ms = sum(count * (costs.op_ms[op] + costs.replay_us / 1e3) for op, count in often.items())
+        step_ms = planned_ms(self.graph, costs, replay_ms, len(often))
         return LazyCandidate(step_ms, floor_bytes, lambda: self.carry_out(schedule))
 
     def carry_out(self, schedule: Sequence[Step]) -> Candidate:
@@ -193,19 +196,23 @@ class StepChain:
         replays. A storage is replayed once for each run of its stage that needs it. After the last replay it stays
         until nothing needs it any more, which suits schedules that keep each checkpoint until it is used.
         """
-        saved, checkpoints, runs = _parse(schedule)
-        kept = self.kept.union(*(self.outputs[k] for k in checkpoints))
-        inside = {s for op in self.graph.forward_ops if self.stage_of[op.id] not in saved for s in op.makes}
+        parsed = _parse(schedule)
+        kept = self.kept.union(*(self.outputs[k] for k in parsed.checkpoints))
+        inside = {s for k, made in enumerate(self.made) if k not in parsed.saved for s in made}
         actions = complete_actions(self.graph, sorted((inside - kept) & self.graph.stored), kept)
-        replays = {}
-        for k in range(len(self.outputs)):
-            if k in saved:
-                continue
-            for op, often in _replays(self._work(k, k in checkpoints), runs[k]).items():
-                if often > 1:
-                    makes = self.graph.ops[op].makes
-                    replays.update({s: often for s in makes if actions.get(s) == RECOMPUTE})
-        return Candidate(actions, replays=dict(sorted(replays.items())))
+        often = {s: count for op, count in self._often(parsed).items() for s in self.graph.ops[op].makes if count > 1}
+        replays = {s: count for s, count in sorted(often.items()) if actions.get(s) == RECOMPUTE}
+        return Candidate(actions, replays=replays)
+
+    def _often(self, parsed: _Parsed) -> dict[int, int]:
+        """How often each op of a stage that is not saved runs again."""
+        found = {}
+        for k, runs in enumerate(parsed.runs):
+            if k not in parsed.saved:
+                for_output, for_backward = self._work(k, k in parsed.checkpoints)
+                for op in sorted(for_output | for_backward):
+                    found[op] = runs.through * (op in for_output) + runs.inner * (op in for_backward) + runs.both
+        return found
 
     def _work(self, stage: int, checkpoint: bool) -> _Work:
         """What a run of ``stage`` takes; ``checkpoint``: its output is there already."""
@@ -261,14 +268,6 @@ class StepChain:
         return forward, backward
 
 
-class _Parsed(NamedTuple):
-    """Stages that the forward pass saves, stages whose output it keeps, and how often each stage runs again."""
-
-    saved: set[int]
-    checkpoints: set[int]
-    runs: list[_Runs]
-
-
 def _parse(schedule: Sequence[Step]) -> _Parsed:
     backward_start = next(i for i, step in enumerate(schedule) if step.kind == BACKWARD)
     sweep, later = schedule[:backward_start], schedule[backward_start:]
@@ -280,14 +279,6 @@ def _parse(schedule: Sequence[Step]) -> _Parsed:
         if step.kind == ALL:
             (inner if after.kind == BACKWARD else both)[step.stage] += 1
     return _Parsed(saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))])
-
-
-def _replays(work: _Work, runs: _Runs) -> dict[int, int]:
-    """How often each op of a stage runs again."""
-    return {
-        op: runs.through * (op in work.for_output) + runs.inner * (op in work.for_backward) + runs.both
-        for op in sorted(work.for_output | work.for_backward)
-    }
 
 
 def _ms(graph: StepGraph, costs: Costs, events: Iterable[int]) -> float:
