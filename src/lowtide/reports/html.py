@@ -1,7 +1,6 @@
 """The report as one HTML page that needs no other file, no script and no network."""
 
 import math
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -9,17 +8,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.curves import memory_curves
-from lowtide.reports.summary import (
-    ActionTotals,
-    TrainingCounts,
-    by_module,
-    by_op,
-    facts,
-    fraction,
-    percent,
-    total,
-)
-from lowtide.reports.summary import warnings as own_warnings
+from lowtide.reports.summary import ActionTotals, by_module, by_op, facts, fraction, percent, total, warnings
 from lowtide.reports.svg import bar_chart, memory_chart
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
@@ -31,10 +20,8 @@ def html_report(
     plan: Plan,
     graph: StepGraph | None = None,
     verification: Verification | None = None,
-    counts: TrainingCounts | None = None,
     *,
     costs: Costs | None = None,
-    warnings: Sequence[str] = (),
 ) -> str:
     """Return the page; memory over time is on it when ``graph`` is at hand, otherwise the peaks alone.
 
@@ -42,7 +29,7 @@ def html_report(
         PlanMismatchError: ``plan`` was made for another graph.
     """
     title = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
-    items = "".join(f"<li>{escape(w)}</li>" for w in (*own_warnings(plan, verification, counts), *warnings))
+    items = "".join(f"<li>{escape(w)}</li>" for w in warnings(plan, verification))
     body = [
         f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
@@ -56,7 +43,7 @@ def html_report(
         "<h2>Decisions by operator</h2>",
         _table("operator", by_op(plan)),
         "<h2>Evidence</h2>",
-        _evidence(plan, graph, verification, counts),
+        _evidence(plan, graph, verification),
     ]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -141,13 +128,11 @@ def _row(group: ActionTotals, names: list[str], largest: int) -> str:
     return f"<tr{css}><td>{escape(group.name)}</td>{bar}{''.join(cells)}<td>{ms}</td></tr>"
 
 
-def _evidence(
-    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
-) -> str:
+def _evidence(plan: Plan, graph: StepGraph | None, verification: Verification | None) -> str:
     rows = [
         ("plain step", f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms"),
         ("planned step", f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms"),
-        *facts(plan, graph, verification, counts),
+        *facts(plan, graph, verification),
         ("status", plan.status),
         ("graph", plan.graph_fingerprint),
         *plan.provenance.items(),
