@@ -18,7 +18,7 @@ from lowtide.measurement.device import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
 from lowtide.plan import RECOMPUTE, Plan
-from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
+from lowtide.rank_consensus import agree_on_plan, from_all_ranks, group_of, run_on_all_ranks
 from lowtide.reports.progress import stages
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
@@ -124,7 +124,7 @@ class Planner:
                     tiers = run_on_all_ranks(group, "opening tiers", opened)
                     tape = Tape(program_of(plan), model, tiers)
                     planned = PlannedShape(graph, costs, plan, tape, traced - start, measured - traced, group)
-                    differed = union_over_ranks(group, self._rehearse(planned, batch, step))
+                    differed: set[int] = set().union(*from_all_ranks(group, self._rehearse(planned, batch, step)))
                 except TierError as error:
                     if group is not None:
                         raise
@@ -189,7 +189,8 @@ class Planner:
         for _ in range(_REHEARSALS):
             waiting = len(program.unaudited())
             allowance = available_bytes(device_of(model)) - (plan.predicted_peak_bytes - plan.resident_bytes)
-            if not any_rank(planned.group, allowance > 0 and ((waiting > 0 and not stuck) or unproven)):
+            useful = allowance > 0 and ((waiting > 0 and not stuck) or unproven)
+            if not any(from_all_ranks(planned.group, useful)):
                 break
             tape = Tape(program, model, planned.tape.tiers)
             # Memory comes in pieces: what is kept beside never takes all that is free.
