@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from torch import nn
 
-from lowtide.argument_checks import budget_hint, check_arguments, check_method
+from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -18,6 +18,7 @@ from lowtide.planner import PlannedShape, Planner
 from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
+from lowtide.solvers.dispatch import check_method
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import usable
 from lowtide.tape.program import Audit, TapedCall
