@@ -179,11 +179,9 @@ class _Steps:
 
     def overhead(self, rounds: int) -> float:
         """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
-        steps: dict[str, Callable[[], Any]] = {
-            name: partial(self._run, planned=name == "planned") for name in ("plain", "planned")
-        }
+        plain, planned = partial(self._run, planned=False), partial(self._run, planned=True)
         with self._rehearsal():
-            times = compare_times(steps, rounds=rounds, device=device_of(self.model))
+            times = compare_times({"plain": plain, "planned": planned}, rounds=rounds, device=device_of(self.model))
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
     def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:

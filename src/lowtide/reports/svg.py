@@ -86,12 +86,5 @@ def _amount(tick: int) -> str:
 
 def _steps(points: list[tuple[float, float]]) -> str:
     """A path that holds each value until the next moment: memory does not ramp."""
-    (x, y), rest = points[0], points[1:]
-    path = [f"M{x:.1f} {y:.1f}"]
-    for nx, ny in rest:
-        if nx != x:
-            path.append(f"H{nx:.1f}")
-        if ny != y:
-            path.append(f"V{ny:.1f}")
-        x, y = nx, ny
-    return "".join(path)
+    (x, y), *rest = points
+    return f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)
