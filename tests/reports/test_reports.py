@@ -236,7 +236,7 @@ def test_the_page_escapes_what_a_model_is_called():
     assert "<script" not in page and "&lt;script&gt;" in page and "<i>" not in page and "&lt;i&gt;" in page
 
 
-def test_a_page_of_a_plan_alone_shows_peaks_instead_of_a_curve():
+def test_a_page_of_a_plan_alone_shows_peaks_and_no_curve():
     page = Page()
     page.feed(html_report(handmade()))
 

@@ -9,7 +9,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.curves import memory_curves
 from lowtide.reports.summary import ActionTotals, by_module, by_op, facts, fraction, percent, total, warnings
-from lowtide.reports.svg import bar_chart, memory_chart
+from lowtide.reports.svg import memory_chart
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
@@ -23,7 +23,7 @@ def html_report(
     *,
     costs: Costs | None = None,
 ) -> str:
-    """Return the page; memory over time is on it when ``graph`` is at hand, otherwise the peaks alone.
+    """Return the page; memory over time is on it when ``graph`` is at hand.
 
     Raises:
         PlanMismatchError: ``plan`` was made for another graph.
@@ -35,8 +35,7 @@ def html_report(
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
         _tiles(plan, verification),
         f'<div class="warn"><ul>{items}</ul></div>' if items else "",
-        "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
-        _picture(plan, graph, verification, costs),
+        "" if graph is None else _picture(plan, graph, costs),
         f"<h2>What binds</h2>\n<pre>{escape(str(plan.explain()))}</pre>" if plan.evidence else "",
         "<h2>Decisions by module</h2>",
         _table("module", by_module(plan)),
@@ -86,19 +85,12 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
     return f'<div class="tiles" style="grid-template-columns: repeat({across}, 1fr)">{"".join(cells)}</div>'
 
 
-def _picture(plan: Plan, graph: StepGraph | None, verification: Verification | None, costs: Costs | None) -> str:
-    if graph is not None:
-        legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
-        if plan.budget_bytes is not None:
-            legend += '<i class="swatch-budget"></i>budget'
-        chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
-        return f'<p class="legend">{legend}</p>\n{chart}'
-    bars = [("plain", "plain", plan.plain_peak_bytes), ("planned", "planned", plan.predicted_peak_bytes)]
-    if verification is not None:
-        bars.append(("measured", "measured", verification.measured_peak_bytes))
-    bars.append(("before the step", "plain", plan.resident_bytes))
-    note = "" if plan.budget_bytes is None else '<p class="legend"><i class="swatch-budget"></i>budget</p>\n'
-    return note + bar_chart(bars, plan.budget_bytes)
+def _picture(plan: Plan, graph: StepGraph, costs: Costs | None) -> str:
+    legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
+    if plan.budget_bytes is not None:
+        legend += '<i class="swatch-budget"></i>budget'
+    chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
+    return f'<h2>Memory over one step</h2>\n<p class="legend">{legend}</p>\n{chart}'
 
 
 def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
