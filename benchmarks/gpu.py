@@ -169,7 +169,7 @@ class Case:
     ) -> tuple[Method | None, dict]:
         import lowtide
         from lowtide.tape.attach import applied
-        from lowtide.tape.offload.tier_settings import TierSettings
+        from lowtide.tape.offload.open_tiers import open_tiers
 
         if time.monotonic() > self.deadline:
             return None, {"method": name, "status": "out of time"}
@@ -178,8 +178,8 @@ class Case:
         except lowtide.BudgetInfeasibleError as error:
             return None, {"method": name, "status": "infeasible", "least_bytes": error.least_bytes}
         # As around a whole training: what is pinned or opened stays.
-        tiers = TierSettings().open(plan)
-        method = Method(name, partial(applied, self.model, plan, lambda _: tiers), plan)
+        tiers = open_tiers(plan, lowtide.Offload())
+        method = Method(name, partial(applied, self.model, plan, tiers), plan)
         line = self._outcome(method) | {
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,

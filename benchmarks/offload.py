@@ -105,7 +105,7 @@ class Bench:
 
     def _methods(self, graph, costs) -> list[Method]:
         import lowtide
-        from lowtide.tape.offload.tier_settings import TierSettings
+        from lowtide.tape.offload.open_tiers import open_tiers
 
         least = {way: self._least(graph, costs, options) for way, options in WAYS.items()}
         beyond = (least["recompute"] + least["disk"]) // 2
@@ -117,7 +117,7 @@ class Bench:
                 except lowtide.BudgetInfeasibleError:
                     methods.append(Method(name, way, status="no plan"))
                     continue
-                methods.append(Method(name, way, plan, TierSettings().open(plan)))
+                methods.append(Method(name, way, plan, open_tiers(plan, lowtide.Offload())))
         return methods
 
     def _least(self, graph, costs, options: dict) -> int:
@@ -132,7 +132,7 @@ class Bench:
     def _run(self, method: Method) -> float:
         from lowtide.tape.attach import applied
 
-        inside = nullcontext() if method.plan is None else applied(self.model, method.plan, lambda _: method.tiers)
+        inside = nullcontext() if method.plan is None else applied(self.model, method.plan, method.tiers)
         with inside:
             loss = self.model(**self.batch).loss
         loss.backward()

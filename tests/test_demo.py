@@ -12,7 +12,7 @@ import torch
 
 from lowtide.cli import main
 from lowtide.demo import runner
-from lowtide.demo.cases import minilm_folder, quiet_transformers, reference_text, sentences, token_batches
+from lowtide.demo.cases import decoder_case, minilm_folder, quiet_transformers, reference_text, sentences, token_batches
 from lowtide.demo.evidence import affordable, fully_checkpointed, outcome, same_tensors
 from lowtide.scripts import BadUsageError
 
@@ -101,7 +101,7 @@ def test_the_comparison_sees_one_bit():
 
 
 def test_methods_leave_the_model_as_a_plain_one():
-    case = runner.CASES["decoder"](quick=True)
+    case = decoder_case(quick=True)
     _, before = outcome(case, nullcontext)
     outcome(case, partial(fully_checkpointed, case.model))
     _, after = outcome(case, nullcontext)

@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
 from torch import nn
 
-from lowtide.argument_checks import budget_hint, check_arguments, check_method
+from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError, LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -18,8 +18,9 @@ from lowtide.planner import PlannedShape, Planner
 from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
+from lowtide.solvers.dispatch import check_method
 from lowtide.tape import attach
-from lowtide.tape.offload.tier_settings import usable
+from lowtide.tape.offload.open_tiers import usable
 from lowtide.tape.program import Audit, TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
@@ -49,7 +50,8 @@ class Fit:
         self._planned: list[PlannedShape] = []
         self._by_signature: dict[str, PlannedShape] = {}
         self._refused_signatures: set[str] = set()  # inputs that could not be planned for: all is saved
-        self._region: _LazyRegion | None = None
+        self._region: ExitStack | None = None  # of step_region()
+        self._region_is_taped = False  # from the first call of the model in it on, when its plan is known
         self._verification: Verification | None = None
         first = planner.make(batch, planner.options.step)
         self._add_shape(first)
@@ -156,15 +158,20 @@ class Fit:
         """Tape all that runs forward inside, the loss too. Ops that the plan does not know are saved and counted."""
         if self._region is not None:
             raise LowtideError("step_region() is open already: one step at a time.")
-        region = self._region = _LazyRegion()
         planned = self._planned[0]
-        if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would open it later
-            region.open(attach.taped_region(planned.tape, planned.program.root, whole_step=True))
-        try:
-            yield
-        finally:
-            self._region = None
-            region.close()
+        with ExitStack() as self._region:
+            self._region_is_taped = False
+            if not planned.graph.calls and not planned.program.keeps_everything:  # nothing would tape it later
+                self._tape_region(self._region, planned.tape)
+            try:
+                yield
+            finally:
+                self._region = None
+
+    def _tape_region(self, region: ExitStack, tape: Tape) -> None:
+        if not self._region_is_taped:
+            self._region_is_taped = True
+            region.enter_context(attach.taped_region(tape, tape.program.root, whole_step=True))
 
     def _tape_for_call(self, args: tuple, kwargs: dict) -> tuple[Tape, TapedCall] | None:
         """The tape for a call of the model, planning first if its input is of a new shape."""
@@ -190,7 +197,7 @@ class Fit:
             slack_bytes = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
             tape.audit = Audit(planned.program, slack_bytes, self._planner.on_replay_difference)
         if self._region is not None:
-            self._region.open(attach.taped_region(tape, planned.program.root, whole_step=True))
+            self._tape_region(self._region, tape)
             return None  # the region is taped already; GuardedCall then calls inside it
         calls = planned.program.root.children.get("", [])
         if not calls:
@@ -251,19 +258,6 @@ class Fit:
         self.remove()
 
 
-class _LazyRegion(ExitStack):
-    """A step region that starts with the first call of the model in it, when its plan is known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._opened = False
-
-    def open(self, region: AbstractContextManager[Any]) -> None:
-        if not self._opened:
-            self.enter_context(region)
-            self._opened = True
-
-
 def fit(
     model: nn.Module,
     batch: Any,
@@ -320,10 +314,9 @@ def fit(
     check_method(method, given)
     if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
         policy = replace(policy, host_budget=None)
-    tier_settings, capacities = usable(device_of(model).type, policy)
+    capacities = usable(device_of(model).type, policy)
     check_method(method, {"offload": policy} if capacities else {})
-    asked = FitOptions(budget, optimizer, step, method, given)
-    planner = Planner(model, asked, tier_settings, capacities, tiers_automatic=policy.is_automatic)
+    planner = Planner(model, FitOptions(budget, optimizer, step, method, given, policy), capacities)
     hint = budget_hint(budget)
     if hint:
         planner.warn(hint)

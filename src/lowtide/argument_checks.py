@@ -1,19 +1,15 @@
 """Checks of what ``fit`` is given, made before anything runs: one sentence each, with the value and the way out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from lowtide.errors import StepError
-from lowtide.options import did_you_mean
-from lowtide.solvers.dispatch import METHODS
 from lowtide.tracing.optimizer_state import checked_optimizer
 from lowtide.units import format_bytes, parse_budget
 
 _SMALL_BUDGET_BYTES = 2**20  # an int below is more likely meant in GiB
-_USERS = {"n": ("every_n", "revolve"), "ratio": ("knapsack",)}  # methods that take an option
-_USERS |= dict.fromkeys(("gap", "time_limit_s", "node_limit", "offload"), ("exact",))
 
 
 def check_arguments(model: Any, batch: Any, budget: int | str, step: Any, optimizer: Any) -> None:
@@ -54,22 +50,3 @@ def budget_hint(budget: int | str) -> str:
     if not isinstance(budget, int) or budget >= _SMALL_BUDGET_BYTES:
         return ""
     return f"budget={budget} means {format_bytes(budget)}. Did you mean '{budget}GiB'?"
-
-
-def check_method(method: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown method, and options that the method does not take.
-
-    Args:
-        options: Those that were given, by name.
-
-    Raises:
-        ValueError: with the nearest name, or what takes the option.
-    """
-    if method not in METHODS:
-        raise ValueError(
-            f"method={method!r} is not known.{did_you_mean(str(method), METHODS)} Use one of {', '.join(METHODS)}."
-        )
-    for name, value in options.items():
-        if method not in _USERS[name]:
-            instead = " or ".join(f'method="{user}"' for user in _USERS[name])
-            raise ValueError(f"{name}={value!r} has no meaning for method={method!r}. Leave it out, or use {instead}.")

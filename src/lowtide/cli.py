@@ -146,10 +146,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(args: argparse.Namespace) -> tuple[int, str, dict]:
     from lowtide.demo import runner
+    from lowtide.demo.cases import CASES
 
-    cases = (args.case,) if args.case else tuple(runner.CASES)
     results = []
-    for result in runner.run_demo(quick=args.quick, cases=cases):
+    for result in runner.run_demo(quick=args.quick, cases=(args.case,) if args.case else CASES):
         results.append(result)
         if not args.json:
             print(runner.case_text(result), end="\n\n", flush=True)

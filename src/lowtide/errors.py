@@ -15,7 +15,8 @@ class BudgetInfeasibleError(LowtideError):
             to ``least_bytes`` was not met, and may not be impossible.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, proven_bytes: int = 0) -> None:
+    # With defaults, so that a rank can send its error to the others: unpickling passes the message alone.
+    def __init__(self, message: str, *, budget_bytes: int = 0, least_bytes: int = 0, proven_bytes: int = 0) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -105,10 +105,12 @@ class FitOptions:
         budget: As given: an int in bytes, ``"6GiB"``, ``"40%"`` or ``"auto"``.
         step: ``(model, batch) -> loss``; None: the loss is the model's own output.
         solver: Keyword arguments of ``solve`` beyond budget, method and tiers.
+        offload: Where tensors may be stored outside device memory.
     """
 
-    budget: int | str = "auto"
-    optimizer: Any = None
-    step: Callable[..., Any] | None = None
-    method: str = "exact"
-    solver: Mapping[str, Any] = field(default_factory=dict)
+    budget: int | str
+    optimizer: Any
+    step: Callable[..., Any] | None
+    method: str
+    solver: Mapping[str, Any]
+    offload: Offload

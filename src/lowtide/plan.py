@@ -251,10 +251,6 @@ class Plan:
         good = all(map(_count, counts)) and entry.replays > 0
         return good and entry.action in ACTIONS and _count(entry.op, len(self.ops))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what others keep beside the fields (the tape's program refers to operators, which do not pickle)."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
 

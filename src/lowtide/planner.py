@@ -3,8 +3,6 @@
 import logging
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,17 +17,16 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.device import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
-from lowtide.plan import Plan
-from lowtide.rank_consensus import agree_on_plan, any_rank, group_of, run_on_all_ranks, union_over_ranks
+from lowtide.plan import RECOMPUTE, Plan
+from lowtide.rank_consensus import agree_on_plan, from_all_ranks, group_of, run_on_all_ranks
 from lowtide.reports.progress import stages
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
-from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tier
 from lowtide.tape.program import Audit, PlanProgram, TapedOp, program_of
 from lowtide.tape.tape import Tape
-from lowtide.tracing import module_calls
 from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.restore import preserve_training_state
@@ -73,26 +70,15 @@ class Planner:
 
     Attributes:
         options: What ``fit`` was asked for.
-        tier_settings: Where its tiers are. ``capacities``: most bytes of each tier that a plan may use; emptied where
-            tiers that nobody named cannot be used.
+        capacities: Most bytes of each tier that plans may use; emptied where tiers that nobody named cannot be used.
         warnings: What you should know, one line each.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: FitOptions,
-        tier_settings: TierSettings,
-        capacities: Mapping[str, int],
-        *,
-        tiers_automatic: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: FitOptions, capacities: dict[str, int]) -> None:
         self._model = weakref.ref(model)
         self.options = options
-        self.tier_settings = tier_settings
-        self.capacities = dict(capacities)
+        self.capacities = capacities
         self.warnings: list[str] = []
-        self._tiers_automatic = tiers_automatic
         self._tiers: dict[str, Tier] = {}  # shared by all plans
 
     @property
@@ -134,11 +120,11 @@ class Planner:
             next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
-                    open_tiers = partial(self.tier_settings.open, plan, self._tiers)
-                    tiers = run_on_all_ranks(group, "opening tiers", open_tiers)
+                    opened = partial(open_tiers, plan, self.options.offload, self.capacities, self._tiers)
+                    tiers = run_on_all_ranks(group, "opening tiers", opened)
                     tape = Tape(program_of(plan), model, tiers)
                     planned = PlannedShape(graph, costs, plan, tape, traced - start, measured - traced, group)
-                    differed = union_over_ranks(group, self._rehearse(planned, batch, step))
+                    differed: set[int] = set().union(*from_all_ranks(group, self._rehearse(planned, batch, step)))
                 except TierError as error:
                     if group is not None:
                         raise
@@ -154,14 +140,14 @@ class Planner:
 
     def _measure(self, graph: StepGraph) -> Costs:
         try:
-            return measure(graph, tiers=tuple(self.capacities), scratch_dir=self.tier_settings.scratch_dir)
+            return measure(graph, tiers=tuple(self.capacities), scratch_dir=self.options.offload.scratch_dir)
         except TierError as error:
             self._drop_tiers(error)
             return measure(graph, tiers=())
 
     def _drop_tiers(self, error: TierError) -> None:
         """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
-        if not self._tiers_automatic or not self.capacities:
+        if not self.options.offload.is_automatic or not self.capacities:
             raise error
         self.warn(f"planned without other tiers: {str(error).splitlines()[0]}")
         self.capacities.clear()
@@ -198,43 +184,34 @@ class Planner:
         Raises:
             TierError: what was moved came back with other bits, or not at all.
         """
-        program = planned.program
-        differed: list[TapedOp] = []
-        model = self.model
-        ids = {id(slot): n for n, slot in enumerate(program.ops)}
-        drops = {id(s): s.drops for s in program.ops}
-        stuck = False
-        unproven = bool(planned.plan.tiers)
+        program, model, plan = planned.program, self.model, planned.plan
+        stuck, unproven = False, bool(plan.tiers)
         for _ in range(_REHEARSALS):
             waiting = len(program.unaudited())
-            need = planned.plan.predicted_peak_bytes - planned.plan.resident_bytes
-            allowance = available_bytes(device_of(model)) - need
-            if not any_rank(planned.group, allowance > 0 and ((waiting > 0 and not stuck) or unproven)):
+            allowance = available_bytes(device_of(model)) - (plan.predicted_peak_bytes - plan.resident_bytes)
+            useful = allowance > 0 and ((waiting > 0 and not stuck) or unproven)
+            if not any(from_all_ranks(planned.group, useful)):
                 break
             tape = Tape(program, model, planned.tape.tiers)
             # Memory comes in pieces: what is kept beside never takes all that is free.
             share_bytes = max(allowance, 0) // (3 if unproven else 2)
-            tape.audit = Audit(program, share_bytes, differed.append)
+            tape.audit = Audit(program, share_bytes, self.on_replay_difference)
             tape.comparison_bytes = share_bytes if unproven else 0
-            written = planned.plan.written_parameters
-            with preserve_training_state(model, batch, written_parameters=written), ExitStack() as stack:
-                stack.callback(module_calls.install(model, attach.GuardedCall(model, lambda args, kwargs: None)))
-                with torch.enable_grad(), attach.taped_region(tape, program.root, whole_step=True):
+            with preserve_training_state(model, batch, written_parameters=plan.written_parameters):
+                with torch.enable_grad(), attach.taped_step(model, tape):
                     loss, output = run_step(model, batch, step)
                 before = [fingerprint(b) for b in model.buffers()]
                 loss.backward()
                 moved = before != [fingerprint(b) for b in model.buffers()]
                 del loss, output
             if moved:  # an op of somebody's own writes a buffer that it is not even handed
-                foreign = [s for s in program.ops if s.drops and s.func and s.func.namespace not in _KNOWN]
-                for slot in foreign:
-                    slot.drops = ()
-                differed += foreign
+                for op in program.ops:
+                    if op.drops and op.func and op.func.namespace not in _KNOWN:
+                        op.drops = ()
+                        self.on_replay_difference(op)
             stuck, unproven = len(program.unaudited()) == waiting, False
-        for slot in differed:
-            self.on_replay_difference(slot)
-        by_op = {ids[id(slot)]: drops[id(slot)] for slot in differed}
-        return {d.storage for d in planned.plan.decisions if any(d.output == o for o, _ in by_op.get(d.op, ()))}
+        # An op whose replay differed drops nothing any more.
+        return {d.storage for d in plan.decisions if d.action == RECOMPUTE and not program.ops[d.op].drops}
 
 
 def _auto_budget(model: nn.Module, graph: StepGraph) -> int:

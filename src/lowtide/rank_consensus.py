@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.tracing.data_parallel import ddp_wrapper_of
@@ -39,14 +39,13 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     return _groups[ranks]
 
 
-def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
-    """Whether ``flag`` is set on at least one rank; the same answer on all."""
-    return flag if group is None else any(_gather(group, flag))
-
-
-def union_over_ranks(group: dist.ProcessGroup | None, mine: set[int]) -> set[int]:
-    """The union of every rank's set."""
-    return mine if group is None else set().union(*_gather(group, mine))
+def from_all_ranks(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
+    """What each rank passes, by rank; the same answer on all."""
+    if group is None:
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, run: Callable[[], T]) -> T:
@@ -62,7 +61,7 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, run: Callable[[
         result = run()
     except Exception as caught:
         error = caught
-    errors = _gather(group, None if error is None else f"{type(error).__name__}: {error}")
+    errors = from_all_ranks(group, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, text in enumerate(errors):
@@ -80,28 +79,21 @@ def agree_on_plan(
         BudgetInfeasibleError: the deciding rank found none; on all ranks.
     """
     identity = _plan_identity(graph)
-    ranks = _gather(group, (identity, budget_bytes, budget_bytes - graph.resident_bytes))
+    ranks = from_all_ranks(group, (identity, budget_bytes, budget_bytes - graph.resident_bytes))
     decider = min(range(len(ranks)), key=lambda rank: (ranks[rank][2], rank))
     if any(other != identity for other, _, _ in ranks):
         least_bytes = min(budget for _, budget, _ in ranks)
         return graph, run_on_all_ranks(group, "solving", lambda: solve(graph, least_bytes))
-    answer: list[Any] = [None]  # a plan and the graph it was made for, or why there is none
+    answer: list[Any] = [None]  # a graph and its plan, or why there is none
     if dist.get_rank(group) == decider:
         try:
             answer = [(graph, solve(graph, budget_bytes))]
-        except BudgetInfeasibleError as error:
-            answer = [(str(error), error.budget_bytes, error.least_bytes, error.proven_bytes)]
         except Exception as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=dist.get_global_rank(group, decider), group=group)
-    match answer[0]:
-        case Exception() as failure:
-            raise failure
-        case (str() as text, budget, least, proven):
-            raise BudgetInfeasibleError(text, budget_bytes=budget, least_bytes=least, proven_bytes=proven)
-        case (StepGraph() as decided, Plan() as plan):
-            return decided, plan
-    raise AssertionError(answer)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]
 
 
 def _plan_identity(graph: StepGraph) -> str:
@@ -109,9 +101,3 @@ def _plan_identity(graph: StepGraph) -> str:
     ops = tuple(replace(op, workspace_bytes=0) for op in graph.ops)
     storages = tuple(replace(s, bytes=0) if s.op is None else s for s in graph.storages)  # shards may be uneven
     return replace(graph, resident={}, signatures=(), events=(), ops=ops, storages=storages).fingerprint
-
-
-def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered

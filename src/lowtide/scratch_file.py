@@ -1,7 +1,7 @@
 """The scratch file of the disk tier: unlinked while open, so it disappears with the process, however that ends."""
 
-import ctypes
 import os
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -36,7 +36,7 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
             "Pass a directory that exists and can be written, with scratch_dir=."
         ) from error
     os.unlink(name)
-    left = free_bytes(path)
+    left = shutil.disk_usage(path).free
     if left < need_bytes:
         os.close(fd)
         raise TierError(
@@ -54,43 +54,31 @@ def open_scratch(directory: str | Path | None, need_bytes: int = 0) -> int:
     return fd
 
 
-def free_bytes(path: str | Path) -> int:
-    """Bytes that an ordinary user may still write to the file system of ``path``."""
-    return (found := os.statvfs(path)).f_bavail * found.f_frsize
-
-
 def file_system(path: str | Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Type of the file system that ``path`` is on; "" if it is not known."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
         return ""
-    real, best, found = Path(path).resolve(), -1, ""
+    kinds = {}  # a later mount at the same place hides the earlier one
     for line in lines:
         _, where, kind, *_ = line.split(" ")
-        mount = Path(where.encode().decode("unicode_escape"))  # a blank in a path is escaped as \040
-        if (real == mount or mount in real.parents) and len(mount.parts) >= best:
-            best, found = len(mount.parts), kind
-    return found
+        kinds[Path(where.encode().decode("unicode_escape"))] = kind  # a blank in a path is escaped as \040
+    real = Path(path).resolve()
+    return next((kinds[place] for place in (real, *real.parents) if place in kinds), "")
 
 
-def write_all(fd: int, address: int, size: int, offset: int) -> None:
-    """Write ``size`` bytes of memory at ``address`` to ``offset``. Raises: OSError: the file system's own."""
-    view, done = bytes_at(address, size), 0
-    while done < size:
-        done += os.pwrite(fd, view[done:], offset + done)
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write the bytes of ``data`` to ``offset``. Raises: OSError: the file system's own."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
 
 
-def read_all(fd: int, address: int, size: int, offset: int) -> None:
-    """Read ``size`` bytes at ``offset`` into memory at ``address``. Raises: OSError: also where it ends too early."""
-    view, done = bytes_at(address, size), 0
-    while done < size:
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            raise OSError(f"the file ends at byte {offset + done}, {size - done} bytes too early")
-        done += count
-
-
-def bytes_at(address: int, size: int) -> memoryview:
-    """Memory as a buffer; its owner must keep the memory alive as long as the buffer."""
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+def read_all(fd: int, into: memoryview, offset: int) -> None:
+    """Fill the bytes of ``into`` from ``offset``. Raises: OSError: also where the file ends too early."""
+    while into:
+        done = os.preadv(fd, [into], offset)
+        if done == 0:
+            raise OSError(f"the file ends at byte {offset}, {len(into)} bytes too early")
+        into, offset = into[done:], offset + done

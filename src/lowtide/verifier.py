@@ -11,11 +11,13 @@ from torch import nn
 
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.measurement.device import available_bytes
+from lowtide.measurement.op_times import measure
 from lowtide.measurement.timing import compare_times
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
+from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
-from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Counts
@@ -25,7 +27,7 @@ from lowtide.tracing.data_parallel import unwrap_ddp
 from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.restore import preserve_training_state, same_bits
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
-from lowtide.tracing.tracer import Step, device_of, run_step
+from lowtide.tracing.tracer import Step, device_of, run_step, trace
 
 _PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
 
@@ -90,12 +92,12 @@ def verify(
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``.
     """
-    settings = TierSettings.of(offload_policy(verify, offload, deprecated))
-    return verify_in(settings.open, model, batch, plan, step=step, rounds=rounds)
+    policy = offload_policy(verify, offload, deprecated)
+    return verify_in(partial(open_tiers, policy=policy), model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
-    open_tiers: Callable[[Plan], Tiers], model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None,
+    opened: Callable[[Plan], Tiers], model: nn.Module, batch: Any, plan: Plan, *, step: Step | None = None,
     rounds: int = 3,
 ) -> Verification:  # fmt: skip
     """``verify`` with tiers that may be open already."""
@@ -107,7 +109,7 @@ def verify_in(
         short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
         if short and not wrapped_parameters(model):  # the ranks of a sharded model run the same steps, or wait for ever
             batch, plan, note = _cut_down(model, batch, plan, step, device)
-        steps = _Steps(model, batch, step, plan, open_tiers(plan))
+        steps = _Steps(model, batch, step, plan, opened(plan))
         plain, _ = steps.outcome(planned=False)
         planned, counts = steps.outcome(planned=True)
         differing = [name for name in plain if not _same(plain[name], planned.get(name))]
@@ -177,11 +179,9 @@ class _Steps:
 
     def overhead(self, rounds: int) -> float:
         """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
-        steps: dict[str, Callable[[], Any]] = {
-            name: partial(self._run, planned=name == "planned") for name in ("plain", "planned")
-        }
+        plain, planned = partial(self._run, planned=False), partial(self._run, planned=True)
         with self._rehearsal():
-            times = compare_times(steps, rounds=rounds, device=device_of(self.model))
+            times = compare_times({"plain": plain, "planned": planned}, rounds=rounds, device=device_of(self.model))
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
     def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:
@@ -191,7 +191,7 @@ class _Steps:
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""
         with torch.enable_grad():
-            with attach.applied(self.model, self.plan, lambda _: self.tiers) if planned else nullcontext() as applied:
+            with attach.applied(self.model, self.plan, self.tiers) if planned else nullcontext() as applied:
                 loss, output = run_step(self.model, self.batch, self.step)
             loss.backward()
             del output
@@ -213,10 +213,6 @@ def _cut_down(
     model: nn.Module, batch: Any, plan: Plan, step: Step | None, device: torch.device
 ) -> tuple[Any, Plan, str]:
     """Halve the batch until its plain step fits, and plan for it at the same fraction."""
-    from lowtide.measurement.op_times import measure
-    from lowtide.solvers.dispatch import solve
-    from lowtide.tracing.tracer import trace
-
     have = left = rows(batch)
     need = plan.plain_peak_bytes - plan.resident_bytes
     while left > 1 and need * left / have > available_bytes(device):

@@ -51,7 +51,7 @@ def refused(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
         (
             {"method": "full", "n": 2},
             ValueError,
-            'n=2 has no meaning for method=\'full\'. Leave it out, or use method="every_n" or method="revolve".',
+            'n=2 has no meaning for method=\'full\'. Leave it out, or use method="every_n" or "revolve".',
         ),
         (
             {"method": "rotor", "ratio": 0.5},

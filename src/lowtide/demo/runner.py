@@ -2,13 +2,12 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from lowtide.demo.cases import CASES as CASES
-from lowtide.demo.cases import Case
+from lowtide.demo.cases import CASES, Case
 from lowtide.demo.evidence import Table, Training, measure_table, shape_of, train_both
 from lowtide.measurement.device import device_name
 from lowtide.reports.summary import percent
@@ -44,7 +43,7 @@ class CaseResult:
         )
 
 
-def run_demo(*, quick: bool = False, cases: Sequence[str] = tuple(CASES)) -> Iterator[CaseResult]:
+def run_demo(*, quick: bool, cases: Iterable[str]) -> Iterator[CaseResult]:
     """Yield each case's result as it is done; what it does goes to stderr.
 
     Raises:

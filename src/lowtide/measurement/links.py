@@ -61,16 +61,16 @@ def _disk(scratch_dir: str | Path | None) -> Link:
     fd = open_scratch(scratch_dir, _LARGE)
     try:
         block = torch.zeros(_LARGE, dtype=torch.uint8).random_(256, generator=torch.Generator().manual_seed(0))
-        address = block.data_ptr()
+        data = memoryview(block.numpy())
 
         def store(size: int) -> None:
-            write_all(fd, address, size, 0)
+            write_all(fd, data[:size], 0)
             os.fdatasync(fd)
 
         def fetch(size: int) -> None:
             if hasattr(os, "posix_fadvise"):  # not on macOS
                 os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
-            read_all(fd, address, size, 0)
+            read_all(fd, data[:size], 0)
 
         return _link(store, fetch)
     finally:

@@ -1,7 +1,6 @@
 """The report as one HTML page that needs no other file, no script and no network."""
 
 import math
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -9,18 +8,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reports.curves import memory_curves
-from lowtide.reports.summary import (
-    ActionTotals,
-    TrainingCounts,
-    by_module,
-    by_op,
-    facts,
-    fraction,
-    percent,
-    total,
-)
-from lowtide.reports.summary import warnings as own_warnings
-from lowtide.reports.svg import bar_chart, memory_chart
+from lowtide.reports.summary import ActionTotals, by_module, by_op, facts, fraction, percent, total, warnings
+from lowtide.reports.svg import memory_chart
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
@@ -31,32 +20,29 @@ def html_report(
     plan: Plan,
     graph: StepGraph | None = None,
     verification: Verification | None = None,
-    counts: TrainingCounts | None = None,
     *,
     costs: Costs | None = None,
-    warnings: Sequence[str] = (),
 ) -> str:
-    """Return the page; memory over time is on it when ``graph`` is at hand, otherwise the peaks alone.
+    """Return the page; memory over time is on it when ``graph`` is at hand.
 
     Raises:
         PlanMismatchError: ``plan`` was made for another graph.
     """
     title = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
-    items = "".join(f"<li>{escape(w)}</li>" for w in (*own_warnings(plan, verification, counts), *warnings))
+    items = "".join(f"<li>{escape(w)}</li>" for w in warnings(plan, verification))
     body = [
         f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
         _tiles(plan, verification),
         f'<div class="warn"><ul>{items}</ul></div>' if items else "",
-        "<h2>Memory over one step</h2>" if graph is not None else "<h2>Peak memory</h2>",
-        _picture(plan, graph, verification, costs),
+        "" if graph is None else _picture(plan, graph, costs),
         f"<h2>What binds</h2>\n<pre>{escape(str(plan.explain()))}</pre>" if plan.evidence else "",
         "<h2>Decisions by module</h2>",
         _table("module", by_module(plan)),
         "<h2>Decisions by operator</h2>",
         _table("operator", by_op(plan)),
         "<h2>Evidence</h2>",
-        _evidence(plan, graph, verification, counts),
+        _evidence(plan, graph, verification),
     ]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -99,19 +85,12 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
     return f'<div class="tiles" style="grid-template-columns: repeat({across}, 1fr)">{"".join(cells)}</div>'
 
 
-def _picture(plan: Plan, graph: StepGraph | None, verification: Verification | None, costs: Costs | None) -> str:
-    if graph is not None:
-        legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
-        if plan.budget_bytes is not None:
-            legend += '<i class="swatch-budget"></i>budget'
-        chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
-        return f'<p class="legend">{legend}</p>\n{chart}'
-    bars = [("plain", "plain", plan.plain_peak_bytes), ("planned", "planned", plan.predicted_peak_bytes)]
-    if verification is not None:
-        bars.append(("measured", "measured", verification.measured_peak_bytes))
-    bars.append(("before the step", "plain", plan.resident_bytes))
-    note = "" if plan.budget_bytes is None else '<p class="legend"><i class="swatch-budget"></i>budget</p>\n'
-    return note + bar_chart(bars, plan.budget_bytes)
+def _picture(plan: Plan, graph: StepGraph, costs: Costs | None) -> str:
+    legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
+    if plan.budget_bytes is not None:
+        legend += '<i class="swatch-budget"></i>budget'
+    chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
+    return f'<h2>Memory over one step</h2>\n<p class="legend">{legend}</p>\n{chart}'
 
 
 def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
@@ -141,13 +120,11 @@ def _row(group: ActionTotals, names: list[str], largest: int) -> str:
     return f"<tr{css}><td>{escape(group.name)}</td>{bar}{''.join(cells)}<td>{ms}</td></tr>"
 
 
-def _evidence(
-    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
-) -> str:
+def _evidence(plan: Plan, graph: StepGraph | None, verification: Verification | None) -> str:
     rows = [
         ("plain step", f"{format_bytes(plan.plain_peak_bytes)} peak, {plan.plain_step_ms:.1f} ms"),
         ("planned step", f"{format_bytes(plan.predicted_peak_bytes)} peak, {plan.predicted_step_ms:.1f} ms"),
-        *facts(plan, graph, verification, counts),
+        *facts(plan, graph, verification),
         ("status", plan.status),
         ("graph", plan.graph_fingerprint),
         *plan.provenance.items(),

@@ -15,7 +15,7 @@ from lowtide.reports.curves import memory_curves
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 PLAIN, PLANNED, BUDGET, MOVED = "#8a8f98", "#0b7285", "#c92a2a", "#6741d9"
 
@@ -27,14 +27,13 @@ def plot_memory(graph: StepGraph, plan: Plan, path: str | Path, *, costs: Costs 
         LowtideError: matplotlib is not installed, or it cannot write that kind of file.
         PlanMismatchError: ``plan`` was made for another graph.
     """
-    with figure_at(path, (9, 4.2)) as figure:
+    with axes_at(path, (9, 4.2)) as axes:
         curves = memory_curves(graph, plan, costs)
         top = max(*curves.plain_bytes, *curves.planned_bytes, plan.budget_bytes or 0)
         scale, unit = next((s, u) for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= s)
         plain = [count / scale for count in curves.plain_bytes]
         planned = [count / scale for count in curves.planned_bytes]
 
-        axes = figure.add_subplot()
         axes.fill_between(curves.at, plain, step="post", color=PLAIN, alpha=0.18, linewidth=0)
         label = f"plain, {format_bytes(plan.plain_peak_bytes)}"
         axes.step(curves.at, plain, where="post", color=PLAIN, linewidth=1.2, label=label)
@@ -51,14 +50,13 @@ def plot_memory(graph: StepGraph, plan: Plan, path: str | Path, *, costs: Costs 
             "  backward", (curves.backward_at, 0.02), xycoords=("data", "axes fraction"), fontsize=8, alpha=0.7
         )
         axes.set(xlabel=curves.axis, ylabel=f"allocated, {unit}", xlim=(0, curves.at[-1]), ylim=(0, top / scale * 1.05))
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", linewidth=0.4, alpha=0.4)
-        figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
 
 
 @contextmanager
-def figure_at(path: str | Path, inches: tuple[float, float]) -> Iterator[Figure]:
-    """An empty figure, written to ``path`` at the end of the block; the suffix (.png, .svg, .pdf) says how.
+def axes_at(path: str | Path, inches: tuple[float, float], legend_columns: int = 3) -> Iterator[Axes]:
+    """Empty axes; their picture is written to ``path`` at the end of the block, with a legend above. Its suffix (.png,
+    .svg, .pdf) says how.
 
     Raises:
         LowtideError: matplotlib is not installed, or it cannot write that kind of file there.
@@ -70,7 +68,10 @@ def figure_at(path: str | Path, inches: tuple[float, float]) -> Iterator[Figure]
             f"cannot draw {path}: matplotlib is not installed ({error}).\nInstall it with: pip install 'lowtide[plots]'"
         ) from error
     figure = Figure(figsize=inches, dpi=150, layout="constrained")
-    yield figure
+    axes = figure.add_subplot()
+    yield axes
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=legend_columns, frameon=False, fontsize=9)
     try:
         figure.savefig(path)
     except (ValueError, OSError) as error:

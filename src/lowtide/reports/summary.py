@@ -49,7 +49,7 @@ def overhead_text(verification: Verification | None) -> str:
 
 
 def facts(
-    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None
+    plan: Plan, graph: StepGraph | None, verification: Verification | None, counts: TrainingCounts | None = None
 ) -> list[tuple[str, str]]:
     """Facts beyond peaks and times, as rows of a name and a sentence."""
     if plan.bound_ms is None:

@@ -1,7 +1,6 @@
 """Charts as inline SVG text, for a page without scripts or other files. Colours come from the page's CSS variables."""
 
 import math
-from collections.abc import Sequence
 from html import escape
 
 from lowtide.reports.curves import Curves
@@ -44,26 +43,6 @@ def memory_chart(curves: Curves, budget_bytes: int | None) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def bar_chart(rows: Sequence[tuple[str, str, int]], budget_bytes: int | None) -> str:
-    """Horizontal bars ``(label, css class, bytes)`` with their values, and the budget as a line across them."""
-    top = 1.25 * max(max(count for _, _, count in rows), budget_bytes or 0, 1)
-    height, left = 30 * len(rows) + 8, 110
-
-    def x(count: float) -> float:
-        return left + count / top * (_WIDTH - left)
-
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Peak memory">']
-    for i, (label, name, count) in enumerate(rows):
-        y = 4 + 30 * i
-        parts.append(f'<text x="{left - 10}" y="{y + 17}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<rect class="bar {name}" x="{left}" y="{y}" width="{x(count) - left:.1f}" height="24"/>')
-        parts.append(f'<text class="value" x="{x(count) + 8:.1f}" y="{y + 17}">{format_bytes(count)}</text>')
-    if budget_bytes is not None:
-        at = x(budget_bytes)
-        parts.append(f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}"/>')
-    return "\n".join([*parts, "</svg>"])
-
-
 def round_ticks(top: float) -> list[int]:
     """Three to six round amounts of memory from 0 up to at most ``top``."""
     step = 1
@@ -86,12 +65,5 @@ def _amount(tick: int) -> str:
 
 def _steps(points: list[tuple[float, float]]) -> str:
     """A path that holds each value until the next moment: memory does not ramp."""
-    (x, y), rest = points[0], points[1:]
-    path = [f"M{x:.1f} {y:.1f}"]
-    for nx, ny in rest:
-        if nx != x:
-            path.append(f"H{nx:.1f}")
-        if ny != y:
-            path.append(f"V{ny:.1f}")
-        x, y = nx, ny
-    return "".join(path)
+    (x, y), *rest = points
+    return f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)

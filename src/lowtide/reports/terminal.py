@@ -63,13 +63,12 @@ def fit_report(
     return "\n\n".join(blocks)
 
 
-def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:
-    """Rows of equal length as aligned lines: the first ``left`` columns to the left, the rest to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equal length as aligned lines: the first column to the left, the rest to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
     lines = []
-    for row in rows:
-        cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
-        lines.append(gap.join(cells).rstrip())
+    for name, *cells in rows:
+        lines.append("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip())
     return lines
 
 

@@ -8,7 +8,7 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import TIER_OF, Plan
-from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, figure_at
+from lowtide.reports.plots import BUDGET, MOVED, PLAIN, PLANNED, axes_at
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.pareto_front import FrontierPoint, frontier
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
@@ -84,33 +84,28 @@ def plot_trade_off(found: TradeOff, path: str | Path) -> None:
     Raises:
         LowtideError: matplotlib is not installed, or it cannot write that kind of file.
     """
-    with figure_at(path, (7.5, 4.6)) as figure:
+    with axes_at(path, (7.5, 4.6), legend_columns=4) as axes:
         plan = found.front[-1].plan
         plain_ms, resident, whole = plan.plain_step_ms, plan.resident_bytes, plan.plain_peak_bytes - plan.resident_bytes
 
         def place(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
             return [100 * (b - resident) / whole for b, _ in points], [100 * (ms / plain_ms - 1) for _, ms in points]
 
-        axes = figure.add_subplot()
         ours = place([(p.peak_bytes, p.step_ms) for p in found.front])
         axes.plot(*ours, color=PLANNED, marker="o", markersize=4, linewidth=1.6, label="lowtide", zorder=3)
+        moving = place([(p.peak_bytes, p.step_ms) for p in found.moving])
         if found.moving:
             tiers = " and ".join(sorted(frozenset().union(*(p.plan.tiers for p in found.moving)))) or "no tier"
-            label, theirs = f"lowtide, moving to {tiers}", place([(p.peak_bytes, p.step_ms) for p in found.moving])
-            axes.plot(*theirs, color=MOVED, marker="o", markersize=4, linewidth=1.6, label=label, zorder=4)
+            label = f"lowtide, moving to {tiers}"
+            axes.plot(*moving, color=MOVED, marker="o", markersize=4, linewidth=1.6, label=label, zorder=4)
         shapes = "s^vDPX*"
         for (method, points), shape in zip(found.classics.items(), shapes, strict=False):
             color = BUDGET if method == "full" else PLAIN
             axes.plot(*place(points), color=color, marker=shape, markersize=6, linestyle="", label=method, alpha=0.9)
         axes.set(xlabel="activation memory, % of the plain step's", ylabel="extra time, %")
-        moved = place([(p.peak_bytes, p.step_ms) for p in found.moving])[1]
         # Schedules that replay an op many times cost more than the rest of the picture is high.
-        heights = [*ours[1], *moved, *(y for points in found.classics.values() for y in place(points)[1])]
-        most = max(heights)
-        if most > 100:
+        if max(*ours[1], *moving[1], *(y for points in found.classics.values() for y in place(points)[1])) > 100:
             axes.set_yscale("symlog", linthresh=10)
             axes.set_yticks([0, 5, 10, 20, 50, 100, 200], ["0", "5", "10", "20", "50", "100", "200"])
         axes.set_xlim(0, 103)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(linewidth=0.4, alpha=0.4)
-        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)

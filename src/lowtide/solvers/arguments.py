@@ -10,17 +10,13 @@ from lowtide.units import parse_budget
 TierLimits = Iterable[str] | Mapping[str, int | str | None]
 
 
-def offload_capacities(costs: Costs, offload: TierLimits, *, method: str = "exact") -> dict[str, int | None]:
+def offload_capacities(costs: Costs, offload: TierLimits) -> dict[str, int | None]:
     """Most bytes that ``offload`` allows a plan to offload, by tier; None: any number.
 
     Raises:
         ValueError: ``offload`` makes no sense, or ``costs`` has no link to a tier.
     """
     asked = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(offload)
-    if asked and method != "exact":
-        raise ValueError(
-            f'offload={offload!r} has no meaning for method={method!r}. Use method="exact", or leave it out.'
-        )
     found: dict[str, int | None] = {}
     for tier, capacity in asked.items():
         if tier not in TIERS:

@@ -1,10 +1,13 @@
 """``solve``: a graph, its costs and a budget in, a plan out, whatever the method."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.options import did_you_mean
 from lowtide.plan import Plan
 from lowtide.solvers.arguments import TierLimits, absolute_bytes, offload_capacities
 from lowtide.solvers.build_plan import build_plan
@@ -16,6 +19,29 @@ from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidat
 from lowtide.solvers.search_context import Limits
 
 METHODS = ("exact", *PUBLISHED)
+_USERS = {"n": ("every_n", "revolve"), "ratio": ("knapsack",)}  # methods that take an option
+_USERS |= dict.fromkeys(("gap", "time_limit_s", "node_limit", "offload"), ("exact",))
+
+
+def check_method(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown method, and options that the method does not take.
+
+    Args:
+        options: Those that were given, by name.
+
+    Raises:
+        ValueError: with the nearest name, or what takes the option.
+    """
+    if method not in METHODS:
+        raise ValueError(
+            f"method={method!r} is not known.{did_you_mean(str(method), METHODS)} Use one of {', '.join(METHODS)}."
+        )
+    for name, value in options.items():
+        if method not in _USERS[name]:
+            instead = " or ".join(f'"{user}"' for user in _USERS[name])
+            raise ValueError(
+                f"{name}={value!r} has no meaning for method={method!r}. Leave it out, or use method={instead}."
+            )
 
 
 def solve(
@@ -57,17 +83,9 @@ def solve(
         TypeError: ``budget`` is neither an int nor a string.
     """
     start_s = time.perf_counter()
-    capacities = offload_capacities(costs, offload, method=method)
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is not known. Use one of {', '.join(METHODS)}.")
-    if n is not None and method not in ("every_n", "revolve"):
-        raise ValueError(
-            f'n={n!r} has no meaning for method={method!r}. Leave it out, or use method="every_n" or "revolve".'
-        )
-    if ratio is not None and method != "knapsack":
-        raise ValueError(
-            f'ratio={ratio!r} has no meaning for method={method!r}. Leave it out, or use method="knapsack".'
-        )
+    given = {"n": n, "ratio": ratio, "offload": offload or None}
+    check_method(method, {name: value for name, value in given.items() if value is not None})
+    capacities = offload_capacities(costs, offload)
     if len(costs.op_ms) != len(graph.ops):
         raise ValueError(
             f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."

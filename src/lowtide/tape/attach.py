@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.errors import PlanMismatchError
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
-from lowtide.tape.offload.tier_settings import TierSettings
+from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
@@ -102,7 +102,13 @@ def cannot_tape() -> bool:
 
 
 def check_plan_fits(model: nn.Module, plan: Plan) -> None:
-    """Raise PlanMismatchError if ``plan`` names modules that ``model`` does not have, or is for another device."""
+    """Check that ``plan`` can be carried out on ``model``.
+
+    Raises:
+        PlanMismatchError: it names modules that ``model`` does not have, or is for another device.
+        UnsupportedModelError: see ``trace``.
+    """
+    check_supported(model)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
@@ -150,24 +156,27 @@ def apply(
         TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
     policy = offload_policy(apply, offload, deprecated, stacklevel=4)  # contextlib's frame is between
-    with applied(model, plan, TierSettings.of(policy).open) as found:
+    model = unwrap_ddp(model)
+    check_plan_fits(model, plan)
+    with applied(model, plan, open_tiers(plan, policy)) as found:
         yield found
 
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan, open_tiers: Callable[[Plan], Tiers]) -> Iterator[Applied]:
-    """``apply`` with tiers that may be open already."""
-    model = unwrap_ddp(model)
-    check_supported(model)
-    check_plan_fits(model, plan)
-    program = program_of(plan)
-    tape = Tape(program, model, open_tiers(plan))
+def applied(model: nn.Module, plan: Plan, tiers: Tiers) -> Iterator[Applied]:
+    """``apply`` with a plan that has been checked, and tiers that are open."""
+    tape = Tape(program_of(plan), model, tiers)
+    with taped_step(model, tape):
+        yield Applied(plan, tape)
+
+
+@contextmanager
+def taped_step(model: nn.Module, tape: Tape) -> Iterator[None]:
+    """Tape everything that runs forward inside."""
     undo = module_calls.install(model, GuardedCall(model, lambda args, kwargs: None))
     try:
-        if program.keeps_everything:
-            yield Applied(plan, tape)
-        else:
-            with taped_region(tape, program.root, whole_step=True):
-                yield Applied(plan, tape)
+        program = tape.program
+        with nullcontext() if program.keeps_everything else taped_region(tape, program.root, whole_step=True):
+            yield
     finally:
         undo()

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,32 +15,23 @@ from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
 class GeneratorState:
     """State of one device's default generator, taken before a random op runs."""
 
-    __slots__ = ("device", "state")
+    __slots__ = ("_get", "_set", "_state")
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.state = _get(device)
+        cpu = device.type == "cpu"
+        self._get = torch.get_rng_state if cpu else partial(torch.cuda.get_rng_state, device)
+        self._set = torch.set_rng_state if cpu else partial(torch.cuda.set_rng_state, device=device)
+        self._state = self._get()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the generator has this state; afterwards, the present one again."""
-        now = _get(self.device)
-        _set(self.device, self.state)
+        now = self._get()
+        self._set(self._state)
         try:
             yield
         finally:
-            _set(self.device, now)
-
-
-def _get(device: torch.device) -> torch.Tensor:
-    return torch.default_generator.get_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-
-
-def _set(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.default_generator.set_state(state)
-    else:
-        torch.cuda.set_rng_state(state, device)
+            self._set(now)
 
 
 class ExecutionState:

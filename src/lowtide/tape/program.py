@@ -5,21 +5,11 @@ The audit compares replays bitwise with the tensors that they replace; what it f
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowtide.measurement.op_inputs import operator_named
-from lowtide.plan import RECOMPUTE, TIER_OF, Plan
+from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
 from lowtide.tracing.operators import may_draw_random_numbers, omittable_arguments
-
-
-class Move(NamedTuple):
-    """A planned move of one output of an op."""
-
-    storage: int  # its id in the traced graph; orders fetches that are due at the same time
-    output: int
-    bytes: int
-    tier: str
-    fetch_at: int | None  # see ``Decision``
 
 
 class TapedOp:
@@ -36,7 +26,7 @@ class TapedOp:
         self.num_dropped_inputs = num_dropped_inputs
         self._set_operator(operator_named(name))
         self.drops: tuple[tuple[int, int], ...] = ()  # (output, bytes) of the results to drop; empty for most ops
-        self.moves: tuple[Move, ...] = ()
+        self.moves: tuple[Decision, ...] = ()  # those that move an output to another tier
         self.moves_completed = False  # ``moves`` are outputs of the op that this in-place op completes
         self.completes_inplace: TapedOp | None = None  # the op whose dropped output this in-place op completes
         self.transient_replays = 0  # how many may precede the final replay
@@ -83,25 +73,21 @@ class PlanProgram:
             op = TapedOp(recorded.name, path, recorded.dynamic, recorded.num_dropped_inputs)
             self.calls[recorded.frame].ops.append(op)
             self.ops.append(op)
-        for d in plan.decisions:
-            if d.action == RECOMPUTE:
-                op = self.ops[d.op]
-                op.drops += ((d.output, d.bytes),)
-                op.transient_replays = max(op.transient_replays, d.replays - 1)
-                self.calls[plan.ops[d.op].frame].has_actions = True
-        # A storage that an in-place op completes is moved when that op has run.
         completed_by = {op.completes_inplace: number for number, op in enumerate(plan.ops)}
         for d in plan.decisions:
-            if d.action in TIER_OF:
-                number = completed_by.get(d.op, d.op)
-                move = Move(d.storage, d.output, d.bytes, TIER_OF[d.action], d.fetch_at)
-                self.ops[number].moves += (move,)
-                self.ops[number].moves_completed = number != d.op
-                self.calls[plan.ops[number].frame].has_actions = True
+            op = self.ops[d.op]
+            if d.action == RECOMPUTE:
+                op.drops += ((d.output, d.bytes),)
+                op.transient_replays = max(op.transient_replays, d.replays - 1)
+            elif d.action in TIER_OF:  # a storage that an in-place op completes is moved when that op has run
+                last = self.ops[completed_by.get(d.op, d.op)]
+                last.moves += (d,)
+                last.moves_completed = last is not op
         for op, recorded in zip(self.ops, plan.ops, strict=True):
             if recorded.completes_inplace is not None and self.ops[recorded.completes_inplace].drops:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
-                self.calls[recorded.frame].has_actions = True
+        for call in self.calls:
+            call.has_actions = any(op.drops or op.moves or op.completes_inplace for op in call.ops)
 
     @property
     def keeps_everything(self) -> bool:

@@ -92,20 +92,18 @@ class Recipe(Value):
             return [self]
         return [value for value in (reference() for reference in self.outputs) if value is not None]
 
-    def extend(
-        self, func: Any, args: tuple, kwargs: dict, value: Value, run: ExecutionState, rng: GeneratorState | None
-    ) -> None:
+    def extend(self, func: Any, args: tuple, kwargs: dict, value: Value, rng: GeneratorState | None) -> None:
         """Add an in-place op on ``value``, this recipe's own output."""
-        inputs = list(self.inputs)
+        inputs, run = list(self.inputs), self.run
         positional = [_OwnOutput(value, a) if _same_storage(a, args[0]) else _stored(a, run, inputs) for a in args]
         named = {k: _stored(v, run, inputs) for k, v in kwargs.items()}
         self.inputs = tuple(inputs)
         self._inplace_ops = (*self._inplace_ops, _InplaceOp(func, positional, named, rng))
         value.output_ref = lambda: None  # the op may have changed the tensor's metadata (``t_``)
 
-    def inputs_later_than(self, args: tuple, kwargs: dict, run: ExecutionState) -> bool:
+    def inputs_later_than(self, args: tuple, kwargs: dict) -> bool:
         """Whether an argument is made by a later op: replayed in program order, it would be missing."""
-        values = (value_of(t, run) for t in tensors_in((args, list(kwargs.values()))))
+        values = (value_of(t, self.run) for t in tensors_in((args, list(kwargs.values()))))
         return any(v is not None and v.source is not None and v.source.number > self.number for v in values)
 
     def resolve(self, argument: Any) -> Any:

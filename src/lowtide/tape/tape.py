@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
-from lowtide.tape.program import Audit, Move, PlanProgram, TapedCall, TapedOp
+from lowtide.tape.program import Audit, PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import unpacked
 from lowtide.tape.values import (
@@ -229,13 +229,15 @@ class Tape(TorchDispatchMode):
                 op = planned.ops[call.next]
                 if op.func is func or op.bind(func):
                     call.next += 1
-                    if op.moves:
-                        return self._move(op, args, kwargs or {})
                     if op.drops:
-                        return self._record(op, args, kwargs or {})
-                    if op.completes_inplace is not None:
-                        return self._record_inplace(op, args, kwargs or {})
-                    return op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
+                        result = self._record(op, args, kwargs or {})
+                    elif op.completes_inplace is not None:
+                        result = self._record_inplace(op, args, kwargs or {})
+                    else:
+                        result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
+                    if op.moves:
+                        self._move(op, result, args)
+                    return result
             if func.namespace == "profiler":  # FSDP's labels are no ops of the step
                 return func(*args, **(kwargs or {}))
             self._close(call)  # other ops than planned: the rest of this module call is saved
@@ -293,61 +295,38 @@ class Tape(TorchDispatchMode):
             return op.func(*args, **kwargs)  # this output is kept; another output of the same op is dropped
         value = value_of(args[0], self._run)
         recipe = None if value is None else value.source
-        # Whoever holds the Value must get the tensor as it is now.
-        held = value is not None and value.users > 0
-        if (
-            value is None
-            or not isinstance(recipe, Recipe)
-            or held
-            or recipe.inputs_later_than(args[1:], kwargs, self._run)
-        ):
+        # Whoever holds the Value (users) must get the tensor as it is now.
+        if value is None or value.users or not isinstance(recipe, Recipe) or recipe.inputs_later_than(args[1:], kwargs):
             self.counts.mismatched += 1
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
-        recipe.extend(op.func, args, kwargs, value, self._run, rng)
+        recipe.extend(op.func, args, kwargs, value, rng)
         result = op.func(*args, **kwargs)
         value.version += 1  # autograd counts this write when the call has returned; any other write makes them differ
         return result
 
-    def _move(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
-        """Run ``op``, drop what is to be dropped, and start storing what is to be moved."""
-        if op.drops:
-            result = self._record(op, args, kwargs)
-        elif op.completes_inplace is not None:
-            result = self._record_inplace(op, args, kwargs)
-        else:
-            result = op.kernel(*args, **kwargs)
+    def _move(self, op: TapedOp, result: Any, args: tuple) -> None:
+        """Start storing those outputs of ``op`` that are to be moved."""
         for move in op.moves:
-            if op.moves_completed:  # autograd counts the in-place write when this call has returned
-                self._store(op, move, args[0], args[0]._version + 1)
-            else:
-                tensor = nth_tensor(result, move.output)
-                if _is_memory_of_argument(tensor.untyped_storage(), args):
-                    self.counts.mismatched += 1
-                else:
-                    self._store(op, move, tensor, tensor._version)
-        return result
-
-    def _store(self, op: TapedOp, move: Move, tensor: torch.Tensor, version: int) -> None:
-        """Start storing the memory of ``tensor``, which has ``version`` from now on, to another tier."""
-        storage = tensor.untyped_storage()
-        size = allocated_bytes(storage)
-        other_size = size != move.bytes and not op.dynamic
-        if other_size or MARK in storage.__dict__ or self._transfers is None:
-            self.counts.mismatched += 1
-            return
-        copy = OffloadedTensor(self._next_number, move._replace(bytes=size), self._run)
-        self._next_number += 1
-        value = Value(copy, move.output, tensor, self._run)
-        value.version = version
-        copy.stand_for(value, tensor, version)
-        if move.bytes <= self.comparison_bytes:
-            self.comparison_bytes -= move.bytes
-            copy.original = sharing_version(tensor)
-        self._transfers.send(copy, storage)
-        setattr(storage, MARK, value)
-        self._marked.append(weakref.ref(storage))
-        self.counts.moved += 1
+            tensor = args[0] if op.moves_completed else nth_tensor(result, move.output)
+            storage = tensor.untyped_storage()
+            other_size = allocated_bytes(storage) != move.bytes and not op.dynamic
+            alias = not op.moves_completed and _is_memory_of_argument(storage, args)
+            if other_size or alias or MARK in storage.__dict__ or self._transfers is None:
+                self.counts.mismatched += 1
+                continue
+            copy = OffloadedTensor(self._next_number, move, self._run)
+            self._next_number += 1
+            value = Value(copy, move.output, tensor, self._run)
+            value.version += op.moves_completed  # autograd counts an in-place write when this call has returned
+            copy.stand_for(value, tensor)
+            if move.bytes <= self.comparison_bytes:
+                self.comparison_bytes -= move.bytes
+                copy.original = sharing_version(tensor)
+            self._transfers.send(copy, storage)
+            setattr(storage, MARK, value)
+            self._marked.append(weakref.ref(storage))
+            self.counts.moved += 1
 
     # -- autograd -----------------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def test_a_budget_below_the_leanest_is_refused_without_trying_loads_of_the_links
         ({"offload": ("tape",)}, "offload: tier 'tape' is not known. Use 'host' or 'disk'."),
         ({"offload": ("host",)}, "costs knows no link to the host tier. Measure it"),
         ({"offload": {"disk": "40%"}}, "'40%' is not an amount. Pass bytes"),
-        ({"offload": ("disk",), "method": "full"}, "has no meaning for method='full'. Use method=\"exact\""),
+        ({"offload": ("disk",), "method": "full"}, "has no meaning for method='full'. Leave it out, or use"),
     ],
 )
 def test_an_offload_that_makes_no_sense_is_refused(options, message):

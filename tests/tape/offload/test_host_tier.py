@@ -15,7 +15,7 @@ from lowtide.errors import TierError
 from lowtide.graph.costs import Costs, Link
 from lowtide.tape.offload import host_tier
 from lowtide.tape.offload.host_tier import HostTier, host_bytes
-from lowtide.tape.offload.tier_settings import automatic_host_bytes, usable
+from lowtide.tape.offload.open_tiers import automatic_host_bytes, usable
 from lowtide.tracing import operators
 from lowtide.tracing.tracer import run_step
 
@@ -268,7 +268,7 @@ def accelerator(gpu, monkeypatch):
 
     monkeypatch.setattr("lowtide.planner.measure", costs)
     monkeypatch.setattr("lowtide.api.usable", lambda device, policy: usable("cuda", policy))
-    monkeypatch.setattr("lowtide.tape.offload.tier_settings.check_tier", lambda tier, device: None)
+    monkeypatch.setattr("lowtide.tape.offload.open_tiers.check_tier", lambda tier, device: None)
     return gpu
 
 
@@ -330,14 +330,14 @@ def test_none_moves_nothing_and_an_amount_that_was_asked_for_is_not_done_without
 
 
 def test_what_is_taken_by_itself_is_a_share_of_what_is_free_split_among_ranks(monkeypatch):
-    monkeypatch.setattr("lowtide.tape.offload.tier_settings.available_bytes", lambda device: 800)
+    monkeypatch.setattr("lowtide.tape.offload.open_tiers.available_bytes", lambda device: 800)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert automatic_host_bytes() == 400
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert automatic_host_bytes() == 50
     policy = lowtide.Offload()
-    assert usable("cuda", policy)[1] == {"host": 50} and usable("cpu", policy)[1] == {}
+    assert usable("cuda", policy) == {"host": 50} and usable("cpu", policy) == {}
 
 
 def test_ops_whose_memory_the_allocator_rounds_up_are_dropped_and_moved_all_the_same(monkeypatch):

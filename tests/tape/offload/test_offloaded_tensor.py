@@ -27,11 +27,10 @@ from lowtide.errors import TierError
 from lowtide.graph.costs import DISK, Link
 from lowtide.graph.step_graph import RUN, UNPACK
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, Moves
+from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, Decision, Moves
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.tape.offload.disk_tier import DiskTier
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
-from lowtide.tape.program import Move
 from lowtide.tracing.tracer import run_step
 
 
@@ -319,7 +318,7 @@ def run_on_virtual_clock(graph, actions, moves, link):
             for output, s in enumerate(graph.ops[number].makes):
                 if actions.get(s) == DISK_OFFLOAD:
                     size = graph.storages[s].bytes
-                    move = Move(s, output, size, DISK, moves.fetch_at.get(s))
+                    move = Decision(s, DISK_OFFLOAD, size, number, output, stored=True, fetch_at=moves.fetch_at.get(s))
                     copies[s] = OffloadedTensor(number, move, None)
                     transfers.send(copies[s], torch.UntypedStorage(size))
         elif kind == UNPACK:
@@ -356,7 +355,7 @@ def test_a_copy_on_a_slow_link_holds_memory_until_the_limit_settles_it():
     clock = Clock()
     tier = VirtualTier(clock, Link(1e3, 1e3))
     transfers = Transfers({DISK: tier}, max_inflight_bytes=100)
-    copies = [OffloadedTensor(i, Move(i, 0, 40, DISK, None), None) for i in range(3)]
+    copies = [OffloadedTensor(i, Decision(i, DISK_OFFLOAD, 40, i, 0, stored=True), None) for i in range(3)]
 
     for each in copies[:2]:
         transfers.send(each, torch.UntypedStorage(40))

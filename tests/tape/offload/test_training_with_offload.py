@@ -1,5 +1,7 @@
 """``fit`` with a disk beside memory: what it reaches, and what it says where there is none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.memory_limit import limited
@@ -11,7 +13,6 @@ import lowtide
 from lowtide.errors import BudgetInfeasibleError, TierError
 from lowtide.graph.costs import Costs, Link
 from lowtide.scratch_file import ScratchInMemoryWarning
-from lowtide.tape.offload.tier_settings import TierSettings
 from lowtide.tracing.tracer import run_step
 
 
@@ -118,7 +119,7 @@ def test_a_tier_that_cannot_be_used_is_refused_by_name_and_the_model_is_untouche
 
 def test_a_disk_that_is_full_is_refused_with_numbers(dear, monkeypatch, tmp_path):
     model, batch = mlp(8, 64), torch.randn(512, 64)
-    monkeypatch.setattr("lowtide.scratch_file.free_bytes", lambda path: 10_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
 
     with pytest.raises(TierError, match=r"has 9.77 KiB free, the plan moves .* there\.\nMake room"):
         lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(scratch_dir=tmp_path, disk_budget="1GiB"))
@@ -145,7 +146,7 @@ def test_a_step_that_an_address_space_limit_kills_completes_with_the_disk_tier(t
 def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeypatch):
     # On an accelerator "auto" is pinned host memory where there is some; a disk stands for it here.
     model, batch = mlp(8, 64), torch.randn(512, 64)
-    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (TierSettings(), {"disk": 2**30}))
+    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: {"disk": 2**30})
 
     def full(self, storage):
         raise TierError("64.00 KiB of host memory could not be pinned (CUDA error 2), 0 B are.\nLower host_budget=.")
@@ -163,7 +164,7 @@ def test_a_tier_that_was_left_to_us_and_that_fails_is_done_without(dear, monkeyp
 
 def test_a_link_that_cannot_be_measured_and_was_left_to_us_is_done_without(monkeypatch):
     model, batch = mlp(8, 64), torch.randn(512, 64)
-    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: (TierSettings(), {"disk": 2**30}))
+    monkeypatch.setattr("lowtide.api.usable", lambda *a, **k: {"disk": 2**30})
     monkeypatch.setattr("lowtide.measurement.links._known", {})
 
     def unpinned(*_):

@@ -5,33 +5,35 @@ a thread of its own, so a store never waits for a fetch. The file has no name, s
 """
 
 import errno
+import math
 import os
 import threading
 import weakref
 import zlib
 from bisect import insort
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lowtide.errors import TierError
-from lowtide.scratch_file import bytes_at, open_scratch, read_all, write_all
-from lowtide.tape.offload.tiers import StoredCopy, hidden_from_modes
+from lowtide.scratch_file import open_scratch, read_all, write_all
+from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
 from lowtide.units import format_bytes
 
 _BLOCK = 4096  # every storage starts at a multiple of this
 
 
 class DiskTier:
-    """A scratch file of at most ``budget_bytes``, and two threads that write and read it. Arguments: ``TierSettings``.
+    """A scratch file of at most ``budget_bytes``, and two threads that write and read it. See ``Offload``.
 
     Raises:
         TierError: the directory cannot be used, or has less than ``need_bytes`` free.
     """
 
     def __init__(
-        self, directory: str | Path | None = None, budget_bytes: int | None = None, *, need_bytes: int = 0,
+        self, directory: str | Path | None = None, budget_bytes: float = math.inf, *, need_bytes: int = 0,
         checksums: bool = False,
     ) -> None:  # fmt: skip
         self.fd = open_scratch(directory, need_bytes)
@@ -57,7 +59,8 @@ class DiskCopy:
         self._reading: Future[None] | None = None
         self._sum: int | None = None
         self._writing = tier.writer.submit(_write, tier.fd, self._offset, storage, tier.checksums)
-        weakref.finalize(self, tier.space.free_after, self._writing, self._offset, self._size)
+        free = partial(tier.space.free, self._offset, self._size)
+        weakref.finalize(self, self._writing.add_done_callback, free)
 
     def settle(self) -> None:
         if self._original is not None:
@@ -88,7 +91,7 @@ class DiskCopy:
 class _Space:
     """Allocates the bytes of the file: first fit, and adjacent free ranges are merged."""
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: float) -> None:
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()  # any thread may free
         self.end_bytes = 0  # where the last allocated range ends
@@ -101,7 +104,7 @@ class _Space:
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                     return offset
-            if self.budget_bytes is not None and self.end_bytes + size > self.budget_bytes:
+            if self.end_bytes + size > self.budget_bytes:
                 raise TierError(
                     f"the disk tier is full: disk_budget={format_bytes(self.budget_bytes)}, of which "
                     f"{format_bytes(self.end_bytes)} are in use or in pieces, and "
@@ -111,19 +114,9 @@ class _Space:
             offset, self.end_bytes = self.end_bytes, self.end_bytes + size
             return offset
 
-    def raise_budget_to(self, count: int) -> None:
-        """Allow at least ``count`` bytes."""
+    def free(self, offset: int, size: int, _written: Future[int | None]) -> None:
         with self._lock:
-            if self.budget_bytes is not None:
-                self.budget_bytes = max(self.budget_bytes, count)
-
-    def free_after(self, writing: Future[int | None], offset: int, size: int) -> None:
-        """The range is free when it has been written."""
-        writing.add_done_callback(lambda _: self._release(offset, disk_bytes(size)))
-
-    def _release(self, offset: int, size: int) -> None:
-        with self._lock:
-            insort(self._free, (offset, size))
+            insort(self._free, (offset, disk_bytes(size)))
             joined: list[tuple[int, int]] = []
             for begin, room in self._free:
                 if joined and sum(joined[-1]) == begin:
@@ -143,15 +136,15 @@ def disk_bytes(size: int) -> int:
 
 
 def _write(fd: int, offset: int, storage: torch.UntypedStorage, checksum: bool) -> int | None:
-    address, size = storage.data_ptr(), storage.nbytes()
-    write_all(fd, address, size, offset)
-    return zlib.crc32(bytes_at(address, size)) if checksum and size else None
+    data = memoryview(bytes_of(storage).numpy())
+    write_all(fd, data, offset)
+    return zlib.crc32(data) if checksum else None
 
 
 def _read(fd: int, offset: int, buffer: torch.Tensor, written: int | None) -> None:
-    address, size = buffer.data_ptr(), buffer.numel()
-    read_all(fd, address, size, offset)
-    if written is not None and zlib.crc32(bytes_at(address, size)) != written:
+    data = memoryview(buffer.numpy())
+    read_all(fd, data, offset)
+    if written is not None and zlib.crc32(data) != written:
         raise OSError(errno.EIO, f"the checksum of what came back from byte {offset} is not that of what was written")
 
 

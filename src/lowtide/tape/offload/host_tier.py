@@ -15,6 +15,7 @@ Never run on a GPU. The tests check the order of events against a stand-in for `
 - A failed registration leaves a CUDA error behind that the next kernel would report, so it is cleared.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ _ROUNDING, _PAGE = 1 << 16, 1 << 12
 class HostTier:
     """Pinned memory, at most ``budget_bytes`` of it, and for each device the streams to and from it."""
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: float = math.inf) -> None:
         self.pool = _Pool(budget_bytes)
         self._streams: dict[torch.device, tuple[cuda.Stream, cuda.Stream]] = {}
         weakref.finalize(self, self.pool.close)
@@ -145,7 +146,7 @@ class _Block:
 class _Pool:
     """Pinned blocks by size."""
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: float) -> None:
         self.budget_bytes = budget_bytes
         self.pinned_bytes = 0
         self._lock = threading.Lock()
@@ -158,7 +159,7 @@ class _Pool:
             free = self._free.get(rounded)
             if free:
                 return free.pop()
-            if self.budget_bytes is not None and self.pinned_bytes + rounded > self.budget_bytes:
+            if self.pinned_bytes + rounded > self.budget_bytes:
                 raise TierError(
                     f"the host tier is full: host_budget={format_bytes(self.budget_bytes)}, of which "
                     f"{format_bytes(self.pinned_bytes)} are pinned, and {format_bytes(rounded)} more are wanted.\n"
@@ -167,12 +168,6 @@ class _Pool:
             block = _Block(self._pin(rounded))
             self.pinned_bytes += rounded
             return block
-
-    def raise_budget_to(self, count: int) -> None:
-        """Allow at least ``count`` bytes."""
-        with self._lock:
-            if self.budget_bytes is not None:
-                self.budget_bytes = max(self.budget_bytes, count)
 
     def free(self, block: _Block) -> None:
         with self._lock:

@@ -11,12 +11,13 @@ from collections.abc import Container, Sequence
 import torch
 
 from lowtide.errors import TierError
+from lowtide.plan import TIER_OF, Decision
 from lowtide.simulation.transfer_queue import TransferQueue
 from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.offload.tiers import StoredCopy, Tiers
-from lowtide.tape.program import Move
 from lowtide.tape.recipes import Recipe
 from lowtide.tape.values import Value, ViewSpec, modified_in_place, sharing_version
+from lowtide.tracing.operators import allocated_bytes
 from lowtide.tracing.restore import same_bits
 
 _NO_BACKWARD = -2  # before the first one; outside of a backward the id of the graph task is -1
@@ -27,7 +28,7 @@ class OffloadedTensor(Recipe):
 
     __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "original", "stored")
 
-    def __init__(self, number: int, move: Move, run: ExecutionState) -> None:
+    def __init__(self, number: int, move: Decision, run: ExecutionState) -> None:
         self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.tensor = None  # its Value has it
@@ -36,15 +37,15 @@ class OffloadedTensor(Recipe):
         self.fetched_in = _NO_BACKWARD  # graph task id of the backward that fetched it last
         self.original: torch.Tensor | None = None  # in rehearsals, to be compared with what comes back
 
-    def stand_for(self, value: Value, tensor: torch.Tensor, version: int) -> None:
-        """Fetch into ``value``, with the shape of ``tensor``. Writes after ``version`` of it are an error."""
+    def stand_for(self, value: Value, tensor: torch.Tensor) -> None:
+        """Fetch into ``value``, with the shape of ``tensor``. Writes after the value's version are an error."""
         self._value = weakref.ref(value)
         self.outputs = (self._value,)
         self._like = ViewSpec(tensor)
         # Shares the version counter of the tensor, but none of its memory.
         self._witness = sharing_version(tensor)
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._version = version
+        self._version = value.version
 
     def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None:
         """Fetch, and hand the tensor to the Value if it lives. With ``keep`` or ``wanted`` the copy stays on the tier.
@@ -63,7 +64,7 @@ class OffloadedTensor(Recipe):
         original, self.original = self.original, None
         if original is not None and not same_bits(value.tensor, original):
             raise TierError(
-                f"the {self.move.tier} tier gave back other bits than it was given, for a tensor of shape "
+                f"the {TIER_OF[self.move.action]} tier gave back other bits than it was given, for a tensor of shape "
                 f"{list(original.shape)}.\nNothing has been attached. Use another device, or plan without that tier."
             )
         if wanted is None:
@@ -88,8 +89,8 @@ class Transfers:
         """Store ``storage``, after as many older copies have settled as the plan's limit asks for."""
         with self._lock:
             move = copy.move
-            self._settle(self._queue.send(move.storage, move.bytes))
-            copy.stored = self._tiers[move.tier].store(storage)
+            self._settle(self._queue.send(move.storage, allocated_bytes(storage)))
+            copy.stored = self._tiers[TIER_OF[move.action]].store(storage)
             self._inflight[move.storage] = copy
             if move.fetch_at is not None:
                 self._planned[move.storage] = weakref.ref(copy)
