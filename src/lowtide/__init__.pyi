@@ -6,6 +6,7 @@ from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
 from lowtide.errors import GraphFormatError as GraphFormatError
 from lowtide.errors import LowtideError as LowtideError
 from lowtide.errors import PlanMismatchError as PlanMismatchError
+from lowtide.errors import PlannerFailedError as PlannerFailedError
 from lowtide.errors import ReplayError as ReplayError
 from lowtide.errors import StepError as StepError
 from lowtide.errors import TierError as TierError
