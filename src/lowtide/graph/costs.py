@@ -35,7 +35,7 @@ class Costs:
         dispatch_us: Microseconds that the tape adds to every forward op.
         record_us: Added besides to each op whose output is dropped or moved.
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
-        source: How the times were found: ``measured``.
+        source: How the times were found: ``measured``, or ``interpolated`` between measured shapes.
         device_name: Where the times hold.
         links: By tier (``host``, ``disk``); of those that were asked for.
     """
