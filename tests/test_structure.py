@@ -22,7 +22,15 @@ PLAIN = STAGES[: STAGES.index("scratch_file")]
 # Plain data as well, in a package that holds more.
 PLAIN_MODULES = tuple(
     f"runtime.{name}"
-    for name in ("dimensions", "interpolation", "shape_family", "derived_costs", "plan_transfer", "buckets")
+    for name in (
+        "dimensions",
+        "interpolation",
+        "block_rounding",
+        "shape_family",
+        "derived_costs",
+        "plan_transfer",
+        "buckets",
+    )
 )
 PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier"}
 

@@ -45,10 +45,13 @@ class Estimate:
     """A value between the examples or beyond them.
 
     Attributes:
+        value: The integer; of what was rounded to blocks (``block_rounding.py``) the most that it can be.
+        least: The least that it can be; ``value`` where nothing was rounded.
         confirmed: More examples than terms, and every polynomial with so few terms gives this value.
     """
 
     value: int
+    least: int
     confirmed: bool
 
 
@@ -81,7 +84,7 @@ class Interpolation:
             None where no polynomial explains the values, or where equally simple ones give different integers.
         """
         if len(set(values)) == 1:
-            return Estimate(values[0], confirmed=len(values) > 1)
+            return Estimate(values[0], values[0], confirmed=len(values) > 1)
         reduced = self.reduced(point)
         explanations = self.explanations(values)
         # A size is an integer: what gives a fraction is no explanation.
@@ -90,10 +93,11 @@ class Interpolation:
             return None
         spare = len(self.points) > len(explanations[0].monomials)
         if len({value for _, value in found}) == 1:
-            return Estimate(int(found[0][1]), confirmed=spare)
+            only = int(found[0][1])
+            return Estimate(only, only, confirmed=spare)
         lowest = min(degree for degree, _ in found)
-        simplest = {value for degree, value in found if degree == lowest}
-        return Estimate(int(simplest.pop()), confirmed=False) if len(simplest) == 1 else None
+        simplest = {int(value) for degree, value in found if degree == lowest}
+        return Estimate(max(simplest), max(simplest), confirmed=False) if len(simplest) == 1 else None
 
     def explanations(self, values: Sequence[int]) -> list[Polynomial]:
         """Every polynomial with the fewest terms that has ``values`` at the examples."""

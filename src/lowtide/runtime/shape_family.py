@@ -7,21 +7,24 @@ it with the real graph when that comes.
 
 Known weaknesses. A confirmation is evidence, no proof. Kernels choose workspaces by thresholds: on a CPU, attention
 takes another one from lengths 192 and 768 on, which examples below do not show; ``extrapolated`` says where that can go
-unseen. Sizes that are padded to a multiple of something are no polynomials. That is so on accelerators, whose allocator
-gives blocks of 512 bytes: a graph does not say how much of its blocks a storage fills. There a size is derived exactly
-if it is a multiple of 512 at every example; others may be off, or make ``derive`` give up.
+unseen. Sizes that are padded to a multiple of something are no polynomials. On an accelerator the allocator's blocks of
+512 bytes are; there the most is taken that a size can be (``block_rounding.py``), and ``slack_bytes`` says by how much
+that can be too much in all. A small storage may still be a block larger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import StepGraph, Storage
 from lowtide.graph.structure import NUMBERS, structure_difference
+from lowtide.runtime.block_rounding import estimate_in_blocks
 from lowtide.runtime.derived_costs import interpolated_costs
 from lowtide.runtime.dimensions import Vector
-from lowtide.runtime.interpolation import Interpolation
+from lowtide.runtime.interpolation import Estimate, Interpolation
+
+BLOCK_BYTES = 512  # of an accelerator's allocator
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class DerivedGraph:
         unconfirmed: How many sizes are only consistent with the examples.
         extrapolated: Some dimension lies outside its range in the examples. There a kernel may switch to another
             workspace.
+        least: The least that each of the graph's sizes can be, which is the size itself on a CPU.
         costs: Of its ops, where every example had times.
     """
 
@@ -50,14 +54,23 @@ class DerivedGraph:
     confirmed: bool
     unconfirmed: int
     extrapolated: bool
+    least: tuple[int, ...]
     costs: Costs | None = None
+
+    @property
+    def slack_bytes(self) -> int:
+        """By how much all sizes together can be too large; 0 on a CPU."""
+        return sum(_sizes(self.graph)) - sum(self.least)
 
     def check(self, graph: StepGraph) -> str:
         """What the real ``graph`` of these dimensions has otherwise, in words; "" where all is as derived.
 
-        Compared are structure, bytes of storages, workspaces and resident bytes, but for those of nobody (``other``).
+        Compared are structure, bytes of storages, workspaces and resident bytes, but for what nobody owns (``other``).
+        The batch's are those of its storages. A size in blocks may lie in its range, or a block beside it.
         """
-        return structure_difference(self.graph, graph) or _difference_in_sizes(self.graph, graph)
+        beside = 0 if graph.device == "cpu" else BLOCK_BYTES
+        ranges = [(low - beside, most + beside) for low, most in zip(self.least, _sizes(self.graph), strict=True)]
+        return structure_difference(self.graph, graph) or _difference_in_sizes(ranges, graph)
 
 
 class ShapeFamily:
@@ -95,7 +108,7 @@ class ShapeFamily:
             raise ValueError(f"the graph of {dimensions} is of another family: {difference}. Start a new one for it.")
         for example in self._examples:
             if example.dimensions == dimensions:
-                if difference := _difference_in_sizes(example.graph, graph):
+                if difference := _difference_in_sizes([(s, s) for s in _sizes(example.graph)], graph):
                     raise ValueError(
                         f"two graphs of {dimensions} differ: {difference}. Sizes depend on more than these dimensions; "
                         "watch each step of this model."
@@ -128,7 +141,8 @@ class ShapeFamily:
         self._check_length(dimensions)
         for example in self._examples:
             if example.dimensions == dimensions:
-                return DerivedGraph(dimensions, example.graph, True, 0, False, example.costs)
+                least = tuple(_sizes(example.graph))
+                return DerivedGraph(dimensions, example.graph, True, 0, False, least, example.costs)
         for at, value in self._interpolation.unvaried.items():
             if dimensions[at] != value:
                 return f"dimension {at} was {value} in every example: watch {dimensions}"
@@ -142,13 +156,14 @@ class _Derivation:
         self._examples = examples
         self._interpolation = interpolation
         self._dimensions = dimensions
+        self._in_blocks: dict[tuple[int, ...], Estimate | None] = {}
         self._nearest = min(examples, key=lambda e: _distance(e.dimensions, dimensions)).graph
 
     def result(self) -> DerivedGraph | str:
         base = self._nearest
-        found, unconfirmed = [], 0
+        found, least, unconfirmed = [], [], 0
         for at, values in enumerate(zip(*(_sizes(e.graph) for e in self._examples))):
-            estimate = self._interpolation.estimate(values, self._dimensions)
+            estimate = self._size(at, values)
             if estimate is None or estimate.value < 0:
                 return (
                     f"{_size_name(base, at)} has {list(values)} bytes in the examples, which leaves open what it has "
@@ -156,6 +171,7 @@ class _Derivation:
                 )
             unconfirmed += not estimate.confirmed
             found.append(estimate.value)
+            least.append(estimate.least)
         num_storages, num_ops = len(base.storages), len(base.ops)
         storages = tuple(replace(s, bytes=size) for s, size in zip(base.storages, found))
         signatures, numbers, recorded_ms = self._signatures()
@@ -164,8 +180,9 @@ class _Derivation:
             replace(op, workspace_bytes=workspace, signature=number)
             for op, workspace, number in zip(base.ops, workspaces, numbers)
         )
-        named = [part for part in sorted(base.resident) if part != "other"]
-        resident = dict(zip(named, found[num_storages + num_ops :]))
+        resident = dict(zip(_parts_of_a_size(base), found[num_storages + num_ops :]))
+        if "batch" in base.resident:
+            resident["batch"] = self._batch_bytes(storages)
         if "other" in base.resident:  # whatever else the process held: no function of the shape
             resident["other"] = max(e.graph.resident["other"] for e in self._examples)
         graph = replace(
@@ -183,7 +200,22 @@ class _Derivation:
         costs = interpolated_costs(known, graph) if len(known) == len(self._examples) else None
         ranges = zip(self._dimensions, zip(*(e.dimensions for e in self._examples)))
         extrapolated = any(not min(seen) <= size <= max(seen) for size, seen in ranges)
-        return DerivedGraph(self._dimensions, graph, not unconfirmed, unconfirmed, extrapolated, costs)
+        return DerivedGraph(self._dimensions, graph, not unconfirmed, unconfirmed, extrapolated, tuple(least), costs)
+
+    def _batch_bytes(self, storages: Sequence[Storage]) -> int:
+        """Resident bytes of the batch: of its storages, or, where it lies on another device, as in the examples."""
+        known = tuple(e.graph.resident["batch"] for e in self._examples)
+        if known == tuple(_input_bytes(e.graph.storages) for e in self._examples):
+            return _input_bytes(storages)
+        estimate = self._interpolation.estimate(known, self._dimensions)
+        return max(known) if estimate is None else estimate.value
+
+    def _size(self, at: int, values: tuple[int, ...]) -> Estimate | None:
+        """Entry ``at`` of ``_sizes``."""
+        in_blocks = self._nearest.device != "cpu" and at < len(self._nearest.storages) + len(self._nearest.ops)
+        if in_blocks and values not in self._in_blocks:
+            self._in_blocks[values] = estimate_in_blocks(self._interpolation, values, self._dimensions, BLOCK_BYTES)
+        return self._in_blocks[values] if in_blocks else self._interpolation.estimate(values, self._dimensions)
 
     def _signatures(self) -> tuple[tuple[dict, ...], list[int], dict[int, float]]:
         """The ops' signatures, the number of each op's, and the recorded times; ops equal in all examples share one."""
@@ -229,20 +261,31 @@ class _Derivation:
         return found | {"derived": f"for {self._dimensions} from {shapes}"}
 
 
+def _input_bytes(storages: Iterable[Storage]) -> int:
+    return sum(s.bytes for s in storages if s.kind == "input")
+
+
 def _sizes(graph: StepGraph) -> list[int]:
     """Every byte count of a graph that a shape decides: storages, workspaces, resident parts."""
-    resident = [graph.resident[part] for part in sorted(graph.resident) if part != "other"]
+    resident = [graph.resident[part] for part in _parts_of_a_size(graph)]
     return [s.bytes for s in graph.storages] + [op.workspace_bytes for op in graph.ops] + resident
 
 
-def _difference_in_sizes(expected: StepGraph, graph: StepGraph) -> str:
-    """Where two graphs of one structure have different sizes, in words; "" where nowhere."""
-    pairs = list(zip(_sizes(expected), _sizes(graph), strict=True))
-    wrong = [at for at, (a, b) in enumerate(pairs) if a != b]
+def _parts_of_a_size(graph: StepGraph) -> list[str]:
+    """Resident parts that have a size of their own: the batch's follows from its storages."""
+    return [part for part in sorted(graph.resident) if part not in ("batch", "other")]
+
+
+def _difference_in_sizes(ranges: Sequence[tuple[int, int]], graph: StepGraph) -> str:
+    """Where a size of ``graph`` is not in its range, in words; "" where nowhere."""
+    sizes = _sizes(graph)
+    wrong = [at for at, (size, (low, high)) in enumerate(zip(sizes, ranges, strict=True)) if not low <= size <= high]
     if not wrong:
         return ""
-    a, b = pairs[wrong[0]]
-    return f"{len(wrong)} of {len(pairs)} sizes; {_size_name(graph, wrong[0])} has {b} bytes, not {a}"
+    low, high = ranges[wrong[0]]
+    expected = f"{low}" if low == high else f"{low} to {high}"
+    name = _size_name(graph, wrong[0])
+    return f"{len(wrong)} of {len(sizes)} sizes; {name} has {sizes[wrong[0]]} bytes, not {expected}"
 
 
 def _size_name(graph: StepGraph, at: int) -> str:
@@ -254,7 +297,7 @@ def _size_name(graph: StepGraph, at: int) -> str:
     at -= len(graph.storages)
     if at < len(graph.ops):
         return f"the workspace of op {at} ({graph.ops[at].name})"
-    return f"resident {sorted(part for part in graph.resident if part != 'other')[at - len(graph.ops)]}"
+    return f"resident {_parts_of_a_size(graph)[at - len(graph.ops)]}"
 
 
 def _distance(a: Vector, b: Vector) -> float:
