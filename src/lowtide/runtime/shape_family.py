@@ -157,7 +157,8 @@ class _Derivation:
         self._interpolation = interpolation
         self._dimensions = dimensions
         self._in_blocks: dict[tuple[int, ...], Estimate | None] = {}
-        self._nearest = min(examples, key=lambda e: _distance(e.dimensions, dimensions)).graph
+        self._nearest_at = min(range(len(examples)), key=lambda at: _distance(examples[at].dimensions, dimensions))
+        self._nearest = examples[self._nearest_at].graph
 
     def result(self) -> DerivedGraph | str:
         base = self._nearest
@@ -225,7 +226,7 @@ class _Derivation:
         of_ops = [numbers.setdefault(key, len(numbers)) for key in
                   zip(*([op.signature for op in e.graph.ops] for e in self._examples))]  # fmt: skip
         signatures, recorded_ms = [], {}
-        nearest = [e.graph for e in self._examples].index(self._nearest)
+        nearest = self._nearest_at
         for key, number in numbers.items():
             found = tuple(e.graph.signatures[at] for e, at in zip(self._examples, key))
             signatures.append(self._merged(found, nearest))
