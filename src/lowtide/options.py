@@ -106,6 +106,7 @@ class FitOptions:
         step: ``(model, batch) -> loss``; None: the loss is the model's own output.
         solver: Keyword arguments of ``solve`` beyond budget, method and tiers.
         offload: Where tensors may be stored outside device memory.
+        max_plans: Plans at hand at most; the one that was used least recently goes.
     """
 
     budget: int | str
@@ -114,3 +115,4 @@ class FitOptions:
     method: str
     solver: Mapping[str, Any]
     offload: Offload
+    max_plans: int = 8

@@ -168,7 +168,7 @@ def _why_unsuitable(request: PlanRequest, plan: Plan, costs: Costs) -> str:
     moved = _moved_share(costs.op_ms, now.op_ms)
     if moved > MOVED_SHARE:
         return f"ops take other times than when it was made: {moved:.0%} of the step's time moved"
-    for tier, capacity in offload_capacities(now, request.offload, method=request.method).items():
+    for tier, capacity in offload_capacities(now, request.offload).items():
         used = sum(d.bytes for d in plan.decisions if TIER_OF.get(d.action) == tier)
         if capacity is not None and used > capacity:
             return f"it moves {format_bytes(used)} to the {tier} tier, which has room for {format_bytes(capacity)}"

@@ -8,6 +8,7 @@ matched by name and order within their module call; an op that does not match is
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +40,14 @@ from lowtide.tape.values import (
 )
 from lowtide.tracing import module_calls
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
-from lowtide.tracing.operators import allocated_bytes, draws_random_numbers, is_wrapper_type, storage_of
+from lowtide.tracing.operators import (
+    allocated_bytes,
+    draws_random_numbers,
+    is_wrapper_type,
+    omitted_in_replay,
+    storage_of,
+)
+from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
@@ -81,6 +89,8 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         audit: Compares replays with what they replace; None where nothing is to be compared.
+        proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
+            the same bits; called with the ops that differ.
         comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
         free: Held while a call of the model is taped: one forward pass at a time.
     """
@@ -103,6 +113,7 @@ class Tape(TorchDispatchMode):
         self.counts = Counts()
         self.audit: Audit | None = None
         self.comparison_bytes = 0
+        self.proves_at_birth: Callable[[TapedOp], None] | None = None
         self.free = threading.Lock()
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
@@ -259,6 +270,12 @@ class Tape(TorchDispatchMode):
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), created_on)
             recipe.rng = GeneratorState(device)
         result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
+        if (
+            self.proves_at_birth is not None
+            and not op.audited
+            and not self._proven(op, args, kwargs, recipe.rng, result)
+        ):
+            return result
         single = len(op.drops) == 1
         outputs: list[weakref.ref[Value]] = []
         for output, size in op.drops:
@@ -288,6 +305,22 @@ class Tape(TorchDispatchMode):
         if not single:
             recipe.outputs = outputs
         return result
+
+    def _proven(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | None, result: Any) -> bool:
+        """Whether ``op`` gives the same bits when it runs again at once; if not, it is saved from now on."""
+        assert self.proves_at_birth is not None
+        if op.audited:
+            return True
+        skipped = omitted_in_replay(op.func, args)
+        again = [None if i in skipped else a for i, a in enumerate(args)]
+        with nullcontext() if rng is None else rng.restored():
+            second = op.kernel(*again, **kwargs)
+        op.audited = all(same_bits(nth_tensor(result, n), nth_tensor(second, n)) for n, _ in op.drops)
+        if not op.audited:
+            op.drops = ()
+            self.counts.mismatched += 1
+            self.proves_at_birth(op)
+        return op.audited
 
     def _record_inplace(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run an in-place op on a dropped output; it becomes part of the recipe if nothing has read the output yet."""
