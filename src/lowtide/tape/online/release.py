@@ -83,13 +83,18 @@ class Releaser:
     def make_room(self, extra: int) -> None:
         """Release until ``extra`` bytes more fit, as far as that is possible."""
         limit = self.budget_bytes - (0 if self._proving else self._proof_bytes)
-        excess = self._live.now + extra - limit
-        if excess <= 0:
+        if self._live.now + extra <= limit:
             return
         if self._live.now >= self._idle_until and not self.thrashing and not self._still:
-            chosen = self._choose(excess + _SLACK * self.budget_bytes)
-            self._release(chosen, extra)
-            if not chosen:
+            tried: set[int] = set()
+            while (excess := self._live.now + extra - limit) > 0:
+                chosen = self._choose(excess + _SLACK * self.budget_bytes, tried)
+                if not chosen:
+                    self._release_what_does_not_fit(extra - limit)
+                    break
+                tried.update(id(v) for v in chosen)
+                self._release(chosen)
+            if self._live.now + extra > limit:
                 self._idle_until = self._live.now + max(_IDLE_SHARE * self.budget_bytes, 1)
         self.over_bytes = max(self.over_bytes, self._live.now + extra - self.budget_bytes)
 
@@ -97,8 +102,8 @@ class Releaser:
         """An op has made so many bytes: the proof of one like it will."""
         self._proof_bytes = max(self._proof_bytes, min(made, _PROOF_SHARE * self.budget_bytes))
 
-    def _choose(self, excess: float) -> list[StoredValue]:
-        candidates = [v for v in self._holdings if self._may_go(v)]
+    def _choose(self, excess: float, tried: set[int]) -> list[StoredValue]:
+        candidates = [v for v in self._holdings if id(v) not in tried and self._may_go(v)]
         candidates.sort(key=self._price)
         chosen, size = [], 0
         for value in candidates:
@@ -125,19 +130,31 @@ class Releaser:
 
     # -- release --------------------------------------------------------------------------------------------
 
-    def _release(self, chosen: list[StoredValue], extra: int) -> None:
-        chosen.sort(key=lambda v: v.number)
+    def _release(self, chosen: list[StoredValue]) -> None:
         unproven = [v for v in chosen if not v.proven]
-        chain = chain_of(unproven) if unproven else []
-        if chain is None or (chain and transient_bytes(chain, unproven) + self._live.now + extra > self.budget_bytes):
-            # Not all at once: each goes as soon as it is proven, those that take least for it first.
-            for value in sorted(chosen, key=_room_for_proof):
-                self._prove([value])
+        if self._fits(unproven):
+            self._prove(unproven)
+            for value in sorted(chosen, key=lambda v: v.number):
                 self._drop(value)
             return
-        self._prove(unproven)
-        for value in chosen:
+        # Not all at once: each goes as soon as it is proven, those that take least for it first.
+        for value in sorted(chosen, key=_room_for_proof):
+            if value.proven or self._fits([value]):
+                self._prove([value])
+                self._drop(value)
+
+    def _release_what_does_not_fit(self, beyond: float) -> None:
+        """The last resort: proofs that take more than there is, for a moment, until ``beyond`` bytes more fit."""
+        for value in sorted((v for v in self._holdings if self._may_go(v)), key=_room_for_proof):
+            if self._live.now + beyond <= 0:
+                break
+            self._prove([value])
             self._drop(value)
+
+    def _fits(self, values: list[StoredValue]) -> bool:
+        """Whether ``values`` can be proven in one pass within the budget."""
+        chain = chain_of(values) if values else []
+        return chain is not None and transient_bytes(chain, values) + self._live.now <= self.budget_bytes
 
     def _drop(self, value: StoredValue) -> None:
         if not value.proven or value.tensor is None or value.locked:
@@ -156,9 +173,9 @@ class Releaser:
         """Prove what a layer has made while all of it is there: later a proof takes more memory, or there is none."""
         if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
-        values = [v for v in self._holdings if v.layer == layer and not v.proven and self._may_be_proven(v)]
-        chain = chain_of(values)
-        if chain and transient_bytes(chain, values) + self._live.now <= self.budget_bytes:
+        made = [v for v in self._holdings if v.layer == layer and not v.proven and self._may_be_proven(v)]
+        values = [v for v in made if chain_of([v]) is not None]
+        if self._fits(values):
             self._prove(values)
 
     def _prove(self, values: list[StoredValue]) -> None:
@@ -262,7 +279,7 @@ def _seconds_to_make(value: StoredValue) -> float:
 
 def _room_for_proof(value: StoredValue) -> float:
     chain = chain_of([value])
-    return float("inf") if chain is None else transient_bytes(chain, [value]) - 0.5 * value.bytes
+    return float("inf") if chain is None else transient_bytes(chain, [value])
 
 
 def _changed_unseen(value: StoredValue) -> ReplayError:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._C import DispatchKey
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -178,7 +179,7 @@ class OnlineTape(TorchDispatchMode):
             self.live.add(storage)
             if tensor.is_inference():
                 continue
-            value = StoredValue(storage, self._number, tensor._version, self._layer)
+            value = StoredValue(storage, self._number, tensor._version, self._layer, self._run)
             value.cost_s = seconds
             storage.__dict__[MARK] = value
             made.append((position, value))
@@ -210,7 +211,7 @@ class OnlineTape(TorchDispatchMode):
         """In-place: completes an output that nobody has read, or ends what the storage held."""
         for tensor in op.written:
             storage = storage_of(tensor)
-            value = value_of_storage(storage)
+            value = value_of_storage(storage, self._run)
             if storage is None or value is None:
                 continue
             # The counter moves when this call has returned.
@@ -220,7 +221,7 @@ class OnlineTape(TorchDispatchMode):
             value.overwritten, value.why_kept = True, "was written in place"
             if value.tensor is not None and not value.is_needed:
                 self._holdings.let_go(value)
-            storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer)
+            storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer, self._run)
             replaced.why_kept = "was written in place"
 
     def _complete(self, op: "_RunningOp", value: StoredValue, version: int, seconds: float) -> bool:
@@ -264,7 +265,7 @@ class OnlineTape(TorchDispatchMode):
             storage = storage_of(tensor)
             if storage is None:
                 continue
-            value = value_of_storage(storage)
+            value = value_of_storage(storage, self._run)
             if not (value.readers_released if value is not None else storage._cdata in self._read_outside):
                 continue
             with self.releaser.releasing_nothing():
@@ -284,7 +285,7 @@ class OnlineTape(TorchDispatchMode):
         """What autograd holds for ``tensor``: a handle if an op under the tape made it, else itself."""
         if is_wrapper_type(type(tensor)):
             return PackedWrapper(tensor, self.pack)
-        value = value_of_storage(storage_of(tensor))
+        value = value_of_storage(storage_of(tensor), self._run)
         if value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
             plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
             return Kept(tensor if plain else detached(tensor))
@@ -351,7 +352,7 @@ class _RunningOp:
         own = {s._cdata for t in self.written if (s := storage_of(t)) is not None}
         for tensor in (*tensors_in(args), *tensors_in(kwargs)):
             storage = storage_of(tensor)
-            value = value_of_storage(storage)
+            value = value_of_storage(storage, tape._run)
             if value is not None and storage is not None and storage._cdata not in own:
                 value.num_reads += 1
                 value.last_use = tape._number
@@ -365,6 +366,7 @@ class _RunningOp:
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that counts versions with it, and reads the memory as it is."""
+    before = key_is_excluded(DispatchKey.Python)
     exclude_key(DispatchKey.Python, True)
     try:
         tensor = tensor.detach()
@@ -372,7 +374,7 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if tensor.is_neg() else tensor
     finally:
-        exclude_key(DispatchKey.Python, False)
+        exclude_key(DispatchKey.Python, before)
 
 
 def _is_made_from(value: StoredValue, read: StoredValue | None, storage: torch.UntypedStorage) -> bool:

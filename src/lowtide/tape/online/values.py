@@ -42,6 +42,7 @@ class StoredValue:
         layer: The layer's call in which it was made; ``leaves_layer``: something outside has read it.
         last_use: The last op that touched it.
         cost_s: Seconds that its op took when it ran.
+        run: The step that it belongs to.
         seal: Sum of its words at release, compared when it is made again.
         locked: A running replay reads it.
         overwritten: The memory holds something else now. Whoever saved it gets what plain autograd gives; a recipe that
@@ -50,13 +51,16 @@ class StoredValue:
 
     __slots__ = (
         "__weakref__", "bytes", "claim", "cost_s", "last_use", "layer", "leaves_layer", "locked", "num_reads", "number",
-        "overwritten", "proven", "readers_released", "recipe", "remade", "seal", "storage", "tensor", "version",
+        "overwritten", "proven", "readers_released", "recipe", "remade", "run", "seal", "storage", "tensor", "version",
         "why_kept",
     )  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage, number: int, version: int, layer: int) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, number: int, version: int, layer: int, run: ExecutionState
+    ) -> None:
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.bytes = storage.nbytes()
+        self.run = run
         self.number = self.last_use = number
         self.version = version
         self.tensor: Tensor | None = None
@@ -130,9 +134,10 @@ class Argument:
         self.value, self.view = value, ViewSpec(tensor)
 
 
-def value_of_storage(storage: torch.UntypedStorage | None) -> StoredValue | None:
+def value_of_storage(storage: torch.UntypedStorage | None, run: ExecutionState) -> StoredValue | None:
     """The stored value of ``storage``; None if no op under the tape made it."""
-    return None if storage is None else storage.__dict__.get(MARK)
+    value: StoredValue | None = None if storage is None else storage.__dict__.get(MARK)
+    return value if value is not None and value.run is run else None
 
 
 class UnreadableError(Exception):
@@ -212,7 +217,7 @@ class Recipe:
             storage = storage_of(argument)
             if storage is None:
                 raise UnreadableError("reads a tensor without one plain storage")
-            value = value_of_storage(storage)
+            value = value_of_storage(storage, self._run)
             if value is None:
                 # The memory as it is now, not the parameter: ``p.data = new`` must not reach a replay.
                 kept = Kept(sharing_version(argument) if isinstance(argument, torch.nn.Parameter) else argument)
