@@ -16,6 +16,8 @@ from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure
 from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
+from lowtide.runtime.status import Status as Status
+from lowtide.runtime.watched_fit import WatchedFit as WatchedFit
 from lowtide.simulation.simulator import Timeline as Timeline
 from lowtide.simulation.simulator import simulate as simulate
 from lowtide.solvers.dispatch import solve as solve

@@ -105,8 +105,9 @@ class StepWatcher:
         """What surrounds this call: a planned tape, or the watch."""
         if not self._keys:
             self._begin_step(key)
-        elif self._watch is not None and self._watch.num_claims == 0:
-            self._end_step()  # nobody has run backward of the calls so far, and nobody can any more
+        elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
+            # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
+            self._keys = []
             self._begin_step(key)
         position = len(self._keys)
         self._keys.append(key)
@@ -167,7 +168,7 @@ class StepWatcher:
 
     def _begin_step(self, key: str) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
-            self._close_watch(keep=False)
+            self._close_watch(())
         shape = self.shelf.shape(key)
         self._step = shape.planned
         if shape.planned is not None and not (shape.has_drifted and shape.give_up_plan()):
@@ -205,9 +206,10 @@ class StepWatcher:
         keys, self._keys, self._planned_calls, self._thread = tuple(self._keys), [], 0, None
         self._step = None
         if self._watch is not None:
-            self._close_watch(keep=True, keys=keys)
+            self._close_watch(() if self._spoiled else keys)
 
-    def _close_watch(self, *, keep: bool, keys: tuple[str, ...] = ()) -> None:
+    def _close_watch(self, keys: tuple[str, ...]) -> None:
+        """The watched step is over; ``keys`` are the calls of a whole step that a plan is wanted for."""
         watch, self._watch = self._watch, None
         seam, self._seam = self._seam, None
         assert watch is not None and seam is not None
@@ -217,13 +219,13 @@ class StepWatcher:
             self._say(f"{op} gives other bits when it runs again: saved")
         if watch.problem:
             self._say(f"a step was saved whole: {watch.problem}")
-        if not isinstance(watch, WatchedStep):
+        if not keys or not isinstance(watch, WatchedStep) or watch.problem:
             return
         if watch.problem_of_recording:
-            self.shelf.refuse((keys or self._keys)[0], watch.problem_of_recording)
-        elif keep and not self._spoiled and not watch.problem:
-            graph, costs = watch.graph_and_costs(self._model, self._options.optimizer)
-            self.shelf.request(keys, graph, costs, self._budget.fixed_for(graph, costs))
+            self.shelf.refuse(keys[0], watch.problem_of_recording)
+            return
+        graph, costs = watch.graph_and_costs(self._model, self._options.optimizer)
+        self.shelf.request(keys, graph, costs, self._budget.fixed_for(graph, costs))
 
     def _note_peak(self, watch: OnlineTape) -> None:
         peak = self._budget.resident_bytes + watch.live.peak
@@ -267,7 +269,7 @@ class StepWatcher:
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         if self._watch is not None:
-            self._close_watch(keep=False, keys=tuple(self._keys))
+            self._close_watch(())
         self._keys, self._thread = [], None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.operators import may_draw_random_numbers, omittable_arguments
+from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 
 
 class TapedOp:
@@ -17,7 +17,7 @@ class TapedOp:
 
     __slots__ = (
         "audited", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
-        "moves_completed", "name", "num_dropped_inputs", "random", "transient_replays", "where",
+        "moves_completed", "name", "num_dropped_inputs", "random", "transient_replays", "uninitialised", "where",
     )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
@@ -43,6 +43,7 @@ class TapedOp:
         self.func = func  # None if it is not registered yet
         self.kernel = getattr(func, "_op", func)  # without the Python around it
         self.random = func is not None and may_draw_random_numbers(func)
+        self.uninitialised = func is not None and packet_name(func) in NONDETERMINISTIC  # until an in-place op fills it
         self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 

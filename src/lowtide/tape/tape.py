@@ -270,11 +270,7 @@ class Tape(TorchDispatchMode):
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), created_on)
             recipe.rng = GeneratorState(device)
         result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
-        if (
-            self.proves_at_birth is not None
-            and not op.audited
-            and not self._proven(op, args, kwargs, recipe.rng, result)
-        ):
+        if not self._proven(op, args, kwargs, recipe.rng, result):
             return result
         single = len(op.drops) == 1
         outputs: list[weakref.ref[Value]] = []
@@ -308,8 +304,7 @@ class Tape(TorchDispatchMode):
 
     def _proven(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | None, result: Any) -> bool:
         """Whether ``op`` gives the same bits when it runs again at once; if not, it is saved from now on."""
-        assert self.proves_at_birth is not None
-        if op.audited:
+        if self.proves_at_birth is None or op.audited or op.uninitialised:
             return True
         skipped = omitted_in_replay(op.func, args)
         again = [None if i in skipped else a for i, a in enumerate(args)]
@@ -317,10 +312,15 @@ class Tape(TorchDispatchMode):
             second = op.kernel(*again, **kwargs)
         op.audited = all(same_bits(nth_tensor(result, n), nth_tensor(second, n)) for n, _ in op.drops)
         if not op.audited:
-            op.drops = ()
-            self.counts.mismatched += 1
-            self.proves_at_birth(op)
+            self._give_up_dropping(op)
         return op.audited
+
+    def _give_up_dropping(self, op: TapedOp) -> None:
+        """Another run of ``op`` gives other bits: it is saved from now on."""
+        op.drops = ()
+        self.counts.mismatched += 1
+        if self.proves_at_birth is not None:
+            self.proves_at_birth(op)
 
     def _record_inplace(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run an in-place op on a dropped output; it becomes part of the recipe if nothing has read the output yet."""
@@ -333,8 +333,18 @@ class Tape(TorchDispatchMode):
             self.counts.mismatched += 1
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
+        second = None
+        if self.proves_at_birth is not None and not op.audited:
+            second = args[0].clone()
+            with nullcontext() if rng is None else rng.restored():
+                op.func(second, *args[1:], **kwargs)
         recipe.extend(op.func, args, kwargs, value, rng)
         result = op.func(*args, **kwargs)
+        if second is not None:
+            op.audited = same_bits(second, args[0])
+            if not op.audited and op.completes_inplace is not None:
+                value.original = sharing_version(args[0])  # this time what was dropped stays beside its recipe
+                self._give_up_dropping(op.completes_inplace)
         value.version += 1  # autograd counts this write when the call has returned; any other write makes them differ
         return result
 
