@@ -151,6 +151,51 @@ def test_at_most_max_plans_are_kept(model, budget):
         assert fit.status().plans == 2
 
 
+def test_the_plan_of_the_largest_batch_serves_smaller_ones(model, budget):
+    plain = copy.deepcopy(model)
+    with lowtide.fit(model, budget=budget) as fit:
+        for rows in (128, 120):
+            assert same(train(plain, [batch_of(rows)]), train(model, [batch_of(rows)]))
+            fit.wait()
+        assert same(train(plain, [batch_of(112)]), train(model, [batch_of(112)]))
+        status = fit.status()
+
+    assert (status.in_force, status.plans, status.shapes) == (True, 1, 3)
+    assert status.planned_steps == 2
+
+
+def test_a_much_smaller_batch_gets_a_plan_that_recomputes_nothing(model, budget):
+    with lowtide.fit(model, budget=budget) as fit:
+        for rows in (128, 32, 32):
+            train(model, [batch_of(rows)])
+            fit.wait()
+        assert fit.status().in_force
+        assert fit.plan.counts["recompute"] == 0
+
+
+def test_a_batch_that_runs_other_ops_is_watched_on_its_own():
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x):
+            activation = torch.nn.functional.gelu if len(x) > 120 else torch.nn.functional.silu
+            for layer in self.layers:
+                x = activation(layer(x)).exp().tanh()
+            return x
+
+    ours = Switching()
+    budget = resident_bytes(ours) + int(0.6 * activation_bytes(ours, batch_of()))
+    plain = copy.deepcopy(ours)
+    with lowtide.fit(ours, budget=budget) as fit:
+        for rows in (128, 120, 120, 120):
+            assert same(train(plain, [batch_of(rows)]), train(ours, [batch_of(rows)]))
+            fit.wait()
+        assert fit.status().in_force
+        assert fit.status().plans == 2
+
+
 def test_several_calls_in_a_step_are_one_plan(model, budget):
     plain = copy.deepcopy(model)
 
@@ -257,7 +302,7 @@ def test_a_budget_below_the_weights_is_refused(model):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(StepWatcher, "_begin_step"), (PlanShelf, "shape"), (WatchedStep, "graph_and_costs"), (OnlineTape, "_finish")],
+    [(StepWatcher, "_begin_step"), (PlanShelf, "plan_for"), (WatchedStep, "graph_and_costs"), (OnlineTape, "_finish")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_no_error_of_ours_reaches_the_loop(model, budget, monkeypatch, owner, name):

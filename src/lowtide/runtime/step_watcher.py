@@ -20,7 +20,7 @@ from torch import nn
 
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
-from lowtide.runtime.call_keys import shape_key
+from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.seam import Seam
@@ -67,7 +67,7 @@ class StepWatcher:
         self.shelf = PlanShelf(model, options, planner, self._say)
         self.counters = Counters()
         self._thread: int | None = None  # that runs the present step
-        self._keys: list[str] = []  # of the calls since the last backward
+        self._shapes: list[CallShape] = []  # of the calls since the last backward
         self._planned_calls = 0  # of these
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
@@ -94,28 +94,28 @@ class StepWatcher:
         self._thread = threading.get_ident()
         self.counters.calls += 1
         try:
-            around = self._around(shape_key(self._model, args, kwargs), args, kwargs)
+            around = self._around(shape_of_call(self._model, args, kwargs), args, kwargs)
         except Exception as error:  # nothing of ours may end the training
             self._fail(error)
             return self._call(*args, **kwargs)
         with around:
             return self._call(*args, **kwargs)
 
-    def _around(self, key: str, args: tuple, kwargs: dict) -> Any:
+    def _around(self, shape: CallShape, args: tuple, kwargs: dict) -> Any:
         """What surrounds this call: a planned tape, or the watch."""
-        if not self._keys:
-            self._begin_step(key)
+        if not self._shapes:
+            self._begin_step(shape)
         elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
-            self._keys = []
-            self._begin_step(key)
-        position = len(self._keys)
-        self._keys.append(key)
+            self._shapes = []
+            self._begin_step(shape)
+        position = len(self._shapes)
+        self._shapes.append(shape)
         if self._step is not None:
-            call = self._planned_call(position, key)
+            call = self._planned_call(position, shape)
             if call is None:
-                self._step = None
-                if self.shelf.shape(self._keys[0]).give_up_plan():
+                planned, self._step = self._step, None
+                if self.shelf.give_up(planned):
                     self._say("a plan was given up: its steps call the model otherwise than planned")
                 return _nothing()
             self._planned_calls += 1
@@ -128,12 +128,13 @@ class StepWatcher:
             self._watch.begin_call(self._model, args, kwargs)
         return self._watched(self._watch)
 
-    def _planned_call(self, position: int, key: str) -> TapedCall | None:
+    def _planned_call(self, position: int, shape: CallShape) -> TapedCall | None:
         step = self._step
         assert step is not None
-        at = position % len(step.keys)  # calls whose backward never came may be among them
-        if step.keys[at] != key:
+        at = position % len(step.shapes)  # calls whose backward never came may be among them
+        if not step.shapes[at].covers(shape):
             return None
+        step.tape.sizes_vary |= step.shapes[at] != shape
         return step.calls[at] if at < len(step.calls) else TapedCall()
 
     @contextmanager
@@ -166,16 +167,15 @@ class StepWatcher:
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def _begin_step(self, key: str) -> None:
+    def _begin_step(self, shape: CallShape) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
-        shape = self.shelf.shape(key)
-        self._step = shape.planned
-        if shape.planned is not None and not (shape.has_drifted and shape.give_up_plan()):
+        self._step = self.shelf.plan_for(shape)
+        if self._step is not None:
+            self._step.tape.sizes_vary = False
             return
-        self._step = None
         budget_bytes = self._budget.for_step(self._model)
-        records = shape.pending is None and not shape.failed
+        records = self.shelf.wants_graph(shape)
         self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes)
         self._watch.begin_step()
         self._spoiled = False
@@ -187,11 +187,11 @@ class StepWatcher:
 
     def after_backward(self, *, failed: bool) -> None:
         try:
-            if self._keys and self._thread == threading.get_ident():
+            if self._shapes and self._thread == threading.get_ident():
                 self._spoiled |= failed
                 if self._watch is None or self._watch.num_claims == 0:
                     self._end_step()
-            elif not self._keys and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
+            elif not self._shapes and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
                 self._note_unseen_step()
         except Exception as error:
             self._fail(error)
@@ -200,16 +200,16 @@ class StepWatcher:
     def _end_step(self) -> None:
         counters = self.counters
         counters.steps += 1
-        counters.last_step_planned = self._step is not None and self._planned_calls == len(self._keys)
+        counters.last_step_planned = self._step is not None and self._planned_calls == len(self._shapes)
         counters.planned_steps += counters.last_step_planned
         counters.planned_calls += self._planned_calls
-        keys, self._keys, self._planned_calls, self._thread = tuple(self._keys), [], 0, None
+        shapes, self._shapes, self._planned_calls, self._thread = tuple(self._shapes), [], 0, None
         self._step = None
         if self._watch is not None:
-            self._close_watch(() if self._spoiled else keys)
+            self._close_watch(() if self._spoiled else shapes)
 
-    def _close_watch(self, keys: tuple[str, ...]) -> None:
-        """The watched step is over; ``keys`` are the calls of a whole step that a plan is wanted for."""
+    def _close_watch(self, shapes: tuple[CallShape, ...]) -> None:
+        """The watched step is over; ``shapes`` are those of the calls of a whole step that a plan is wanted for."""
         watch, self._watch = self._watch, None
         seam, self._seam = self._seam, None
         assert watch is not None and seam is not None
@@ -219,13 +219,13 @@ class StepWatcher:
             self._say(f"{op} gives other bits when it runs again: saved")
         if watch.problem:
             self._say(f"a step was saved whole: {watch.problem}")
-        if not keys or not isinstance(watch, WatchedStep) or watch.problem:
+        if not shapes or not isinstance(watch, WatchedStep) or watch.problem:
             return
         if watch.problem_of_recording:
-            self.shelf.refuse(keys[0], watch.problem_of_recording)
+            self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
         graph, costs = watch.graph_and_costs(self._model, self._options.optimizer)
-        self.shelf.request(keys, graph, costs, self._budget.fixed_for(graph, costs))
+        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs))
 
     def _note_peak(self, watch: OnlineTape) -> None:
         peak = self._budget.resident_bytes + watch.live.peak
@@ -248,7 +248,7 @@ class StepWatcher:
         """An error of our own: the step goes on without us."""
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(f"an error of lowtide's own, the step is saved whole: {what}")
-        self._keys, self._thread, self._step, self._planned_calls = [], None, None, 0
+        self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
         if self._seam is not None:
             self._seam.close()
         self._watch = self._seam = None
@@ -270,7 +270,7 @@ class StepWatcher:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         if self._watch is not None:
             self._close_watch(())
-        self._keys, self._thread = [], None
+        self._shapes, self._thread = [], None
 
 
 @contextmanager

@@ -49,7 +49,6 @@ class WatchedFit:
     def status(self) -> Status:
         """What really ran so far."""
         counters = self._watcher.counters
-        shapes = self._watcher.shelf.shapes.values()
         return Status(
             in_force=counters.last_step_planned,
             steps=counters.steps,
@@ -58,20 +57,20 @@ class WatchedFit:
             planned_calls=counters.planned_calls,
             observed_peak_bytes=counters.observed_peak_bytes,
             budget_bytes=self._budget.absolute_bytes,
-            shapes=len(shapes),
+            shapes=len(self._watcher.shelf.seen),
             plans=len(self.plans),
             planning_s=self._watcher.shelf.planning_s,
             reasons=tuple(counters.reasons),
         )
 
     @property
-    def plans(self) -> dict[str, Plan]:
-        """Shape of a step's first call of the model -> its plan."""
-        return {s.key: s.planned.plan for s in self._watcher.shelf.shapes.values() if s.planned is not None}
+    def plans(self) -> list[Plan]:
+        """At most ``max_plans``, the one used last at the end."""
+        return [planned.plan for planned in self._watcher.shelf.plans]
 
     @property
     def _latest(self) -> PlannedStep:
-        planned = [s.planned for s in self._watcher.shelf.shapes.values() if s.planned is not None]
+        planned = self._watcher.shelf.plans
         if not planned:
             raise LowtideError("there is no plan yet.\nRun a training step, then call fit.wait().")
         return planned[-1]

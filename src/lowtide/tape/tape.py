@@ -89,6 +89,7 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         audit: Compares replays with what they replace; None where nothing is to be compared.
+        sizes_vary: The plan is for larger batches than this step's: sizes need not be those planned.
         proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
             the same bits; called with the ops that differ.
         comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
@@ -113,6 +114,7 @@ class Tape(TorchDispatchMode):
         self.counts = Counts()
         self.audit: Audit | None = None
         self.comparison_bytes = 0
+        self.sizes_vary = False
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
         self.free = threading.Lock()
         self._call = _OpenCall(None)
@@ -278,7 +280,8 @@ class Tape(TorchDispatchMode):
             tensor = result if type(result) is torch.Tensor else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             attributes = storage.__dict__
-            other_size = storage.nbytes() != size and allocated_bytes(storage) != size and not op.dynamic
+            sizes = () if op.dynamic or self.sizes_vary else (storage.nbytes(), allocated_bytes(storage))
+            other_size = bool(sizes) and size not in sizes
             if (
                 other_size
                 or MARK in attributes
