@@ -50,12 +50,14 @@ class TapedOp:
 class TapedCall:
     """One module call of the plan."""
 
-    __slots__ = ("children", "has_actions", "ops")
+    __slots__ = ("children", "has_actions", "has_actions_inside", "ops", "reads_dropped_inside")
 
     def __init__(self) -> None:
         self.ops: list[TapedOp] = []  # those that it runs itself
         self.children: dict[str, list[TapedCall]] = {}  # the calls inside it, by module path
         self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
+        self.has_actions_inside = False  # so has one of its own, or of a call inside it
+        self.reads_dropped_inside = False  # one of these reads what is dropped or moved elsewhere
 
 
 class PlanProgram:
@@ -89,6 +91,12 @@ class PlanProgram:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
         for call in self.calls:
             call.has_actions = any(op.drops or op.moves or op.completes_inplace for op in call.ops)
+        for call in reversed(self.calls):  # calls inside one come after it
+            inside = [child for calls in call.children.values() for child in calls]
+            call.has_actions_inside = call.has_actions or any(child.has_actions_inside for child in inside)
+            call.reads_dropped_inside = any(op.num_dropped_inputs for op in call.ops) or any(
+                child.reads_dropped_inside for child in inside
+            )
 
     @property
     def keeps_everything(self) -> bool:

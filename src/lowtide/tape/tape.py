@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
+from torch.utils._python_dispatch import _pop_mode as pop_mode
+from torch.utils._python_dispatch import _push_mode as push_mode
 
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -76,10 +82,11 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "next", "planned")
+    __slots__ = ("calls", "next", "planned", "unhooked", "unwatched")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
+        self.unwatched = self.unhooked = False  # mode or hooks are away while it runs
         self.next = 0  # index of the planned op that is expected next
         self.calls: dict[str, int] | None = None  # how often each child module has been called
 
@@ -182,11 +189,34 @@ class Tape(TorchDispatchMode):
             if calls is not None and ordinal < len(calls):
                 planned = calls[ordinal]
         self._callers.append(caller)
-        self._call = _OpenCall(planned)
+        self._call = call = _OpenCall(planned)
+        if planned is not None and not (planned.has_actions_inside or self._wrapped or self._pauses):
+            self._stop_watching(call, planned)
 
     def leave(self) -> None:
-        self._close(self._call)
+        call = self._call
+        if call.unwatched:
+            push_mode(self)
+            module_calls.thread_state.observer = self
+        if call.unhooked:
+            push_hooks(self.pack, self.unpack)
+        self._close(call)
         self._call = self._callers.pop()
+
+    def _stop_watching(self, call: _OpenCall, planned: TapedCall) -> None:
+        """Nothing is to be done for any op inside ``call``: let them cost what they cost in the plain step.
+
+        Hooks stay where a dropped tensor from outside may be saved. What the user has put on top of ours stays too.
+        """
+        if current_mode() is not self:
+            return
+        call.unwatched = True
+        pop_mode()
+        module_calls.thread_state.observer = None  # until ``leave``: the calls inside need not be told
+        top = top_hooks(True)
+        if not planned.reads_dropped_inside and top is not None and top[0] == self.pack:
+            call.unhooked = True
+            pop_hooks()
 
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
