@@ -91,12 +91,13 @@ class PlanProgram:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
         for call in self.calls:
             call.has_actions = any(op.drops or op.moves or op.completes_inplace for op in call.ops)
+        completed = {self.ops[number] for number in completed_by if number is not None}
         for call in reversed(self.calls):  # calls inside one come after it
             inside = [child for calls in call.children.values() for child in calls]
             call.has_actions_inside = call.has_actions or any(child.has_actions_inside for child in inside)
-            call.reads_dropped_inside = any(op.num_dropped_inputs for op in call.ops) or any(
-                child.reads_dropped_inside for child in inside
-            )
+            # What an op reads that others complete in place is counted with those: it may read anything.
+            reads = any(op.num_dropped_inputs or op in completed for op in call.ops)
+            call.reads_dropped_inside = reads or any(child.reads_dropped_inside for child in inside)
 
     @property
     def keeps_everything(self) -> bool:
