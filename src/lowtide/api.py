@@ -18,6 +18,7 @@ from lowtide.planner import PlannedShape, Planner
 from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
+from lowtide.runtime.existing_checkpointing import KEEP, REPLACE, ExistingCheckpointing
 from lowtide.runtime.watched_fit import WatchedFit
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape import attach
@@ -45,8 +46,9 @@ class Fit:
         graph, costs: What ``plan`` was solved from.
     """
 
-    def __init__(self, planner: Planner, batch: Any) -> None:
+    def __init__(self, planner: Planner, batch: Any, checkpointing: ExistingCheckpointing) -> None:
         model = planner.model
+        self._checkpointing = checkpointing
         self._planner = planner
         self._planned: list[PlannedShape] = []
         self._by_signature: dict[str, PlannedShape] = {}
@@ -251,6 +253,7 @@ class Fit:
         if self._undo is not None:
             self._undo()
             self._undo = None
+        self._checkpointing.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -272,6 +275,7 @@ def fit(
     gap: float | None = None,
     time_limit_s: float | None = None,
     node_limit: int | None = None,
+    checkpointing: str = "replace",
     max_plans: int = 8,
 ) -> WatchedFit: ...
 @overload
@@ -289,6 +293,7 @@ def fit(
     time_limit_s: float | None = None,
     node_limit: int | None = None,
     offload: Offload | None = None,
+    checkpointing: str = "replace",
     **deprecated: Unpack[DeprecatedOffload],
 ) -> Fit: ...
 def fit(
@@ -305,6 +310,7 @@ def fit(
     time_limit_s: float | None = None,
     node_limit: int | None = None,
     offload: Offload | None = None,
+    checkpointing: str = "replace",
     max_plans: int = 8,
     **deprecated: Unpack[DeprecatedOffload],
 ) -> Fit | WatchedFit:
@@ -333,6 +339,8 @@ def fit(
         n, ratio, gap, time_limit_s, node_limit: Options of the method; see ``solve``.
         offload: Where tensors may be stored outside device memory, and how many bytes of them. By default a model on
             CPU stores none, a model on an accelerator uses pinned host memory; without a batch none is stored yet.
+        checkpointing: ``"replace"``: transformers' gradient checkpointing, where it is on, is switched off while the
+            model is fitted. ``"keep"``: it stays on, and what it drops is not planned.
         max_plans: Without a batch: plans at hand at most; the one that was used least recently goes.
         **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
@@ -358,7 +366,9 @@ def fit(
     check_method(method, given)
     if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
         policy = replace(policy, host_budget=None)
-    asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans)
+    if checkpointing not in (REPLACE, KEEP):
+        raise ValueError(f"checkpointing={checkpointing!r} is not known. Use {REPLACE!r} or {KEEP!r}.")
+    asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans, checkpointing)
     if batch is None:
         return WatchedFit(model, asked)
     capacities = usable(device_of(model).type, policy)
@@ -367,9 +377,12 @@ def fit(
     hint = budget_hint(budget)
     if hint:
         planner.warn(hint)
+    existing = ExistingCheckpointing(model, planner.warn, checkpointing)
+    existing.switch_off()
     try:
-        return Fit(planner, batch)
-    except BudgetInfeasibleError as error:
-        if hint:
+        return Fit(planner, batch, existing)
+    except BaseException as error:
+        existing.restore()
+        if hint and isinstance(error, BudgetInfeasibleError):
             error.args = (f"{error}\n{hint}",)
         raise

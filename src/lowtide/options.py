@@ -106,6 +106,7 @@ class FitOptions:
         step: ``(model, batch) -> loss``; None: the loss is the model's own output.
         solver: Keyword arguments of ``solve`` beyond budget, method and tiers.
         offload: Where tensors may be stored outside device memory.
+        checkpointing: What becomes of checkpointing that the model has switched on: ``replace`` or ``keep``.
         max_plans: Plans at hand at most; the one that was used least recently goes.
     """
 
@@ -116,3 +117,4 @@ class FitOptions:
     solver: Mapping[str, Any]
     offload: Offload
     max_plans: int = 8
+    checkpointing: str = "replace"

@@ -21,6 +21,7 @@ from torch import nn
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
+from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.seam import Seam
@@ -66,6 +67,7 @@ class StepWatcher:
         self._model, self._options, self._budget = model, options, budget
         self.shelf = PlanShelf(model, options, planner, self._say)
         self.counters = Counters()
+        self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self._thread: int | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
         self._planned_calls = 0  # of these
@@ -174,6 +176,7 @@ class StepWatcher:
         if self._step is not None:
             self._step.tape.sizes_vary = False
             return
+        self.checkpointing.switch_off()
         budget_bytes = self._budget.for_step(self._model)
         records = self.shelf.wants_graph(shape)
         self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes)
@@ -215,6 +218,11 @@ class StepWatcher:
         assert watch is not None and seam is not None
         seam.close()
         self._note_peak(watch)
+        if watch.checkpointed:
+            self._say(
+                f"{watch.checkpointed} is checkpointed (torch.utils.checkpoint): backward runs its Python again, and "
+                "nothing inside it is planned. Leave that out, and a plan can recompute less"
+            )
         for op in watch.releaser.differed:
             self._say(f"{op} gives other bits when it runs again: saved")
         if watch.problem:
@@ -270,6 +278,7 @@ class StepWatcher:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         if self._watch is not None:
             self._close_watch(())
+        self.checkpointing.restore()
         self._shapes, self._thread = [], None
 
 

@@ -18,6 +18,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
@@ -57,6 +58,7 @@ class OnlineTape(TorchDispatchMode):
         live: What the step has made and still holds.
         releaser: Its ``budget_bytes`` is for what the step makes, resident bytes apart.
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
+        checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
         calls: Module calls entered.
     """
 
@@ -76,6 +78,7 @@ class OnlineTape(TorchDispatchMode):
         self._holdings = Holdings()
         self.releaser = Releaser(self._holdings, self.live, budget_bytes)
         self.problem = ""
+        self.checkpointed = ""
         self._expected = ExpectedBytes()
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
@@ -103,6 +106,10 @@ class OnlineTape(TorchDispatchMode):
 
     def enter(self, path: str) -> None:
         self.calls += 1
+        if not self.checkpointed:
+            hooks = top_hooks(True)
+            if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+                self.checkpointed = path or "a part of the model"
         numbered = path.rpartition(".")[2].isdigit()
         around = self._layers[-1] if self._layers else 0
         self._layers.append(around or (self.calls if numbered else 0))
