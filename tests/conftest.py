@@ -16,6 +16,7 @@ _numbers = itertools.count()
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path_factory):
     """No test reads or writes the user's cache, nor another test's."""
+    monkeypatch.delenv("LOWTIDE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}"))
 
 

@@ -6,6 +6,7 @@ from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
 from lowtide.errors import GraphFormatError as GraphFormatError
 from lowtide.errors import LowtideError as LowtideError
 from lowtide.errors import PlanMismatchError as PlanMismatchError
+from lowtide.errors import PlannerFailedError as PlannerFailedError
 from lowtide.errors import ReplayError as ReplayError
 from lowtide.errors import StepError as StepError
 from lowtide.errors import TierError as TierError
@@ -15,6 +16,8 @@ from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure
 from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
+from lowtide.runtime.status import Status as Status
+from lowtide.runtime.watched_fit import WatchedFit as WatchedFit
 from lowtide.simulation.simulator import Timeline as Timeline
 from lowtide.simulation.simulator import simulate as simulate
 from lowtide.solvers.dispatch import solve as solve

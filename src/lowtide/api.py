@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 from torch import nn
 
@@ -18,6 +18,8 @@ from lowtide.planner import PlannedShape, Planner
 from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
+from lowtide.runtime.existing_checkpointing import KEEP, REPLACE, ExistingCheckpointing
+from lowtide.runtime.watched_fit import WatchedFit
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import usable
@@ -44,8 +46,9 @@ class Fit:
         graph, costs: What ``plan`` was solved from.
     """
 
-    def __init__(self, planner: Planner, batch: Any) -> None:
+    def __init__(self, planner: Planner, batch: Any, checkpointing: ExistingCheckpointing) -> None:
         model = planner.model
+        self._checkpointing = checkpointing
         self._planner = planner
         self._planned: list[PlannedShape] = []
         self._by_signature: dict[str, PlannedShape] = {}
@@ -250,6 +253,7 @@ class Fit:
         if self._undo is not None:
             self._undo()
             self._undo = None
+        self._checkpointing.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -258,6 +262,23 @@ class Fit:
         self.remove()
 
 
+@overload
+def fit(
+    model: nn.Module,
+    batch: None = None,
+    *,
+    budget: int | str = "auto",
+    optimizer: Any = None,
+    method: str = "exact",
+    n: int | None = None,
+    ratio: float | None = None,
+    gap: float | None = None,
+    time_limit_s: float | None = None,
+    node_limit: int | None = None,
+    checkpointing: str = "replace",
+    max_plans: int = 8,
+) -> WatchedFit: ...
+@overload
 def fit(
     model: nn.Module,
     batch: Any,
@@ -272,18 +293,41 @@ def fit(
     time_limit_s: float | None = None,
     node_limit: int | None = None,
     offload: Offload | None = None,
+    checkpointing: str = "replace",
     **deprecated: Unpack[DeprecatedOffload],
-) -> Fit:
+) -> Fit: ...
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budget: int | str = "auto",
+    optimizer: Any = None,
+    step: Step | None = None,
+    method: str = "exact",
+    n: int | None = None,
+    ratio: float | None = None,
+    gap: float | None = None,
+    time_limit_s: float | None = None,
+    node_limit: int | None = None,
+    offload: Offload | None = None,
+    checkpointing: str = "replace",
+    max_plans: int = 8,
+    **deprecated: Unpack[DeprecatedOffload],
+) -> Fit | WatchedFit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
 
-    Runs a few rehearsal steps (nothing of the training state moves): one recorded below autograd, one under the
-    plan in which every replay is compared bitwise with what it replaces.
+    Without a batch nothing runs now. The first real step is watched and kept within the budget as it runs, its plan is
+    solved in a process beside training, and later steps run under the plan. Losses outside the model, several calls
+    in a step and batches of other shapes are seen as they come. ``status()`` says what is in force.
+
+    With a batch the plan is made now, by a few rehearsal steps (nothing of the training state moves): one recorded
+    below autograd, one under the plan in which every replay is compared bitwise with what it replaces.
 
     Args:
         model: Where and as it trains: on its device, in train mode, with the autocast around it that training uses.
             In ``DistributedDataParallel`` or before it is wrapped; wrapped, every rank has to call ``fit``, and all
             adopt the plan of the rank with the least memory.
-        batch: One batch of the training data.
+        batch: One batch of the training data; None: watch the steps that really run.
         budget: Peak allocated device memory for forward and backward, weights and gradients included: ``"6GiB"``, an
             int in bytes, ``"40%"`` of the plain step's activation memory, or ``"auto"``: what is free now, less a
             tenth.
@@ -294,11 +338,15 @@ def fit(
             ``revolve``, ``rotor`` or ``knapsack``; see ``solve``.
         n, ratio, gap, time_limit_s, node_limit: Options of the method; see ``solve``.
         offload: Where tensors may be stored outside device memory, and how many bytes of them. By default a model on
-            CPU stores none, a model on an accelerator uses pinned host memory.
+            CPU stores none, a model on an accelerator uses pinned host memory; without a batch none is stored yet.
+        checkpointing: ``"replace"``: transformers' gradient checkpointing, where it is on, is switched off while the
+            model is fitted. ``"keep"``: it stays on, and what it drops is not planned.
+        max_plans: Without a batch: plans at hand at most; the one that was used least recently goes.
         **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
     Returns:
-        A ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``.
+        With a batch a ``Fit``: ``plan``, ``report()``, ``verify()``, ``step_region()``, ``remove()``. Without one a
+        ``WatchedFit``: ``status()``, ``wait()``, ``plan``, ``report()``, ``remove()``.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; raised before anything runs.
@@ -307,22 +355,34 @@ def fit(
         TierError: a tier that was asked for is not on this machine, or cannot be used; the model is as it was.
     """
     policy = offload_policy(fit, offload, deprecated)
-    model = unwrap_ddp(model)
+    if batch is None and (step is not None or not policy.is_automatic):
+        given_name = "step" if step is not None else "offload"
+        raise ValueError(f"{given_name}= needs a batch to plan with. Pass one, or leave {given_name}= out.")
+    if isinstance(model, nn.Module):
+        model = unwrap_ddp(model)
     check_arguments(model, batch, budget, step, optimizer)
     options = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
     given = {name: value for name, value in options.items() if value is not None}
     check_method(method, given)
     if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
         policy = replace(policy, host_budget=None)
+    if checkpointing not in (REPLACE, KEEP):
+        raise ValueError(f"checkpointing={checkpointing!r} is not known. Use {REPLACE!r} or {KEEP!r}.")
+    asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans, checkpointing)
+    if batch is None:
+        return WatchedFit(model, asked)
     capacities = usable(device_of(model).type, policy)
     check_method(method, {"offload": policy} if capacities else {})
-    planner = Planner(model, FitOptions(budget, optimizer, step, method, given, policy), capacities)
+    planner = Planner(model, asked, capacities)
     hint = budget_hint(budget)
     if hint:
         planner.warn(hint)
+    existing = ExistingCheckpointing(model, planner.warn, checkpointing)
+    existing.switch_off()
     try:
-        return Fit(planner, batch)
-    except BudgetInfeasibleError as error:
-        if hint:
+        return Fit(planner, batch, existing)
+    except BaseException as error:
+        existing.restore()
+        if hint and isinstance(error, BudgetInfeasibleError):
             error.args = (f"{error}\n{hint}",)
         raise

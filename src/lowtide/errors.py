@@ -23,6 +23,10 @@ class BudgetInfeasibleError(LowtideError):
         self.proven_bytes = proven_bytes
 
 
+class PlannerFailedError(LowtideError):
+    """Planning beside training failed, or was ended, before there was a plan; the message says how."""
+
+
 class PlanMismatchError(LowtideError):
     """A plan was used with a graph or a model it was not made for."""
 

@@ -106,6 +106,8 @@ class FitOptions:
         step: ``(model, batch) -> loss``; None: the loss is the model's own output.
         solver: Keyword arguments of ``solve`` beyond budget, method and tiers.
         offload: Where tensors may be stored outside device memory.
+        checkpointing: What becomes of checkpointing that the model has switched on: ``replace`` or ``keep``.
+        max_plans: Plans at hand at most; the one that was used least recently goes.
     """
 
     budget: int | str
@@ -114,3 +116,5 @@ class FitOptions:
     method: str
     solver: Mapping[str, Any]
     offload: Offload
+    max_plans: int = 8
+    checkpointing: str = "replace"

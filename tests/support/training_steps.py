@@ -47,6 +47,18 @@ def drop_everything(graph: StepGraph) -> Plan:
     )
 
 
+def build_for_drops(graph: StepGraph, chosen: Callable[[str], bool]) -> Plan:
+    """Everything stored is dropped that an op of a module with a chosen path makes."""
+
+    def path(storage: int) -> str:
+        op = graph.storages[storage].op
+        return "" if op is None else graph.frames[graph.ops[op].frame].path
+
+    actions = complete_actions(graph, [s for s in sorted(graph.stored) if chosen(path(s))])
+    costs = Costs(op_ms=(1.0,) * len(graph.ops))
+    return build_plan(graph, costs, Candidate(actions), method="full", budget_bytes=None, start_s=0)
+
+
 def harshest(model: nn.Module, batch: Any, step: Any = None) -> Plan:
     """Trace, and drop everything; fails if nothing can be dropped."""
     plan = drop_everything(lowtide.trace(model, batch, step=step))

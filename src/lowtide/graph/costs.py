@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 HOST, DISK = "host", "disk"  # tiers that a storage can be moved to
 TIERS = (HOST, DISK)
+# Each op timed alone; as the ops of a real step ran; between measured shapes.
+SOURCES = ("measured", "watched", "interpolated")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Costs:
         dispatch_us: Microseconds that the tape adds to every forward op.
         record_us: Added besides to each op whose output is dropped or moved.
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
-        source: How the times were found: ``measured``.
+        source: How the times were found, of ``SOURCES``.
         device_name: Where the times hold.
         links: By tier (``host``, ``disk``); of those that were asked for.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import GraphFormatError
-from lowtide.graph.costs import TIERS, Costs, Link
+from lowtide.graph.costs import SOURCES, TIERS, Costs, Link
 from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
@@ -219,7 +219,7 @@ def costs_from_dict(body: Any) -> Costs:
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
     body = _upgraded_costs(body)
     check.fields(body, Costs, COSTS_VERSION)
-    check.that(body["source"] == "measured", "source", body["source"], "measured")
+    check.that(body["source"] in SOURCES, "source", body["source"], " or ".join(SOURCES))
     return Costs(
         op_ms=tuple(check.many("op_ms", body["op_ms"], check.time)),
         dispatch_us=check.time("dispatch_us", body["dispatch_us"]),

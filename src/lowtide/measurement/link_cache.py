@@ -1,7 +1,7 @@
-"""Measured links, kept in ``lowtide/links.json`` in the user's cache directory.
+"""Measured links, kept in ``links.json`` in the cache directory (``cache_files.py``).
 
 An entry is for one host, one tier, one device or file system and one version of PyTorch, and is valid for a week. If
-the file is damaged, or cannot be read or written, links are measured as if there were none.
+the file is damaged, cannot be read or written, or is not the user's own, links are measured as if there were none.
 """
 
 import json
@@ -9,13 +9,13 @@ import logging
 import math
 import os
 import platform
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowtide.cache_files import cache_dir, read_file, write_file
 from lowtide.graph.costs import DISK, Link
 from lowtide.measurement.device import device_name
 
@@ -26,10 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 def path() -> Path:
-    """Path of the file, in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says to ignore a path that is not absolute.
-    return Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "lowtide" / "links.json"
+    """Path of the file."""
+    return cache_dir() / "links.json"
 
 
 def key_of(tier: str, device: str, directory: str | Path) -> str:
@@ -55,26 +53,16 @@ def remember(key: str, link: Link) -> None:
     others = [row for row in _read().items() if row[0] != key]
     rows = dict(others[-_MOST_ENTRIES + 1 :])
     rows[key] = [link.store_bytes_per_s, link.fetch_bytes_per_s, link.latency_ms, time.time()]
-    file = path()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # A process that reads meanwhile sees the old file or the new one, never a part.
-        fd, name = tempfile.mkstemp(prefix="links-", dir=file.parent)
-        try:
-            with os.fdopen(fd, "w") as written:
-                json.dump({"version": VERSION, "links": rows}, written)
-            os.replace(name, file)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_file(path(), json.dumps({"version": VERSION, "links": rows}).encode())
     except OSError as error:
         _log.info("the link's speed is not kept for next time: %s", error)
 
 
 def _read() -> dict[str, Any]:
     try:
-        body = json.loads(path().read_text())
-    except (OSError, ValueError, RecursionError):  # none yet, or damaged
+        body = json.loads(read_file(path()))
+    except (OSError, ValueError, RecursionError):  # none yet, not the user's own, or damaged
         return {}
     rows = body.get("links") if isinstance(body, dict) and body.get("version") == VERSION else None
     return rows if isinstance(rows, dict) else {}

@@ -13,6 +13,7 @@ from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
+from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
@@ -59,13 +60,13 @@ class GuardedCall:
         call = self._compiled or model._call_impl
         observer = module_calls.thread_state.observer
         if observer is not None:
-            return _call_in_open_region(observer, call, args, kwargs)
+            return call_in_open_region(observer, call, args, kwargs)
         if not torch.is_grad_enabled() or cannot_tape():
             return call(*args, **kwargs)
         chosen = self.choose(args, kwargs)
         if chosen is None:
             opened = module_calls.thread_state.observer  # choosing may have begun a region for the whole step
-            return call(*args, **kwargs) if opened is None else _call_in_open_region(opened, call, args, kwargs)
+            return call(*args, **kwargs) if opened is None else call_in_open_region(opened, call, args, kwargs)
         tape, planned_call = chosen
         if not tape.free.acquire(blocking=False):  # another thread uses this tape: here everything is saved
             return call(*args, **kwargs)
@@ -76,12 +77,12 @@ class GuardedCall:
             tape.free.release()
 
 
-def _call_in_open_region(
+def call_in_open_region(
     observer: module_calls.CallObserver, call: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
     """Call the model where a region is open already."""
     leave = observer.leave
-    if not torch.is_grad_enabled() and isinstance(observer, Tape):
+    if not torch.is_grad_enabled() and isinstance(observer, (Tape, OnlineTape)):
         observer.pause()
         leave = observer.resume
     else:

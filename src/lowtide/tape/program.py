@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.operators import may_draw_random_numbers, omittable_arguments
+from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 
 
 class TapedOp:
@@ -17,7 +17,7 @@ class TapedOp:
 
     __slots__ = (
         "audited", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
-        "moves_completed", "name", "num_dropped_inputs", "random", "transient_replays", "where",
+        "moves_completed", "name", "num_dropped_inputs", "random", "transient_replays", "uninitialised", "where",
     )  # fmt: skip
 
     def __init__(self, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
@@ -43,18 +43,21 @@ class TapedOp:
         self.func = func  # None if it is not registered yet
         self.kernel = getattr(func, "_op", func)  # without the Python around it
         self.random = func is not None and may_draw_random_numbers(func)
+        self.uninitialised = func is not None and packet_name(func) in NONDETERMINISTIC  # until an in-place op fills it
         self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 
 class TapedCall:
     """One module call of the plan."""
 
-    __slots__ = ("children", "has_actions", "ops")
+    __slots__ = ("children", "has_actions", "has_actions_inside", "ops", "reads_dropped_inside")
 
     def __init__(self) -> None:
         self.ops: list[TapedOp] = []  # those that it runs itself
         self.children: dict[str, list[TapedCall]] = {}  # the calls inside it, by module path
         self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
+        self.has_actions_inside = False  # so has one of its own, or of a call inside it
+        self.reads_dropped_inside = False  # one of these reads what is dropped or moved elsewhere
 
 
 class PlanProgram:
@@ -88,6 +91,13 @@ class PlanProgram:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
         for call in self.calls:
             call.has_actions = any(op.drops or op.moves or op.completes_inplace for op in call.ops)
+        completed = {self.ops[number] for number in completed_by if number is not None}
+        for call in reversed(self.calls):  # calls inside one come after it
+            inside = [child for calls in call.children.values() for child in calls]
+            call.has_actions_inside = call.has_actions or any(child.has_actions_inside for child in inside)
+            # What an op reads that others complete in place is counted with those: it may read anything.
+            reads = any(op.num_dropped_inputs or op in completed for op in call.ops)
+            call.reads_dropped_inside = reads or any(child.reads_dropped_inside for child in inside)
 
     @property
     def keeps_everything(self) -> bool:

@@ -8,6 +8,7 @@ matched by name and order within their module call; an op that does not match is
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,13 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
+from torch.utils._python_dispatch import _pop_mode as pop_mode
+from torch.utils._python_dispatch import _push_mode as push_mode
 
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -39,7 +46,14 @@ from lowtide.tape.values import (
 )
 from lowtide.tracing import module_calls
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
-from lowtide.tracing.operators import allocated_bytes, draws_random_numbers, is_wrapper_type, storage_of
+from lowtide.tracing.operators import (
+    allocated_bytes,
+    draws_random_numbers,
+    is_wrapper_type,
+    omitted_in_replay,
+    storage_of,
+)
+from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
@@ -68,10 +82,11 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "next", "planned")
+    __slots__ = ("calls", "next", "planned", "unhooked", "unwatched")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
+        self.unwatched = self.unhooked = False  # mode or hooks are away while it runs
         self.next = 0  # index of the planned op that is expected next
         self.calls: dict[str, int] | None = None  # how often each child module has been called
 
@@ -81,6 +96,9 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         audit: Compares replays with what they replace; None where nothing is to be compared.
+        sizes_vary: The plan is for larger batches than this step's: sizes need not be those planned.
+        proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
+            the same bits; called with the ops that differ.
         comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
         free: Held while a call of the model is taped: one forward pass at a time.
     """
@@ -103,6 +121,8 @@ class Tape(TorchDispatchMode):
         self.counts = Counts()
         self.audit: Audit | None = None
         self.comparison_bytes = 0
+        self.sizes_vary = False
+        self.proves_at_birth: Callable[[TapedOp], None] | None = None
         self.free = threading.Lock()
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
@@ -169,11 +189,34 @@ class Tape(TorchDispatchMode):
             if calls is not None and ordinal < len(calls):
                 planned = calls[ordinal]
         self._callers.append(caller)
-        self._call = _OpenCall(planned)
+        self._call = call = _OpenCall(planned)
+        if planned is not None and not (planned.has_actions_inside or self._wrapped or self._pauses):
+            self._stop_watching(call, planned)
 
     def leave(self) -> None:
-        self._close(self._call)
+        call = self._call
+        if call.unwatched:
+            push_mode(self)
+            module_calls.thread_state.observer = self
+        if call.unhooked:
+            push_hooks(self.pack, self.unpack)
+        self._close(call)
         self._call = self._callers.pop()
+
+    def _stop_watching(self, call: _OpenCall, planned: TapedCall) -> None:
+        """Nothing is to be done for any op inside ``call``: let them cost what they cost in the plain step.
+
+        Hooks stay where a dropped tensor from outside may be saved. What the user has put on top of ours stays too.
+        """
+        if current_mode() is not self:
+            return
+        call.unwatched = True
+        pop_mode()
+        module_calls.thread_state.observer = None  # until ``leave``: the calls inside need not be told
+        top = top_hooks(True)
+        if not planned.reads_dropped_inside and top is not None and top[0] == self.pack:
+            call.unhooked = True
+            pop_hooks()
 
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
@@ -259,13 +302,16 @@ class Tape(TorchDispatchMode):
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), created_on)
             recipe.rng = GeneratorState(device)
         result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
+        if not self._proven(op, args, kwargs, recipe.rng, result):
+            return result
         single = len(op.drops) == 1
         outputs: list[weakref.ref[Value]] = []
         for output, size in op.drops:
             tensor = result if type(result) is torch.Tensor else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             attributes = storage.__dict__
-            other_size = storage.nbytes() != size and allocated_bytes(storage) != size and not op.dynamic
+            sizes = () if op.dynamic or self.sizes_vary else (storage.nbytes(), allocated_bytes(storage))
+            other_size = bool(sizes) and size not in sizes
             if (
                 other_size
                 or MARK in attributes
@@ -289,6 +335,26 @@ class Tape(TorchDispatchMode):
             recipe.outputs = outputs
         return result
 
+    def _proven(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | None, result: Any) -> bool:
+        """Whether ``op`` gives the same bits when it runs again at once; if not, it is saved from now on."""
+        if self.proves_at_birth is None or op.audited or op.uninitialised:
+            return True
+        skipped = omitted_in_replay(op.func, args)
+        again = [None if i in skipped else a for i, a in enumerate(args)]
+        with nullcontext() if rng is None else rng.restored():
+            second = op.kernel(*again, **kwargs)
+        op.audited = all(same_bits(nth_tensor(result, n), nth_tensor(second, n)) for n, _ in op.drops)
+        if not op.audited:
+            self._give_up_dropping(op)
+        return op.audited
+
+    def _give_up_dropping(self, op: TapedOp) -> None:
+        """Another run of ``op`` gives other bits: it is saved from now on."""
+        op.drops = ()
+        self.counts.mismatched += 1
+        if self.proves_at_birth is not None:
+            self.proves_at_birth(op)
+
     def _record_inplace(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run an in-place op on a dropped output; it becomes part of the recipe if nothing has read the output yet."""
         if MARK not in args[0].untyped_storage().__dict__:
@@ -300,8 +366,18 @@ class Tape(TorchDispatchMode):
             self.counts.mismatched += 1
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
+        second = None
+        if self.proves_at_birth is not None and not op.audited:
+            second = args[0].clone()
+            with nullcontext() if rng is None else rng.restored():
+                op.func(second, *args[1:], **kwargs)
         recipe.extend(op.func, args, kwargs, value, rng)
         result = op.func(*args, **kwargs)
+        if second is not None:
+            op.audited = same_bits(second, args[0])
+            if not op.audited and op.completes_inplace is not None:
+                value.original = sharing_version(args[0])  # this time what was dropped stays beside its recipe
+                self._give_up_dropping(op.completes_inplace)
         value.version += 1  # autograd counts this write when the call has returned; any other write makes them differ
         return result
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
 
@@ -228,20 +229,24 @@ def sharing_version(tensor: Tensor) -> Tensor:
 
     Inside ``__torch_dispatch__`` a plain ``detach`` gets a version counter of its own, which misses later writes.
     """
+    # Not always excluded here: an op that autograd does not wrap (``set_``, say) reaches a mode with the key on, and a
+    # key left excluded would stop every version counter of this thread.
+    before = key_is_excluded(DispatchKey.ADInplaceOrView)
     exclude_key(DispatchKey.ADInplaceOrView, False)
     try:
         return tensor.detach()
     finally:
-        exclude_key(DispatchKey.ADInplaceOrView, True)
+        exclude_key(DispatchKey.ADInplaceOrView, before)
 
 
 def detached(tensor: Tensor) -> Tensor:
     """``tensor.detach()``, unseen by dispatch modes: the tape must not take it for an op of the step."""
+    before = key_is_excluded(DispatchKey.Python)
     exclude_key(DispatchKey.Python, True)
     try:
         return tensor.detach()
     finally:
-        exclude_key(DispatchKey.Python, False)
+        exclude_key(DispatchKey.Python, before)
 
 
 def modified_in_place(tensor: Tensor, size: Sequence[int], expected_version: int) -> RuntimeError:

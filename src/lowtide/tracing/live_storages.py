@@ -19,6 +19,7 @@ class LiveStorages:
         self._builder = builder
         self._ids: dict[int, int] = {}
         self._references: dict[int, weakref.ref] = {}
+        self._freed: set[int] = set()  # storages that Python has let go while a tape still holds them
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The id of a tensor's storage; None if it has none yet."""
@@ -47,6 +48,16 @@ class LiveStorages:
         if storage._cdata not in self._ids:
             self._add(storage, self._builder.saved[saved], (DROP, saved))
 
+    def add_remade(self, tensor: torch.Tensor, number: int) -> None:
+        """``tensor`` holds again what a tape had released of storage ``number``; its death is no event."""
+        self._add(tensor.untyped_storage(), number, None)
+
+    def note_free(self, number: int) -> None:
+        """Python holds the storage no more; a tape, which does, is no part of the step."""
+        if number not in self._freed:
+            self._freed.add(number)
+            self._builder.add_event(FREE, number)
+
     def _add(self, storage: torch.UntypedStorage, number: int, death: tuple[int, int] | None) -> None:
         """``storage`` has the id ``number`` until it dies, which is the event ``death``."""
         key, builder = storage._cdata, self._builder
@@ -55,7 +66,7 @@ class LiveStorages:
         def died(_: Any) -> None:
             self._ids.pop(key, None)
             self._references.pop(key, None)
-            if death is not None:
+            if death is not None and number not in self._freed:
                 builder.add_event(*death)
 
         self._ids[key], self._references[key] = number, weakref.ref(storage, died)
@@ -63,6 +74,10 @@ class LiveStorages:
     def stop(self) -> None:
         """Deaths count no more."""
         self._references.clear()
+
+
+class DataAssignedError(UnsupportedModelError):
+    """A tensor was given other memory after something had read it."""
 
 
 class DataAssignmentGuard:
@@ -91,7 +106,7 @@ class DataAssignmentGuard:
         """Fix the storage of ``tensor`` if it was assigned to.
 
         Raises:
-            UnsupportedModelError: something had read it before.
+            DataAssignedError: something had read it before.
         """
         made = self._made.get(id(tensor))
         if made is None:
@@ -103,7 +118,7 @@ class DataAssignmentGuard:
         self._builder.fix(storage, "was given other memory or another shape through .data")
         self.add(tensor, storage)
         if self._builder.was_read(storage):
-            raise UnsupportedModelError(
+            raise DataAssignedError(
                 f"in module {self._builder.path} a tensor of shape {list(tensor.shape)} was assigned to "
                 "(x.data = ...) after an operator had read it.\n  Its backward and its replay would read the new data, "
                 "which no version tells of.\nAssign to the name (x = ...), or to .data before anything reads x."

@@ -37,6 +37,7 @@ SCATTERS = frozenset({
     torch.ops.aten.index_put.default,
 })  # fmt: skip
 _BLOCK_BYTES = {"cuda": 512}
+_CHUNK = 1 << 16  # words of a tensor that are weighted at a time
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
@@ -162,7 +163,7 @@ def fills_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Position-weighted sums of a tensor's bits, chunk by chunk: equal bits give equal sums, a change shows.
+    """Position-weighted sums of a tensor's bits: equal bits give equal sums, a change shows.
 
     Constant extra memory (a clone would double a step's largest tensors just when memory is short). Sums are
     modulo 2^64 with odd weights, so flips of signs or swaps of elements do not cancel as they would in a XOR.
@@ -171,12 +172,12 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     if storage is None or storage.nbytes() == 0:
         return ()
     raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    whole = raw[: raw.numel() // 4 * 4].view(torch.int32)
-    sums: list[torch.Tensor] = []
-    chunk = 1 << 18
-    weights = torch.arange(1, 2 * min(chunk, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
-    for i, part in enumerate(whole.split(chunk)):
-        sums.append((part * weights[: part.numel()]).sum() * (2 * i + 1))
-    tail = raw[whole.numel() * 4 :].to(torch.int64).sum()
-    total = torch.stack([*sums, tail]) if sums else tail[None]
-    return tuple(total.cpu().tolist())
+    whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
+    weights = torch.arange(1, 2 * min(_CHUNK, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
+    sums: list[torch.Tensor] = [raw[whole.numel() * 8 :].to(torch.int64).sum()]
+    for i, part in enumerate(whole.split(_CHUNK)):
+        matching = weights[: part.numel()]
+        # A CPU has no temporary in ``dot`` and is ten times faster; other devices have no integer ``dot``.
+        total = torch.dot(part, matching) if part.device.type == "cpu" else (part * matching).sum()
+        sums.append(total * (2 * i + 1))
+    return tuple(torch.stack(sums).cpu().tolist())

@@ -1,12 +1,13 @@
-"""Watches one step below autograd: a dispatch mode that puts every operator into a ``GraphBuilder``.
+"""Records one step below autograd: a dispatch mode that puts every operator into a ``GraphBuilder``.
 
-Nothing that autograd stores is held while the step is recorded: the pack hook keeps a tensor's description, and
-backward gets a blank one of the same shape. So memory stays far below the plain step's, a storage's death shows
-its pure Python lifetime, and the gradients, which nobody needs, are wrong. Integer and boolean tensors are held
-as copies: backward uses them as indices.
+In a rehearsal, nothing that autograd stores is held while the step is recorded: the pack hook keeps a tensor's
+description, and backward gets a blank one of the same shape. So memory stays far below the plain step's, a storage's
+death shows its pure Python lifetime, and the gradients, which nobody needs, are wrong. Integer and boolean tensors are
+held as copies: backward uses them as indices.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,18 +59,19 @@ class Recorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
 
-    def __init__(self, device: torch.device, *, region: str) -> None:
+    def __init__(self, device: torch.device, *, region: str, restores_parameters: bool = True) -> None:
         super().__init__()
         self._device = device
+        self._restores_parameters = restores_parameters
         self.builder = GraphBuilder(region=region)
         self.live = LiveStorages(self.builder)
         self.sums = GradientSums(self.live)
         self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
-        self._assignments = DataAssignmentGuard(self.builder)
+        self.assignments = DataAssignmentGuard(self.builder)
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
-        self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self._assignments)
+        self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments)
         self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
         self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
         self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
@@ -83,14 +85,20 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        builder, id_of = self.builder, self.live.id_of
+        builder = self.builder
         if builder.ops_ignored or not builder.recording or func.namespace == "profiler" or subclasses.fake_mode_is_on():
             return func(*args, **kwargs)
         if types and any(map(is_wrapper_type, types)):
             for part in subclasses.bump_versions_of_parts(func, args, kwargs):
-                if (number := id_of(part)) is not None:
+                if (number := self.live.id_of(part)) is not None:
                     builder.end_completion(number)
             return NotImplemented
+        return self.record(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def record(self, func: Any, args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
+        """What ``run()`` returns, which runs ``func`` on plain tensors, recorded as an op of the step."""
+        builder, id_of = self.builder, self.live.id_of
+        backward = self._backward or torch._C._current_graph_task_id() != -1
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         for tensor in inputs:
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
@@ -105,12 +113,12 @@ class Recorder(TorchDispatchMode):
         to_write = written_tensors(func, args, kwargs)
         writes = tuple(dict.fromkeys(n for n in map(id_of, to_write) if n is not None))
         for tensor in inputs:
-            self._assignments.check(tensor)
+            self.assignments.check(tensor)
         for tensor in to_write:
             self._copy_before_write(tensor)
         signature = self._signature_of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        result = self._run(signature, func, args, kwargs, inputs)
+        result = self._run(signature, func, inputs, run)
         rng_bytes = 0
         if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
             cpu = self._device.type == "cpu"
@@ -122,9 +130,9 @@ class Recorder(TorchDispatchMode):
             writes += tuple(sorted(changed))
         if not reason and any(storage_of(t) is None for t in inputs):
             reason = "reads a tensor without one plain storage"
-        if self._backward:
+        if backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
-        self._add_op(func, result, reads, writes, reason, signature, rng_bytes)
+        self._add_op(func, result, reads, writes, reason, signature, rng_bytes, backward=backward)
         return result
 
     def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:
@@ -134,22 +142,22 @@ class Recorder(TorchDispatchMode):
             self._signatures[text] = self.builder.add_signature(signature)
         return self._signatures[text]
 
-    def _run(self, signature: int, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
-        """What ``func`` returns. The first run of a signature is watched.
+    def _run(self, signature: int, func: Any, inputs: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+        """What ``run()`` returns, which runs ``func``. The first run of a signature is watched.
 
         What counts is what the kernel allocates, and which inputs it changes though its schema says that it only reads
         them.
         """
         if signature in self._workspace_bytes:
-            return func(*args, **kwargs)
+            return run()
         with self.builder.ignoring_ops():
             if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
                 self._undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
                 self._workspace_bytes[signature] = 0
-                return func(*args, **kwargs)
+                return run()
             before = [fingerprint(t) for t in inputs]
             with measuring(self._device) as counter:
-                result = func(*args, **kwargs)
+                result = run()
             self._undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
             self._workspace_bytes[signature] = 0 if counter is None else counter.workspace
             return result
@@ -159,10 +167,12 @@ class Recorder(TorchDispatchMode):
         if number is None or number in self.written_parameters or self._is_gathering(number):
             return
         if self.builder.storages[number].kind == "parameter":
+            self.written_parameters.add(number)
+            if not self._restores_parameters:
+                return
             with self.builder.ignoring_ops():
                 memory = tensor.untyped_storage()
                 now = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-                self.written_parameters.add(number)
                 self._before_writes.append((now, now.clone()))
 
     def _is_gathering(self, storage: int) -> bool:
@@ -170,11 +180,10 @@ class Recorder(TorchDispatchMode):
 
     def _add_op(
         self, func: Any, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str, signature: int,
-        rng_bytes: int,
+        rng_bytes: int, *, backward: bool,
     ) -> None:  # fmt: skip
         builder = self.builder
         number = builder.begin_op()
-        backward = self._backward or torch._C._current_graph_task_id() != -1
         fixed = ""
         if not backward:
             builder.add_reads(number, reads, writes)
@@ -239,9 +248,9 @@ class Recorder(TorchDispatchMode):
             if number == known:
                 makes.append(number)
                 if not backward:
-                    self._assignments.add(tensor, number)
+                    self.assignments.add(tensor, number)
             elif number is not None and not backward:
-                self._assignments.add_view(tensor, number, written=writes)
+                self.assignments.add_view(tensor, number, written=writes)
         return makes
 
     def _complete_inplace(

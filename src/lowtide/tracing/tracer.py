@@ -170,13 +170,19 @@ def record(
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     with preserve_training_state(model, batch):
         received = _record_step(recorder, model, batch, step, forward)
+    return fold(finished_graph(recorder, model, batch, optimizer, received | with_gradient), recorder.sums.targets)
+
+
+def finished_graph(recorder: Recorder, model: nn.Module, batch: Any, optimizer: Any, received: set[str]) -> StepGraph:
+    """The graph of a step that is over; ``received``: names of the parameters that have, or had, a gradient."""
+    device = device_of(model)
     written = recorder.written_parameters
     trained = [p for name, p in model.named_parameters() if name in received]
     state_bytes, step_bytes = optimizer_bytes(optimizer, trained)
-    graph = recorder.builder.build(
+    return recorder.builder.build(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        resident=_resident_bytes(model, batch, device, received | with_gradient) | {"optimizer": state_bytes},
+        resident=resident_bytes(model, batch, device, received) | {"optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
         written_parameters=tuple(
             name
@@ -185,7 +191,6 @@ def record(
         ),
         provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
     )
-    return fold(graph, recorder.sums.targets)
 
 
 def _record_step(
@@ -207,7 +212,7 @@ def _record_step(
             return run_step(model, batch, step)
 
     try:
-        _add_residents(recorder, model, batch)
+        add_residents(recorder, model, batch)
         if units_of(model):
             recorder.observe_fsdp(model)
         module_calls.thread_state.observer = recorder
@@ -259,7 +264,8 @@ def _root_call(model: nn.Module, recorder: Recorder) -> Callable[..., Any]:
     return root
 
 
-def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
+def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
+    """Parameters, gradients, buffers and batch: storages that are there before the step."""
     live = recorder.live
     for p in model.parameters():
         for t in plain_tensors(p):
@@ -275,7 +281,7 @@ def _add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             recorder.builder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
-def _resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
+def resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
     """Live bytes through the whole step by part, each storage once."""
     block = 1 if device.type == "cpu" else 512
     seen: set[int] = set()

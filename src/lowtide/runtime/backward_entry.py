@@ -1,0 +1,65 @@
+"""Sees every backward start and end, from outside the engine.
+
+What a hook, an unpack or a queued callback pushes or pops inside backward is undone by the engine, which restores the
+thread's state for every node; and no hook tells that a backward has failed. ``Tensor.backward``, ``autograd.backward``
+and ``autograd.grad`` all go through one Python function, which is wrapped while somebody observes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.autograd as autograd
+import torch.autograd.graph as autograd_graph
+from torch._C import _current_graph_task_id as graph_task
+
+_NAME = "_engine_run_backward"  # in both modules
+
+
+class BackwardObserver(Protocol):
+    """Is told of each outermost backward, on the thread that runs it. Must not raise."""
+
+    def before_backward(self) -> None: ...
+    def after_backward(self, *, failed: bool) -> None: ...
+
+
+_observers: list[BackwardObserver] = []
+_entry: Any = None  # what was there before
+
+
+def observe(observer: BackwardObserver) -> Callable[[], None]:
+    """Tell ``observer`` of every backward; returns the undo, which may be called twice."""
+    global _entry
+    if not _observers:
+        _entry = vars(autograd_graph)[_NAME]
+        _set(_run_backward)
+    _observers.append(observer)
+
+    def undo() -> None:
+        if observer in _observers:
+            _observers.remove(observer)
+            # Whoever has wrapped the wrapper meanwhile keeps it; without observers it only passes on.
+            if not _observers and vars(autograd_graph)[_NAME] is _run_backward:
+                _set(_entry)
+
+    return undo
+
+
+def _set(entry: Any) -> None:
+    for module in (autograd, autograd_graph):
+        setattr(module, _NAME, entry)
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    if graph_task() != -1:  # inside another one
+        return _entry(*args, **kwargs)
+    observers = tuple(_observers)
+    for observer in observers:
+        observer.before_backward()
+    failed = True
+    try:
+        result = _entry(*args, **kwargs)
+        failed = False
+        return result
+    finally:
+        for observer in observers:
+            observer.after_backward(failed=failed)

@@ -1,0 +1,232 @@
+"""The plans at hand, by shape: asked for, put in force when they come back, given up when steps turn out otherwise.
+
+A plan serves every shape that its own shape covers (``plan_transfer.py`` says why the budget holds). So the largest
+shape so far is planned first. While there is room for more plans, shapes much smaller than what serves them get plans
+of their own: a short batch should recompute little, and one that fits plain nothing.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.options import FitOptions
+from lowtide.plan import Plan
+from lowtide.runtime.call_shapes import CallShape
+from lowtide.runtime.plan_request import PlanRequest
+from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
+from lowtide.tape.program import TapedCall, TapedOp, program_of
+from lowtide.tape.tape import Tape
+from lowtide.units import format_bytes
+
+logger = logging.getLogger("lowtide")
+_MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
+_DRIFT = 0.02  # of the dropped tensors: so many ops that did not come as planned are worth another plan
+_MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
+
+
+@dataclass
+class PlannedStep:
+    """A plan at hand, and the tape that carries it out.
+
+    Attributes:
+        shapes: Of each call of the model in the step, in order.
+        last_served: Shape of the first call of the step that ran under it last.
+        mismatched: Ops that did not come as planned, when last looked at.
+    """
+
+    plan: Plan
+    graph: StepGraph
+    costs: Costs
+    shapes: tuple[CallShape, ...]
+    tape: Tape
+    last_served: CallShape | None = None
+    mismatched: int = 0
+
+    @property
+    def calls(self) -> list[TapedCall]:
+        return self.tape.program.root.children.get("", [])
+
+    def has_drifted(self) -> bool:
+        """Many ops since the last look did not come as planned."""
+        new = self.tape.counts.mismatched - self.mismatched
+        self.mismatched = self.tape.counts.mismatched
+        return new > _DRIFT * max(1, sum(bool(op.drops) for op in self.tape.program.ops))
+
+
+@dataclass
+class _Asked:
+    """A request that the planner works on."""
+
+    shapes: tuple[CallShape, ...]
+    request: PlanRequest
+    pending: PendingPlan
+    first: PlannedStep | None = None  # put in force until the final plan is there
+
+
+class PlanShelf:
+    """One model's plans.
+
+    Attributes:
+        plans: The one used last at the end.
+        seen: Shapes of the first calls of steps.
+        planning_s: Seconds that the planner took in all.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: FitOptions, planner: PlannerProcess, say: Callable[[str], None]
+    ) -> None:
+        self._model, self._options, self._planner, self._say = model, options, planner, say
+        self.plans: list[PlannedStep] = []
+        self.seen: set[CallShape] = set()
+        self.planning_s = 0.0
+        self._asked: _Asked | None = None  # one at a time: the planner has one core
+        self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
+        self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
+        self._refused: set[CallShape] = set()
+        self._replans: Counter[CallShape] = Counter()
+
+    # -- which plan -----------------------------------------------------------------------------------------
+
+    def plan_for(self, shape: CallShape) -> PlannedStep | None:
+        """The plan for a step that starts with a call of ``shape``; None: there is none, or it wants another watch."""
+        self._adopt_plans()
+        self.seen.add(shape)
+        found = self._serving(shape)
+        if found is not None and found.has_drifted() and not self._keep_drifted(found):
+            found = self._serving(shape)
+        if found is None or (found.shapes[0] != shape and self._wants_own_plan(shape, found)):
+            return None
+        found.last_served = shape
+        self.plans.remove(found)
+        self.plans.append(found)
+        return found
+
+    def wants_graph(self, shape: CallShape) -> bool:
+        """Whether a watched step of ``shape`` should be recorded."""
+        if shape in self._refused:
+            return False
+        waiting = [shapes[0] for shapes, _ in self._next] + ([self._asked.shapes[0]] if self._asked else [])
+        return not any(s == shape if shape in self._alone else s.covers(shape) for s in waiting)
+
+    def _serving(self, shape: CallShape) -> PlannedStep | None:
+        """The plan of ``shape``, or of the smallest shape that covers it."""
+        exact = next((p for p in self.plans if p.shapes[0] == shape), None)
+        if exact is not None or shape in self._alone:
+            return exact
+        covering = [p for p in self.plans if p.shapes[0].covers(shape)]
+        return min(covering, key=lambda p: p.shapes[0].sizes, default=None)
+
+    def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
+        """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
+        if served_by.tape.program.keeps_everything or shape in self._refused or self._asked is not None:
+            return False
+        return len(self.plans) < self._options.max_plans and shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
+
+    def _keep_drifted(self, planned: PlannedStep) -> bool:
+        """Steps under ``planned`` ran other ops than it knows: whether it is still the best there is."""
+        shape = planned.last_served
+        if shape is not None and shape != planned.shapes[0]:
+            self._alone.add(shape)
+            return False
+        return not self.give_up(planned)
+
+    def give_up(self, planned: PlannedStep) -> bool:
+        """Plan again from another watched step; False where that has not helped before."""
+        shape = planned.shapes[0]
+        if self._replans[shape] >= _MAX_REPLANS or planned not in self.plans:
+            return False
+        self._replans[shape] += 1
+        self.plans.remove(planned)
+        return True
+
+    # -- asking ---------------------------------------------------------------------------------------------
+
+    def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
+        """Have a step planned whose calls have these shapes."""
+        options = self._options
+        self._next.append((shapes, PlanRequest(graph, costs, budget_bytes, options.method, options=options.solver)))
+        self._ask_next()
+
+    def refuse(self, shape: CallShape, why: str) -> None:
+        """There will be no plan for steps that start with a call of ``shape``: they run online."""
+        self._refused.add(shape)
+        self._say(f"no plan for steps like this one, they run online: {why}")
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until no answer of the planner is outstanding. Raises: TimeoutError."""
+        while self._asked is not None:
+            with suppress(LowtideError):  # ``_adopt`` says it
+                self._asked.pending.plan(timeout_s)
+            self._adopt_plans()
+
+    def _ask_next(self) -> None:
+        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own."""
+        if self._asked is not None or not self._next:
+            return
+        shapes, request = max(self._next, key=lambda entry: entry[0][0].sizes)
+        self._next = [entry for entry in self._next if entry[0][0] != shapes[0] and not shapes[0].covers(entry[0][0])]
+        self._asked = _Asked(shapes, request, self._planner.submit(request))
+
+    def _adopt_plans(self) -> None:
+        """Put in force what has come back from the planner."""
+        asked = self._asked
+        if asked is None:
+            return
+        if asked.pending.done():
+            self._asked = None
+            self._adopt(asked)
+            self._ask_next()
+        elif asked.pending.first_done() and asked.first is None:
+            with suppress(LowtideError):  # the final answer tells
+                asked.first = self._put_in_force(asked, asked.pending.first())
+
+    def _adopt(self, asked: _Asked) -> None:
+        pending = asked.pending
+        self.planning_s += pending.planning_s
+        if pending.reason:
+            self._say(pending.reason)
+        try:
+            plan = pending.plan()
+        except BudgetInfeasibleError as error:
+            self._say(
+                f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
+                f"{format_bytes(error.least_bytes)}"
+            )
+            self._next.append((asked.shapes, replace(asked.request, budget=error.least_bytes)))
+        except LowtideError as error:
+            self.refuse(asked.shapes[0], str(error).splitlines()[0])
+        else:
+            if asked.first in self.plans:
+                self.plans.remove(asked.first)
+            self._put_in_force(asked, plan)
+            self._tell(plan, pending.planning_s)
+
+    def _put_in_force(self, asked: _Asked, plan: Plan) -> PlannedStep:
+        tape = Tape(program_of(plan), self._model)
+        tape.proves_at_birth = self._on_difference
+        planned = PlannedStep(plan, asked.request.graph, asked.request.costs, asked.shapes, tape)
+        self.plans.append(planned)
+        del self.plans[: -self._options.max_plans]
+        return planned
+
+    def _on_difference(self, op: TapedOp) -> None:
+        self._say(f"{op.name} in {op.where or 'the model'} gives other bits when it runs again: saved from now on")
+
+    def _tell(self, plan: Plan, planning_s: float) -> None:
+        logger.warning(
+            "lowtide: planned in %.1f s beside training: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
+            planning_s,
+            format_bytes(plan.predicted_peak_bytes),
+            format_bytes(plan.budget_bytes or plan.predicted_peak_bytes),
+            100 * plan.predicted_overhead,
+            len(self.plans),
+            self._options.max_plans,
+            plan.provenance.get("batch", "a step"),
+        )

@@ -1,0 +1,306 @@
+"""Shape families: from the graphs of two or three input shapes the graph of any other, without watching it.
+
+Graphs of one structure differ in the bytes of their storages and in workspaces, and those are polynomials of a few
+dimensions, such as batch and length (``interpolation.py``). A derived graph is *confirmed* where there were more
+examples than coefficients for each of its sizes, and *consistent* where the examples just suffice. ``check`` compares
+it with the real graph when that comes.
+
+Known weaknesses. A confirmation is evidence, no proof. Kernels choose workspaces by thresholds: on a CPU, attention
+takes another one from lengths 192 and 768 on, which examples below do not show; ``extrapolated`` says where that can go
+unseen. Sizes that are padded to a multiple of something are no polynomials. On an accelerator the allocator's blocks of
+512 bytes are; there the most is taken that a size can be (``block_rounding.py``), and ``slack_bytes`` says by how much
+that can be too much in all. A small storage may still be a block larger.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph, Storage
+from lowtide.graph.structure import NUMBERS, structure_difference
+from lowtide.runtime.block_rounding import estimate_in_blocks
+from lowtide.runtime.derived_costs import interpolated_costs
+from lowtide.runtime.dimensions import Vector
+from lowtide.runtime.interpolation import Estimate, Interpolation
+
+BLOCK_BYTES = 512  # of an accelerator's allocator
+
+
+@dataclass(frozen=True)
+class Example:
+    """One watched shape. ``costs`` is None where no times were taken."""
+
+    dimensions: Vector
+    graph: StepGraph
+    costs: Costs | None = None
+
+
+@dataclass(frozen=True)
+class DerivedGraph:
+    """The graph of a shape that nobody has watched.
+
+    Attributes:
+        confirmed: Each size has more examples than coefficients, and no other polynomial as simple gives another value.
+        unconfirmed: How many sizes are only consistent with the examples.
+        extrapolated: Some dimension lies outside its range in the examples. There a kernel may switch to another
+            workspace.
+        least: The least that each of the graph's sizes can be, which is the size itself on a CPU.
+        costs: Of its ops, where every example had times.
+    """
+
+    dimensions: Vector
+    graph: StepGraph
+    confirmed: bool
+    unconfirmed: int
+    extrapolated: bool
+    least: tuple[int, ...]
+    costs: Costs | None = None
+
+    @property
+    def slack_bytes(self) -> int:
+        """By how much all sizes together can be too large; 0 on a CPU."""
+        return sum(_sizes(self.graph)) - sum(self.least)
+
+    def check(self, graph: StepGraph) -> str:
+        """What the real ``graph`` of these dimensions has otherwise, in words; "" where all is as derived.
+
+        Compared are structure, bytes of storages, workspaces and resident bytes, but for what nobody owns (``other``).
+        The batch's are those of its storages. A size in blocks may lie in its range, or a block beside it.
+        """
+        beside = 0 if graph.device == "cpu" else BLOCK_BYTES
+        ranges = [(low - beside, most + beside) for low, most in zip(self.least, _sizes(self.graph), strict=True)]
+        return structure_difference(self.graph, graph) or _difference_in_sizes(ranges, graph)
+
+
+class ShapeFamily:
+    """Graphs of one structure, and what follows from them for other shapes.
+
+    Give every example and question its dimensions in the same order, as ``Dimensions.of`` does. A dimension may stay
+    the same in all examples; nothing is known then about other values of it.
+    """
+
+    def __init__(self) -> None:
+        self._examples: list[Example] = []
+        self._interpolation: Interpolation | None = None
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        return tuple(self._examples)
+
+    def fits(self, graph: StepGraph) -> bool:
+        """Whether ``graph`` has the structure of the examples; any graph fits a family without examples."""
+        return not self._examples or not structure_difference(self._examples[0].graph, graph)
+
+    def add(self, dimensions: Vector, graph: StepGraph, costs: Costs | None = None) -> None:
+        """Take a watched step as an example. Of dimensions that are there already, nothing changes.
+
+        Raises:
+            ValueError: another structure or number of dimensions, or other sizes at dimensions seen before.
+        """
+        if not self._examples:
+            self._examples.append(Example(dimensions, graph, costs))
+            self._interpolation = Interpolation([dimensions])
+            return
+        self._check_length(dimensions)
+        first = self._examples[0].graph
+        if difference := structure_difference(first, graph):
+            raise ValueError(f"the graph of {dimensions} is of another family: {difference}. Start a new one for it.")
+        for example in self._examples:
+            if example.dimensions == dimensions:
+                if difference := _difference_in_sizes([(s, s) for s in _sizes(example.graph)], graph):
+                    raise ValueError(
+                        f"two graphs of {dimensions} differ: {difference}. Sizes depend on more than these dimensions; "
+                        "watch each step of this model."
+                    )
+                return
+        self._examples.append(Example(dimensions, graph, costs))
+        self._interpolation = Interpolation([example.dimensions for example in self._examples])
+
+    def derive(self, dimensions: Vector) -> DerivedGraph | None:
+        """The graph of ``dimensions``; None where the examples do not determine it (``why_not`` says why).
+
+        Floats in operator arguments are those of the nearest example: they change times, if anything, and no bytes.
+        """
+        found = self._derive(dimensions)
+        return found if isinstance(found, DerivedGraph) else None
+
+    def why_not(self, dimensions: Vector) -> str:
+        """Why ``derive`` gives None and what would settle it; "" where it gives a graph."""
+        found = self._derive(dimensions)
+        return found if isinstance(found, str) else ""
+
+    def _check_length(self, dimensions: Vector) -> None:
+        expected = len(self._examples[0].dimensions)
+        if len(dimensions) != expected:
+            raise ValueError(f"dimensions={dimensions} are {len(dimensions)}, the family has {expected}.")
+
+    def _derive(self, dimensions: Vector) -> DerivedGraph | str:
+        if self._interpolation is None:
+            return "no shape was watched yet: watch one"
+        self._check_length(dimensions)
+        for example in self._examples:
+            if example.dimensions == dimensions:
+                least = tuple(_sizes(example.graph))
+                return DerivedGraph(dimensions, example.graph, True, 0, False, least, example.costs)
+        for at, value in self._interpolation.unvaried.items():
+            if dimensions[at] != value:
+                return f"dimension {at} was {value} in every example: watch {dimensions}"
+        return _Derivation(self._examples, self._interpolation, dimensions).result()
+
+
+class _Derivation:
+    """One graph on its way; ``unconfirmed`` counts sizes that the examples do not confirm."""
+
+    def __init__(self, examples: Sequence[Example], interpolation: Interpolation, dimensions: Vector) -> None:
+        self._examples = examples
+        self._interpolation = interpolation
+        self._dimensions = dimensions
+        self._in_blocks: dict[tuple[int, ...], Estimate | None] = {}
+        self._nearest_at = min(range(len(examples)), key=lambda at: _distance(examples[at].dimensions, dimensions))
+        self._nearest = examples[self._nearest_at].graph
+
+    def result(self) -> DerivedGraph | str:
+        base = self._nearest
+        found, least, unconfirmed = [], [], 0
+        for at, values in enumerate(zip(*(_sizes(e.graph) for e in self._examples))):
+            estimate = self._size(at, values)
+            if estimate is None or estimate.value < 0:
+                return (
+                    f"{_size_name(base, at)} has {list(values)} bytes in the examples, which leaves open what it has "
+                    f"here: watch {self._dimensions}"
+                )
+            unconfirmed += not estimate.confirmed
+            found.append(estimate.value)
+            least.append(estimate.least)
+        num_storages, num_ops = len(base.storages), len(base.ops)
+        storages = tuple(replace(s, bytes=size) for s, size in zip(base.storages, found))
+        signatures, numbers, recorded_ms = self._signatures()
+        workspaces = found[num_storages : num_storages + num_ops]
+        ops = tuple(
+            replace(op, workspace_bytes=workspace, signature=number)
+            for op, workspace, number in zip(base.ops, workspaces, numbers)
+        )
+        resident = dict(zip(_parts_of_a_size(base), found[num_storages + num_ops :]))
+        if "batch" in base.resident:
+            resident["batch"] = self._batch_bytes(storages)
+        if "other" in base.resident:  # whatever else the process held: no function of the shape
+            resident["other"] = max(e.graph.resident["other"] for e in self._examples)
+        graph = replace(
+            base,
+            resident={part: resident[part] for part in base.resident},
+            signatures=signatures,
+            storages=storages,
+            ops=ops,
+            calls=tuple(map(self._text, zip(*(e.graph.calls for e in self._examples)))),
+            optimizer_step_bytes=max(e.graph.optimizer_step_bytes for e in self._examples),
+            recorded_ms=recorded_ms,
+            provenance=self._provenance(),
+        )
+        known = [(e.graph, e.costs) for e in self._examples if e.costs is not None]
+        costs = interpolated_costs(known, graph) if len(known) == len(self._examples) else None
+        ranges = zip(self._dimensions, zip(*(e.dimensions for e in self._examples)))
+        extrapolated = any(not min(seen) <= size <= max(seen) for size, seen in ranges)
+        return DerivedGraph(self._dimensions, graph, not unconfirmed, unconfirmed, extrapolated, tuple(least), costs)
+
+    def _batch_bytes(self, storages: Sequence[Storage]) -> int:
+        """Resident bytes of the batch: of its storages, or, where it lies on another device, as in the examples."""
+        known = tuple(e.graph.resident["batch"] for e in self._examples)
+        if known == tuple(_input_bytes(e.graph.storages) for e in self._examples):
+            return _input_bytes(storages)
+        estimate = self._interpolation.estimate(known, self._dimensions)
+        return max(known) if estimate is None else estimate.value
+
+    def _size(self, at: int, values: tuple[int, ...]) -> Estimate | None:
+        """Entry ``at`` of ``_sizes``."""
+        in_blocks = self._nearest.device != "cpu" and at < len(self._nearest.storages) + len(self._nearest.ops)
+        if in_blocks and values not in self._in_blocks:
+            self._in_blocks[values] = estimate_in_blocks(self._interpolation, values, self._dimensions, BLOCK_BYTES)
+        return self._in_blocks[values] if in_blocks else self._interpolation.estimate(values, self._dimensions)
+
+    def _signatures(self) -> tuple[tuple[dict, ...], list[int], dict[int, float]]:
+        """The ops' signatures, the number of each op's, and the recorded times; ops equal in all examples share one."""
+        if not all(e.graph.signatures for e in self._examples):
+            return (), [0] * len(self._nearest.ops), {}
+        numbers: dict[tuple[int, ...], int] = {}
+        of_ops = [numbers.setdefault(key, len(numbers)) for key in
+                  zip(*([op.signature for op in e.graph.ops] for e in self._examples))]  # fmt: skip
+        signatures, recorded_ms = [], {}
+        nearest = self._nearest_at
+        for key, number in numbers.items():
+            found = tuple(e.graph.signatures[at] for e, at in zip(self._examples, key))
+            signatures.append(self._merged(found, nearest))
+            if key[nearest] in self._nearest.recorded_ms:
+                recorded_ms[number] = self._nearest.recorded_ms[key[nearest]]
+        return tuple(signatures), of_ops, recorded_ms
+
+    def _merged(self, found: tuple[Any, ...], nearest: int) -> Any:
+        """JSON of the same form with its integers derived; where forms differ, that of the nearest example."""
+        base = found[nearest]
+        if isinstance(base, dict) and all(isinstance(v, dict) and v.keys() == base.keys() for v in found):
+            return {key: self._merged(tuple(v[key] for v in found), nearest) for key in base}
+        if isinstance(base, list) and all(isinstance(v, list) and len(v) == len(base) for v in found):
+            return [self._merged(values, nearest) for values in zip(*found)]
+        if all(type(v) is int for v in found):
+            estimate = self._interpolation.estimate(found, self._dimensions)
+            return base if estimate is None else estimate.value
+        return base
+
+    def _text(self, texts: tuple[str, ...]) -> str:
+        """``texts``, which differ in numbers alone, with the numbers of these dimensions."""
+        columns = list(zip(*(map(int, NUMBERS.findall(text)) for text in texts)))
+        found = [self._interpolation.estimate(column, self._dimensions) for column in columns]
+        values = iter([column[-1] if e is None else e.value for column, e in zip(columns, found)])
+        return NUMBERS.sub(lambda _: str(next(values)), texts[0])
+
+    def _provenance(self) -> dict[str, str]:
+        found = dict(self._nearest.provenance)
+        batches = tuple(e.graph.provenance.get("batch", "") for e in self._examples)
+        if len({NUMBERS.sub("#", batch) for batch in batches}) == 1:
+            found["batch"] = self._text(batches)
+        shapes = ", ".join(str(e.dimensions) for e in self._examples)
+        return found | {"derived": f"for {self._dimensions} from {shapes}"}
+
+
+def _input_bytes(storages: Iterable[Storage]) -> int:
+    return sum(s.bytes for s in storages if s.kind == "input")
+
+
+def _sizes(graph: StepGraph) -> list[int]:
+    """Every byte count of a graph that a shape decides: storages, workspaces, resident parts."""
+    resident = [graph.resident[part] for part in _parts_of_a_size(graph)]
+    return [s.bytes for s in graph.storages] + [op.workspace_bytes for op in graph.ops] + resident
+
+
+def _parts_of_a_size(graph: StepGraph) -> list[str]:
+    """Resident parts that have a size of their own: the batch's follows from its storages."""
+    return [part for part in sorted(graph.resident) if part not in ("batch", "other")]
+
+
+def _difference_in_sizes(ranges: Sequence[tuple[int, int]], graph: StepGraph) -> str:
+    """Where a size of ``graph`` is not in its range, in words; "" where nowhere."""
+    sizes = _sizes(graph)
+    wrong = [at for at, (size, (low, high)) in enumerate(zip(sizes, ranges, strict=True)) if not low <= size <= high]
+    if not wrong:
+        return ""
+    low, high = ranges[wrong[0]]
+    expected = f"{low}" if low == high else f"{low} to {high}"
+    name = _size_name(graph, wrong[0])
+    return f"{len(wrong)} of {len(sizes)} sizes; {name} has {sizes[wrong[0]]} bytes, not {expected}"
+
+
+def _size_name(graph: StepGraph, at: int) -> str:
+    """What entry ``at`` of ``_sizes`` belongs to."""
+    if at < len(graph.storages):
+        storage = graph.storages[at]
+        maker = storage.kind if storage.op is None else graph.ops[storage.op].name
+        return f"storage {at} ({maker})"
+    at -= len(graph.storages)
+    if at < len(graph.ops):
+        return f"the workspace of op {at} ({graph.ops[at].name})"
+    return f"resident {_parts_of_a_size(graph)[at - len(graph.ops)]}"
+
+
+def _distance(a: Vector, b: Vector) -> float:
+    """0 for equal vectors; a factor of two in one dimension is one."""
+    return sum(max(x, y) / max(min(x, y), 1) - 1 for x, y in zip(a, b, strict=True))

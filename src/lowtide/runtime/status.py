@@ -1,0 +1,53 @@
+"""What really ran: of the steps that went by, which ran under a plan, within which memory, and why others did not."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Status:
+    """Counted from real steps. A step is a forward pass with the backward that follows.
+
+    Attributes:
+        in_force: The last step ran under a plan, all its calls of the model.
+        steps, planned_steps: Seen in all, and of these under a plan.
+        calls, planned_calls: Calls of the model with gradients, likewise.
+        observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured.
+        budget_bytes: What the step may take; None as long as a percentage waits for the first step.
+        shapes, plans: Shapes seen, and plans at hand.
+        planning_s: Seconds of planning, all beside training.
+        reasons: What you should know, one line each: what runs without a plan or is saved whole, and why.
+    """
+
+    in_force: bool
+    steps: int
+    planned_steps: int
+    calls: int
+    planned_calls: int
+    observed_peak_bytes: int | None
+    budget_bytes: int | None
+    shapes: int
+    plans: int
+    planning_s: float
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "reasons": list(self.reasons)}
+
+    def __str__(self) -> str:
+        if not self.steps:
+            text = "No step has been seen yet."
+        elif self.in_force:
+            text = f"The plan is in force: {self.planned_steps} of {self.steps} steps ran under a plan."
+        else:
+            text = f"No plan was in force in the last step: {self.planned_steps} of {self.steps} steps ran under one."
+        if self.steps:
+            text += f" Of {self.calls} calls of the model {self.planned_calls} were planned."
+        budget = "not known yet" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        peak = "not measured" if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
+        text += f" Observed peak: {peak}; budget: {budget}."
+        text += f" {self.shapes} shapes, {self.plans} plans, {self.planning_s:.1f} s of planning beside training."
+        return " ".join([text, *(f"{reason}." for reason in self.reasons)])

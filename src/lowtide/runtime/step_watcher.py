@@ -1,0 +1,291 @@
+"""Watches the steps of one model: which calls run under a plan, which are watched, and when a step is over.
+
+    call of the model -> a plan for its shape?  yes: its tape, around this call
+                                                no:  an online tape, from here to the end of the backward that follows
+    end of a backward -> the step is over: a recorded graph goes to the planner
+    next step's first call -> plans that have come back are put in force
+
+Nothing here raises into the training loop: an error of lowtide's own becomes a reason, and the step is saved as it is.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.options import FitOptions
+from lowtide.runtime.budget import StepBudget
+from lowtide.runtime.call_shapes import CallShape, shape_of_call
+from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
+from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
+from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.runtime.seam import Seam
+from lowtide.runtime.watched_step import WatchedStep
+from lowtide.tape import attach
+from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.program import TapedCall
+from lowtide.tape.tape import Tape
+from lowtide.tracing import module_calls
+from lowtide.units import format_bytes
+
+logger = logging.getLogger("lowtide")
+_SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
+
+
+@dataclass
+class Counters:
+    """What went by."""
+
+    steps: int = 0
+    planned_steps: int = 0
+    calls: int = 0
+    planned_calls: int = 0
+    observed_peak_bytes: int | None = None
+    last_step_planned: bool = False
+    reasons: list[str] = field(default_factory=list)
+
+
+class StepWatcher:
+    """The model's own call, and an observer of backward.
+
+    Attributes:
+        shelf: The plans at hand.
+        counters: What went by so far.
+    """
+
+    lowtide = True  # how ``check_supported`` knows a fitted model
+
+    def __init__(self, model: nn.Module, options: FitOptions, budget: StepBudget, planner: PlannerProcess) -> None:
+        self._compiled = module_calls.compiled_call_of(model)
+        self.before = None if self._compiled is None else self._compiled.before
+        self._call: Callable[..., Any] = self._compiled or model._call_impl
+        self._model, self._options, self._budget = model, options, budget
+        self.shelf = PlanShelf(model, options, planner, self._say)
+        self.counters = Counters()
+        self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
+        self._thread: int | None = None  # that runs the present step
+        self._shapes: list[CallShape] = []  # of the calls since the last backward
+        self._planned_calls = 0  # of these
+        self._step: PlannedStep | None = None  # in force in the present step
+        self._watch: OnlineTape | None = None
+        self._seam: Seam | None = None
+        self._spoiled = False  # the watched step failed, or mixes with another: no plan comes of it
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sampled = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
+        self._gradients: list[Any] = []
+
+    # -- calls of the model ---------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        observer = module_calls.thread_state.observer
+        if observer is not None:
+            return attach.call_in_open_region(observer, self._call, args, kwargs)
+        if attach.cannot_tape():
+            return self._call(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            with self._aside():
+                return self._call(*args, **kwargs)
+        if self._thread not in (None, threading.get_ident()):
+            self._say("the model was called on two threads at once: only one is planned")
+            return self._call(*args, **kwargs)
+        self._thread = threading.get_ident()
+        self.counters.calls += 1
+        try:
+            around = self._around(shape_of_call(self._model, args, kwargs), args, kwargs)
+        except Exception as error:  # nothing of ours may end the training
+            self._fail(error)
+            return self._call(*args, **kwargs)
+        with around:
+            return self._call(*args, **kwargs)
+
+    def _around(self, shape: CallShape, args: tuple, kwargs: dict) -> Any:
+        """What surrounds this call: a planned tape, or the watch."""
+        if not self._shapes:
+            self._begin_step(shape)
+        elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
+            # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
+            self._shapes = []
+            self._begin_step(shape)
+        position = len(self._shapes)
+        self._shapes.append(shape)
+        if self._step is not None:
+            call = self._planned_call(position, shape)
+            if call is None:
+                planned, self._step = self._step, None
+                if self.shelf.give_up(planned):
+                    self._say("a plan was given up: its steps call the model otherwise than planned")
+                return _nothing()
+            self._planned_calls += 1
+            if self._step.tape.program.keeps_everything:
+                return _nothing()
+            return self._taped(self._step.tape, call)
+        if self._watch is None:
+            return _nothing()
+        if isinstance(self._watch, WatchedStep):
+            self._watch.begin_call(self._model, args, kwargs)
+        return self._watched(self._watch)
+
+    def _planned_call(self, position: int, shape: CallShape) -> TapedCall | None:
+        step = self._step
+        assert step is not None
+        at = position % len(step.shapes)  # calls whose backward never came may be among them
+        if not step.shapes[at].covers(shape):
+            return None
+        step.tape.sizes_vary |= step.shapes[at] != shape
+        return step.calls[at] if at < len(step.calls) else TapedCall()
+
+    @contextmanager
+    def _taped(self, tape: Tape, call: TapedCall) -> Iterator[None]:
+        with attach.taped_region(tape, call, whole_step=False):
+            yield
+
+    @contextmanager
+    def _watched(self, watch: OnlineTape) -> Iterator[None]:
+        state = module_calls.thread_state
+        state.observer = watch
+        watch.enter("")
+        try:
+            yield
+        except BaseException:
+            self._spoiled = True
+            raise
+        finally:
+            watch.leave()
+            state.observer = None
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A pass without gradients is no part of the step: nothing is watched, what it leaves is counted."""
+        if self._seam is None or not self._seam.is_here:
+            yield
+            return
+        with self._seam.aside():
+            yield
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def _begin_step(self, shape: CallShape) -> None:
+        if self._watch is not None:  # its backward never came, or somebody still holds its graph
+            self._close_watch(())
+        self._step = self.shelf.plan_for(shape)
+        if self._step is not None:
+            self._step.tape.sizes_vary = False
+            return
+        self.checkpointing.switch_off()
+        budget_bytes = self._budget.for_step(self._model)
+        records = self.shelf.wants_graph(shape)
+        self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes)
+        self._watch.begin_step()
+        self._spoiled = False
+        self._seam = Seam(self._watch, (self._watch.pack, self._watch.unpack))
+        self._seam.open()
+
+    def before_backward(self) -> None:
+        self._gradients = [(id(p.grad), _version(p.grad)) for p in self._sampled]
+
+    def after_backward(self, *, failed: bool) -> None:
+        try:
+            if self._shapes and self._thread == threading.get_ident():
+                self._spoiled |= failed
+                if self._watch is None or self._watch.num_claims == 0:
+                    self._end_step()
+            elif not self._shapes and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
+                self._note_unseen_step()
+        except Exception as error:
+            self._fail(error)
+        self._gradients = []
+
+    def _end_step(self) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.last_step_planned = self._step is not None and self._planned_calls == len(self._shapes)
+        counters.planned_steps += counters.last_step_planned
+        counters.planned_calls += self._planned_calls
+        shapes, self._shapes, self._planned_calls, self._thread = tuple(self._shapes), [], 0, None
+        self._step = None
+        if self._watch is not None:
+            self._close_watch(() if self._spoiled else shapes)
+
+    def _close_watch(self, shapes: tuple[CallShape, ...]) -> None:
+        """The watched step is over; ``shapes`` are those of the calls of a whole step that a plan is wanted for."""
+        watch, self._watch = self._watch, None
+        seam, self._seam = self._seam, None
+        assert watch is not None and seam is not None
+        seam.close()
+        self._note_peak(watch)
+        if watch.checkpointed:
+            self._say(
+                f"{watch.checkpointed} is checkpointed (torch.utils.checkpoint): backward runs its Python again, and "
+                "nothing inside it is planned. Leave that out, and a plan can recompute less"
+            )
+        for op in watch.releaser.differed:
+            self._say(f"{op} gives other bits when it runs again: saved")
+        if watch.problem:
+            self._say(f"a step was saved whole: {watch.problem}")
+        if not shapes or not isinstance(watch, WatchedStep) or watch.problem:
+            return
+        if watch.problem_of_recording:
+            self.shelf.refuse(shapes[0], watch.problem_of_recording)
+            return
+        graph, costs = watch.graph_and_costs(self._model, self._options.optimizer)
+        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs))
+
+    def _note_peak(self, watch: OnlineTape) -> None:
+        peak = self._budget.resident_bytes + watch.live.peak
+        self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)
+        over = watch.releaser.over_bytes
+        if over > 0:
+            self._say(
+                f"a step without a plan took up to {format_bytes(int(over))} more than the budget: it is the least "
+                "that letting go and making again could reach"
+            )
+
+    # -- what went wrong ------------------------------------------------------------------------------------
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.counters.reasons:
+            self.counters.reasons.append(reason)
+            logger.warning("lowtide: %s", reason)
+
+    def _fail(self, error: Exception) -> None:
+        """An error of our own: the step goes on without us."""
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._say(f"an error of lowtide's own, the step is saved whole: {what}")
+        self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
+        if self._seam is not None:
+            self._seam.close()
+        self._watch = self._seam = None
+
+    def _note_unseen_step(self) -> None:
+        self.counters.steps += 1
+        self.counters.last_step_planned = False
+        why = "its forward() was called directly, or a copy or a wrapper of it was"
+        if module_calls.is_compiled(self._model):
+            why = "it was compiled after fit"
+        elif self._model._compiled_call_impl is not self:
+            why = "something has replaced the model's call since fit"
+        self._say(
+            f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
+            "itself, and fit it last"
+        )
+
+    def close(self) -> None:
+        """Nothing is watched any more; a graph that is still there keeps its handles."""
+        if self._watch is not None:
+            self._close_watch(())
+        self.checkpointing.restore()
+        self._shapes, self._thread = [], None
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version

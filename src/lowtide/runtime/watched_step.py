@@ -1,0 +1,279 @@
+"""A real step that is watched: kept within the budget as it runs, and recorded as a StepGraph in the same pass.
+
+What a rehearsal has to invent is seen here: the loss wherever it is computed, the backward that really comes, what the
+caller keeps alive. The tape holds what autograd saves and releases some of it; both are taken out of the record.
+Python's hold on a saved storage ends when only the tape refers to it, which is looked up before each op; autograd's
+ends with the last handle. So the graph is that of the step without a tape.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _current_autograd_node as current_node
+from torch._C import _current_graph_task_id as graph_task
+from torch._C import _storage_Use_Count as use_count
+
+from lowtide.errors import UnsupportedModelError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
+from lowtide.measurement.device import device_name
+from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.values import Claim, SavedHandle, StoredValue
+from lowtide.tape.values import Kept
+from lowtide.tracing import module_calls
+from lowtide.tracing.batches import Call, describe_batch
+from lowtide.tracing.gradient_sums import fold
+from lowtide.tracing.live_storages import DataAssignedError
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.subclasses import plain_tensors
+from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
+
+_OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
+# The tape's own work for each op: forward, dropped besides, replayed (benchmarks/overhead.py).
+_WATCH_US, _RECORD_US, _REPLAY_US = 15.0, 15.0, 10.0
+
+
+class WatchedStep(OnlineTape):
+    """An online tape that records the step it watches; ``graph_and_costs`` when the step is over.
+
+    Attributes:
+        problem_of_recording: Why the graph is not complete; "" if it is.
+    """
+
+    def __init__(self, model: nn.Module, budget_bytes: float) -> None:
+        super().__init__(model, budget_bytes)
+        self.recorder = Recorder(device_of(model), region="model", restores_parameters=False)
+        self._builder, self._storages = self.recorder.builder, self.recorder.live
+        self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
+        self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
+        self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature
+        self._first_s: dict[int, list[float]] = defaultdict(list)
+        self._batch_bytes, self._batch = 0, ""
+        self.problem_of_recording = ""
+
+    def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The model is called from outside; the first time, what was there before the step is noted."""
+        if not self._builder.calls:
+            batch = Call(args, kwargs)
+            add_residents(self.recorder, model, batch)
+            self._batch_bytes = resident_bytes(model, batch, device_of(model), set())["batch"]
+            self._batch = describe_batch(batch)
+        self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
+
+    # -- what the tape sees ---------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> None:
+        super().enter(path)
+        self._builder.enter(path)
+
+    def leave(self) -> None:
+        super().leave()
+        if self._builder.frame:
+            self._builder.leave()
+
+    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
+        self.stop_recording(UnsupportedModelError(f"{path or 'the model'} is compiled"))
+        return super().opaque(path, module, run, inputs)
+
+    def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        self._poll()
+        builder = self._builder
+        if not builder.recording:
+            return super()._run_op(func, args, kwargs)
+        before = len(builder.ops)
+        known = len(builder.signatures)
+        result, failed = None, True
+        ran = False
+
+        def run() -> Any:
+            nonlocal result, failed, ran
+            ran = True
+            result = super(WatchedStep, self)._run_op(func, args, kwargs)
+            failed = False
+            return result
+
+        try:
+            self.recorder.record(func, args, kwargs, run)
+        except DataAssignedError:  # whatever came of it would be wrong
+            raise
+        except Exception as error:
+            if ran and failed:  # the op's own error
+                raise
+            self.stop_recording(error)
+            return result if ran else super()._run_op(func, args, kwargs)
+        if len(builder.ops) > before:
+            times = self._seconds if builder.ops[-1].signature < known else self._first_s  # watched, and slower
+            times[builder.ops[-1].signature].append(self.op_s)
+        return result
+
+    def stop_recording(self, error: Exception) -> None:
+        """Something that the graph cannot say: the step goes on, and no plan comes of it."""
+        self._builder.recording = False
+        self.problem_of_recording = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    @module_calls.never_compiled
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if type(packed) is Kept and self._builder.recording:
+            saved = self._note_packed(tensor)
+            return packed if saved is None else _RecordedKept(self, packed, saved)
+        return packed
+
+    @module_calls.never_compiled
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is _RecordedKept:
+            self._note_unpacked(packed.saved)
+            return super().unpack(packed.kept)
+        tensor = super().unpack(packed)
+        if type(packed) is _RecordedHandle:
+            self._note_unpacked(packed.saved)
+            if self._storages.find(tensor) is None:
+                self._storages.add_remade(tensor, self._builder.saved[packed.saved])
+        return tensor
+
+    def handle(self, claim: Claim, tensor: torch.Tensor) -> SavedHandle:
+        saved = self._note_packed(tensor)
+        if saved is None:
+            return super().handle(claim, tensor)
+        self._python_holds[id(claim.value)] = claim.value, self._builder.saved[saved]
+        return _RecordedHandle(self, claim, tensor, saved)
+
+    def _note_packed(self, tensor: torch.Tensor) -> int | None:
+        """Autograd has taken ``tensor``: the number of the saved tensor, None if it is no part of the record."""
+        builder = self._builder
+        number = self._storages.id_of(tensor) if builder.recording and not self._pauses else None
+        if number is None:
+            return None
+        if builder.frame == 0:
+            builder.fix(number, "stored outside the model")
+        saved = builder.add_saved(number)
+        self.recorder.assignments.check(tensor)
+        return saved
+
+    def _note_unpacked(self, saved: int) -> None:
+        self._drop_what_was_used()
+        self._builder.add_event(UNPACK, saved)
+        self._handed_out[saved] = _node()
+
+    def note_released(self, saved: int) -> None:
+        """Autograd has let a saved tensor go."""
+        if self._handed_out.pop(saved, self) is not self:
+            self._builder.add_event(DROP, saved)
+        self._builder.add_event(RELEASE, saved)
+
+    def _drop_what_was_used(self) -> None:
+        """Another autograd node runs: what an earlier one was given, it has used."""
+        if self._handed_out:
+            node = _node()
+            for saved in [s for s, given_to in self._handed_out.items() if given_to != node]:
+                del self._handed_out[saved]
+                self._builder.add_event(DROP, saved)
+
+    def _poll(self) -> None:
+        """Which of the saved storages has Python let go since the last op?"""
+        if graph_task() != -1:
+            self._drop_what_was_used()
+        for key, (value, number) in list(self._python_holds.items()):
+            tensor = value.tensor
+            if tensor is None:  # released, or autograd has let go: the storage's death tells
+                del self._python_holds[key]
+            elif use_count(tensor.untyped_storage()._cdata) <= _OWN_REFERENCES:
+                self._storages.note_free(number)
+                del self._python_holds[key]
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def graph_and_costs(self, model: nn.Module, optimizer: Any) -> tuple[StepGraph, Costs]:
+        """What was recorded, and what each op took. Call it when the step's backward has ended."""
+        self._poll()
+        self._builder.recording = False
+        received = {name for name, p in model.named_parameters() if p.grad is not None}
+        self._free_new_gradients(model)
+        graph = finished_graph(self.recorder, model, (), optimizer, received)
+        targets = self.recorder.sums.targets
+        self.recorder.stop()
+        graph = replace(
+            graph,
+            resident={**graph.resident, "batch": self._batch_bytes},
+            provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
+        )
+        costs = Costs(
+            op_ms=tuple(self._milliseconds(graph)),
+            dispatch_us=_WATCH_US,
+            record_us=_RECORD_US,
+            replay_us=_REPLAY_US,
+            source="watched",
+            device_name=device_name(graph.device),
+        )
+        return fold(graph, targets), costs
+
+    def _milliseconds(self, graph: StepGraph) -> list[float]:
+        seconds = {**self._first_s, **self._seconds}
+        by_signature = {signature: 1e3 * statistics.median(times) for signature, times in seconds.items()}
+        op_ms = [by_signature.get(op.signature, 0.0) for op in graph.ops]
+        for op in graph.ops:
+            if op.completes_inplace is not None:  # the two are replayed together
+                op_ms[op.completes_inplace] += op_ms[op.id]
+                op_ms[op.id] = 0.0
+        return op_ms
+
+    def _free_new_gradients(self, model: nn.Module) -> None:
+        """A gradient that backward made counts as there before the step; the one that it made, as added to that.
+
+        So it is in every later step whose gradients accumulate, and that is where the peak is highest.
+        """
+        builder = self._builder
+        new = {
+            number
+            for p in model.parameters()
+            if p.grad is not None
+            for t in plain_tensors(p.grad)
+            if (number := self._storages.find(t)) is not None and builder.storages[number].op is not None
+        }
+        last: dict[int, int] = {}
+        for at, (kind, number) in enumerate(builder.events):
+            if kind == RUN and number < len(builder.ops):
+                op = builder.ops[number]
+                last.update((s, at) for s in (*op.makes, *op.reads, *op.writes) if s in new)
+        inserted = defaultdict(list)
+        for storage, at in last.items():
+            inserted[at].append((FREE, storage))
+        builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
+
+
+class _RecordedHandle(SavedHandle):
+    """A handle whose end is an event of the step."""
+
+    __slots__ = ("saved", "watch")
+
+    def __init__(self, watch: WatchedStep, claim: Any, tensor: torch.Tensor, saved: int) -> None:
+        super().__init__(claim, tensor)
+        self.watch, self.saved = watch, saved
+
+    @module_calls.never_compiled
+    def __del__(self) -> None:
+        self.watch.note_released(self.saved)
+
+
+class _RecordedKept:
+    """A tensor that is held as it is, and whose end is an event of the step."""
+
+    __slots__ = ("kept", "saved", "watch")
+
+    def __init__(self, watch: WatchedStep, kept: Kept, saved: int) -> None:
+        self.watch, self.kept, self.saved = watch, kept, saved
+
+    @module_calls.never_compiled
+    def __del__(self) -> None:
+        self.watch.note_released(self.saved)
+
+
+def _node() -> int | None:
+    """The sequence number of the autograd node that runs now."""
+    node = current_node()
+    return None if node is None else node._sequence_nr()

@@ -1,0 +1,84 @@
+"""Who needs a stored value's memory: reference counts by hand, so that a recipe pins nothing before its release."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from lowtide.tape.online.values import Claim, StoredValue
+
+
+class Holdings:
+    """The stored values whose memory the tape holds, for autograd or for a released value that reads it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, StoredValue] = {}
+        self.released: dict[int, StoredValue] = {}  # claimed by autograd, memory gone
+
+    def __iter__(self) -> Iterator[StoredValue]:
+        return iter(list(self._held.values()))
+
+    def hold(self, value: StoredValue, tensor: Tensor) -> None:
+        value.tensor = tensor
+        self._held[id(value)] = value
+
+    def let_go(self, value: StoredValue) -> None:
+        value.tensor = None
+        self._held.pop(id(value), None)
+
+    def claim(self, value: StoredValue, claim: Claim, tensor: Tensor) -> None:
+        """Autograd wants ``value``, whose memory ``tensor`` is over, from now on."""
+        value.claim = weakref.ref(claim)
+        if value.tensor is None:
+            self.hold(value, tensor)
+            if value.readers_released:  # it was to be made from these
+                self._unneed(value.inputs)
+
+    def end_claim(self, value: StoredValue) -> None:
+        """Autograd wants it no more."""
+        released = self.released.pop(id(value), None)
+        if value.readers_released:
+            return
+        if value.tensor is not None:
+            self.let_go(value)
+        elif released is not None:
+            self._unneed(value.inputs)
+
+    def release(self, value: StoredValue) -> None:
+        """Its memory goes; from now on what its recipe reads is needed."""
+        self.let_go(value)
+        if value.claim() is not None:
+            self.released[id(value)] = value
+        self._need(value.inputs)
+
+    def restore(self, value: StoredValue, tensor: Tensor) -> None:
+        """A released value has been made again."""
+        self.released.pop(id(value), None)
+        self.hold(value, tensor)
+        self._unneed(value.inputs)
+
+    def _need(self, values: Iterable[StoredValue]) -> None:
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            value.readers_released += 1
+            if value.tensor is not None or value.readers_released > 1 or value.claim() is not None:
+                continue
+            if value.recipe is None:
+                memory = value.memory()
+                assert memory is not None  # ``chain`` looked
+                self.hold(value, memory)
+            else:
+                todo += value.inputs
+
+    def _unneed(self, values: Iterable[StoredValue]) -> None:
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            value.readers_released -= 1
+            if value.is_needed:
+                continue
+            if value.tensor is not None:
+                self.let_go(value)
+            elif value.recipe is not None:
+                todo += value.inputs

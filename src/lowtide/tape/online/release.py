@@ -1,0 +1,291 @@
+"""Which stored values go when memory is short, and the proof that each can be made again.
+
+Price of a value, after Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (https://arxiv.org/abs/2006.09616):
+seconds to make it again, with all that is absent before it, by bytes and by ops since its last use. Differs: what a
+layer hands on goes last, so that chains of absent values stay within layers; several values go at once, so that one
+proof serves them; and nothing is dropped on trust. Before its memory goes, a value is made again and compared bitwise.
+The sum of its words is kept as a seal and compared when it goes and whenever it is made again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch._C import _storage_Use_Count as use_count
+
+from lowtide.errors import ReplayError
+from lowtide.tape.online.holdings import Holdings
+from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.replays import Made, chain_of, pinned_bytes, run_chain, transient_bytes
+from lowtide.tape.online.storage_bits import same_storage_bits, sum_of_words
+from lowtide.tape.online.values import MARK, StoredValue
+
+_LEAST_BYTES = 4096  # smaller values are not worth a recipe
+_SLACK = 0.03  # of the budget: a release makes so much more room than was asked for, so that one scan serves many ops
+_PROOF_SHARE = 0.1  # of the budget at most is left free for what proofs take themselves
+_OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
+_LONGEST_CHAIN = 3000  # ops; a longer replay for one value costs more than any release is worth
+_MOST_PRICED = 400  # absent ancestors that are added up; beyond, the price is doubled instead
+_REPLAYS_PER_OP = 20  # so many replays for each op of the forward pass, and the step is thrashing
+_EARLY_SHARE = 0.5  # of the budget: once so much lives, each layer is proven when it ends
+_IDLE_SHARE = 0.01  # of the budget: after a vain scan, live bytes must grow by so much before the next
+
+
+class Releaser:
+    """Makes room in ``budget_bytes``.
+
+    Attributes:
+        budget_bytes: For what the step makes: resident bytes are not in it.
+        over_bytes: By how much room was missing, at most.
+        num_released, num_replayed, num_proofs: Values and runs so far.
+        differed: Ops whose second run gave other bits; their outputs stay.
+        thrashing: Replays have passed their ceiling; nothing is released any more in this step.
+    """
+
+    def __init__(self, holdings: Holdings, live: LiveBytes, budget_bytes: float) -> None:
+        self._holdings, self._live = holdings, live
+        self.budget_bytes = budget_bytes
+        self.over_bytes = 0.0
+        self.num_released = self.num_replayed = self.num_proofs = 0
+        self.differed: list[str] = []
+        self.thrashing = False
+        self.proof_s = self.replay_s = 0.0
+        self.num_ops = 0  # of the forward pass so far: the clock of ``last_use``, and the measure of thrashing
+        self._blocked: set[int] = set()  # ids of held values that cannot go
+        self._proof_bytes = 0.0  # what a proof or one op took, at most
+        self._idle_until = 0.0
+        self._proving = False
+        self._busy = False
+        self._still = False
+
+    @property
+    def busy(self) -> bool:
+        """Replays or proofs run: the ops that the tape sees now are not the step's."""
+        return self._busy
+
+    def forget_step(self) -> None:
+        """A new step begins: ids of values may come again."""
+        self._blocked.clear()
+        self._idle_until = 0.0
+        self.thrashing, self.num_replayed, self.num_ops = False, 0, 0
+
+    @contextmanager
+    def releasing_nothing(self) -> Iterator[None]:
+        """Inside, no room is made: what is made again there must stay."""
+        before, self._still = self._still, True
+        try:
+            yield
+        finally:
+            self._still = before
+
+    # -- room -----------------------------------------------------------------------------------------------
+
+    def make_room(self, extra: int) -> None:
+        """Release until ``extra`` bytes more fit, as far as that is possible."""
+        limit = self.budget_bytes - (0 if self._proving else self._proof_bytes)
+        if self._live.now + extra <= limit:
+            return
+        if self._live.now >= self._idle_until and not self.thrashing and not self._still:
+            tried: set[int] = set()
+            while (excess := self._live.now + extra - limit) > 0:
+                chosen = self._choose(excess + _SLACK * self.budget_bytes, tried)
+                if not chosen:
+                    self._release_what_does_not_fit(extra - limit)
+                    break
+                tried.update(id(v) for v in chosen)
+                self._release(chosen)
+            if self._live.now + extra > limit:
+                self._idle_until = self._live.now + max(_IDLE_SHARE * self.budget_bytes, 1)
+        self.over_bytes = max(self.over_bytes, self._live.now + extra - self.budget_bytes)
+
+    def reserve_for(self, made: int) -> None:
+        """An op has made so many bytes: the proof of one like it will."""
+        self._proof_bytes = max(self._proof_bytes, min(made, _PROOF_SHARE * self.budget_bytes))
+
+    def _choose(self, excess: float, tried: set[int]) -> list[StoredValue]:
+        candidates = [v for v in self._holdings if id(v) not in tried and self._may_go(v)]
+        candidates.sort(key=self._price)
+        chosen, size = [], 0
+        for value in candidates:
+            if size >= excess:
+                break
+            chosen.append(value)
+            size += value.bytes
+        return chosen
+
+    def _may_be_proven(self, value: StoredValue) -> bool:
+        if value.bytes < _LEAST_BYTES or value.recipe is None or value.why_kept or id(value) in self._blocked:
+            return False
+        return value.tensor is not None and value.tensor._version == value.version
+
+    def _may_go(self, value: StoredValue) -> bool:
+        if value.locked or not self._may_be_proven(value):
+            return False
+        assert value.tensor is not None
+        return use_count(value.tensor.untyped_storage()._cdata) <= _OWN_REFERENCES
+
+    def _price(self, value: StoredValue) -> tuple[bool, float]:
+        age = self.num_ops - value.last_use + 1
+        return value.leaves_layer, _seconds_to_make(value) / (value.bytes * max(age, 1))
+
+    # -- release --------------------------------------------------------------------------------------------
+
+    def _release(self, chosen: list[StoredValue]) -> None:
+        unproven = [v for v in chosen if not v.proven]
+        if self._fits(unproven):
+            self._prove(unproven)
+            for value in sorted(chosen, key=lambda v: v.number):
+                self._drop(value)
+            return
+        # Not all at once: each goes as soon as it is proven, those that take least for it first.
+        for value in sorted(chosen, key=_room_for_proof):
+            if value.proven or self._fits([value]):
+                self._prove([value])
+                self._drop(value)
+
+    def _release_what_does_not_fit(self, beyond: float) -> None:
+        """The last resort: proofs that take more than there is, for a moment, until ``beyond`` bytes more fit."""
+        for value in sorted((v for v in self._holdings if self._may_go(v)), key=_room_for_proof):
+            if self._live.now + beyond <= 0:
+                break
+            self._prove([value])
+            self._drop(value)
+
+    def _fits(self, values: list[StoredValue]) -> bool:
+        """Whether ``values`` can be proven in one pass within the budget."""
+        chain = chain_of(values) if values else []
+        return chain is not None and transient_bytes(chain, values) + self._live.now <= self.budget_bytes
+
+    def _drop(self, value: StoredValue) -> None:
+        if not value.proven or value.tensor is None or value.locked:
+            return
+        chain = chain_of([value])
+        if chain is None or len(chain) > _LONGEST_CHAIN or pinned_bytes(chain) >= value.bytes:
+            self._blocked.add(id(value))
+            return
+        if value.seal != sum_of_words(value.tensor):  # written since the proof, by what no version counts
+            value.why_kept = "was changed unseen"
+            return
+        self._holdings.release(value)
+        self.num_released += 1
+
+    def prove_layer(self, layer: int) -> None:
+        """Prove what a layer has made while all of it is there: later a proof takes more memory, or there is none."""
+        if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
+            return
+        made = [v for v in self._holdings if v.layer == layer and not v.proven and self._may_be_proven(v)]
+        values = [v for v in made if chain_of([v]) is not None]
+        if self._fits(values):
+            self._prove(values)
+
+    def _prove(self, values: list[StoredValue]) -> None:
+        """Make each again beside what it replaces and compare; those that differ stay for good."""
+        values = [v for v in values if not v.proven]
+        chain = chain_of(values) if values else None
+        if chain is None:
+            self._blocked.update(id(v) for v in values)
+            return
+        targets = {id(v) for v in values}
+        start = time.perf_counter()
+
+        def take(_: StoredValue, made: Made) -> Made:
+            later: Made = []
+            for value, tensor in made:
+                self._live.add(tensor.untyped_storage())
+                if id(value) not in targets:
+                    if not value.is_present:
+                        later.append((value, tensor))
+                    continue
+                self.num_proofs += 1
+                assert value.tensor is not None and value.recipe is not None
+                if same_storage_bits(tensor, value.tensor):
+                    value.proven, value.seal = True, sum_of_words(tensor)
+                else:
+                    value.why_kept = "another run gives other bits"
+                    self.differed.append(value.recipe.name)
+            return later
+
+        before, self._proving = self._proving, True
+        try:
+            self._run(chain, values, take)
+        finally:
+            self._proving = before
+        self.proof_s += time.perf_counter() - start
+
+    # -- remake ---------------------------------------------------------------------------------------------
+
+    def remake(self, target: StoredValue) -> None:
+        """Make a released value again.
+
+        Raises:
+            ReplayError: what it is made from was changed since; the seal shows changes that no version tells of.
+        """
+        start = time.perf_counter()
+        chain = chain_of([target])
+        if chain is None:
+            raise ReplayError("a released tensor cannot be made again.\nThis is a bug in lowtide.")
+
+        def take(value: StoredValue, made: Made) -> Made:
+            later: Made = []
+            for other, tensor in made:
+                if other.is_present:
+                    continue
+                if other.seal is not None and other.seal != sum_of_words(tensor):
+                    raise _changed_unseen(other)
+                storage = tensor.untyped_storage()
+                self._live.add(storage)
+                if other.is_needed and not other.overwritten:
+                    storage.__dict__[MARK] = other
+                    other.note_remade(tensor)
+                    other.last_use = self.num_ops
+                    self._holdings.restore(other, tensor)
+                else:
+                    later.append((other, tensor))
+            return later
+
+        self._run(chain, (), take)
+        self.num_replayed += len(chain)
+        if self.num_replayed > _REPLAYS_PER_OP * max(self.num_ops, 1):
+            self.thrashing = True
+        self.replay_s += time.perf_counter() - start
+
+    def _run(
+        self, chain: list[StoredValue], targets: Sequence[StoredValue], take: Callable[[StoredValue, Made], Made]
+    ) -> None:
+        before, self._busy = self._busy, True
+        try:
+            run_chain(chain, targets, self._before_replay, take)
+        finally:
+            self._busy = before
+
+    def _before_replay(self, value: StoredValue) -> None:
+        if not self._proving:
+            self.make_room(value.bytes)
+
+
+def _seconds_to_make(value: StoredValue) -> float:
+    """Its own op, and those of all that is absent before it."""
+    total, seen, todo = value.cost_s, set(), list(value.inputs)
+    while todo:
+        read = todo.pop()
+        if not read.is_present and read.recipe is not None and id(read) not in seen:
+            seen.add(id(read))
+            total += read.cost_s
+            todo += read.inputs
+            if len(seen) > _MOST_PRICED:
+                return 2 * total
+    return total
+
+
+def _room_for_proof(value: StoredValue) -> float:
+    chain = chain_of([value])
+    return float("inf") if chain is None else transient_bytes(chain, [value])
+
+
+def _changed_unseen(value: StoredValue) -> ReplayError:
+    assert value.recipe is not None
+    return ReplayError(
+        f"{value.recipe.name} gives other bits than in the forward pass: something that it read was changed since, "
+        "without a version\n(through .data, NumPy or a pointer). No gradient was computed from it.\n"
+        "Make the change before the forward pass or after backward."
+    )

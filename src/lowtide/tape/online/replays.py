@@ -1,0 +1,112 @@
+"""Making stored values again: in program order, each absent one once, dropped after its last reader."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+
+from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # where ops were recorded
+
+from lowtide.tape.execution_state import no_autocast
+from lowtide.tape.online.values import MARK, StoredValue
+
+Made = list[tuple[StoredValue, Tensor]]
+
+
+def chain_of(values: Iterable[StoredValue]) -> list[StoredValue] | None:
+    """``values`` and the absent ones that they are made from, in program order; None if one cannot be made again."""
+    found = {id(v): v for v in values}
+    todo = list(found.values())
+    while todo:
+        value = todo.pop()
+        if value.recipe is None or value.why_kept or value.recipe.is_stale:
+            return None
+        for read in value.inputs:
+            if read.is_present or id(read) in found:
+                continue
+            if read.recipe is None:
+                storage = read.storage()
+                if storage is None or storage.__dict__.get(MARK) is not read:
+                    return None
+                continue
+            found[id(read)] = read
+            todo.append(read)
+    return sorted(found.values(), key=lambda v: v.number)
+
+
+def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) -> int:
+    """Most bytes that live at once while ``chain`` runs and each target goes as soon as it is made."""
+    wanted = {id(v) for v in targets}
+    left = _reader_counts(chain)
+    live = peak = 0
+    held: dict[int, int] = {}
+    for value in chain:
+        peak = max(peak, live + value.bytes)
+        if id(value) not in wanted and left.get(id(value)):
+            held[id(value)] = value.bytes
+            live += value.bytes
+        for read in value.inputs:
+            left[id(read)] -= 1
+            if not left[id(read)]:
+                live -= held.pop(id(read), 0)
+    return peak
+
+
+def pinned_bytes(chain: list[StoredValue]) -> int:
+    """Bytes that a release of the last of ``chain`` would pin: roots that nobody else holds for the tape."""
+    roots = {id(r): r.bytes for v in chain for r in v.inputs if not r.is_present and r.recipe is None}
+    return sum(roots.values())
+
+
+def run_chain(
+    chain: list[StoredValue],
+    targets: Iterable[StoredValue],
+    before: Callable[[StoredValue], None],
+    take: Callable[[StoredValue, Made], Made],
+) -> None:
+    """Run the recipes of ``chain``: of what is absent, and of ``targets`` even if they are present.
+
+    Args:
+        before: Called before a recipe runs.
+        take: Is given what a recipe made; returns what later recipes of the chain may read.
+    """
+    run_anyway = {id(v) for v in targets}
+    left = _reader_counts(chain)
+    transient: dict[StoredValue, Tensor] = {}
+    locked = deque(read for value in chain for read in value.inputs)
+    for read in locked:
+        read.locked += 1
+    with ExitStack() as stack:
+        stack.callback(_unlock, locked)
+        stack.enter_context(below_autograd())
+        stack.enter_context(no_autocast())
+        for value in chain:
+            if id(value) in run_anyway or (not value.is_present and value not in transient):
+                before(value)
+                recipe = value.recipe
+                assert recipe is not None
+                tensors = recipe.run(transient)
+                made = [(o, tensors[n]) for n, ref in recipe.outputs if (o := ref()) is not None]
+                del tensors
+                for other, tensor in take(value, made):
+                    if left.get(id(other)):
+                        transient[other] = tensor
+                del made
+            for read in value.inputs:
+                locked.popleft().locked -= 1
+                left[id(read)] -= 1
+                if not left[id(read)]:
+                    transient.pop(read, None)
+
+
+def _unlock(values: Iterable[StoredValue]) -> None:
+    for value in values:
+        value.locked -= 1
+
+
+def _reader_counts(chain: list[StoredValue]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for value in chain:
+        for read in value.inputs:
+            counts[id(read)] = counts.get(id(read), 0) + 1
+    return counts

@@ -1,0 +1,52 @@
+"""Bytes that an op is about to allocate: as the same op did last, or a guess from its arguments at first sight."""
+
+from math import prod
+from typing import Any
+
+import torch
+
+from lowtide.tracing.operators import packet_name, tensors_in
+
+# Views of what they read: they make nothing.
+_VIEWS = frozenset({
+    "aten.view", "aten.t", "aten.transpose", "aten._unsafe_view", "aten.expand", "aten.unsqueeze", "aten.squeeze",
+    "aten.slice", "aten.detach", "aten.alias", "aten.permute", "aten.select", "aten.split", "aten.as_strided",
+    "aten.unbind", "aten.split_with_sizes", "aten.chunk", "aten._reshape_alias", "aten.diagonal",
+})  # fmt: skip
+# Kernels that take reordered copies of what they read and make, which no allocation of the tape's shows beforehand.
+_CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
+_PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
+
+
+class ExpectedBytes:
+    """What each op made when it ran on arguments of these shapes."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, int] = {}
+
+    def key(self, func: Any, args: tuple) -> tuple:
+        return (func, *((tuple(t.shape), t.dtype) for t in tensors_in(args)))
+
+    def of(self, key: tuple, func: Any, args: tuple) -> int:
+        """Bytes that ``func`` is about to allocate, workspace of convolutions included."""
+        made = self._made.get(key)
+        if made is None:
+            made = _first_guess(func, args)
+        if packet_name(func) in _CONVOLUTIONS:
+            made += sum(t.numel() * t.element_size() for t in tensors_in(args))
+        return made
+
+    def learn(self, key: tuple, made: int) -> None:
+        self._made[key] = made
+
+
+def _first_guess(func: Any, args: tuple) -> int:
+    name, tensors = packet_name(func), list(tensors_in(args))
+    if name in _VIEWS or not tensors:
+        size = next((a for a in args if isinstance(a, (list, torch.Size))), None) if not tensors else None
+        return 4 * prod(size) if size is not None and all(isinstance(n, int) for n in size) else 0
+    if name in _PRODUCTS:
+        left, right = (args[i] for i in _PRODUCTS[name])
+        rows = prod(left.shape[:-1])
+        return int(rows * right.shape[-1] * left.element_size())
+    return max(t.numel() * t.element_size() for t in tensors)

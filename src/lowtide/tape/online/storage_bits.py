@@ -1,0 +1,27 @@
+"""The bytes of a storage, to compare and to sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of a tensor's storage, eight at a time, and the rest: the cheapest form to compare and to sum."""
+    storage = tensor.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    whole = raw.numel() // 8 * 8
+    return raw[:whole].view(torch.int64), raw[whole:]
+
+
+def sum_of_words(tensor: Tensor) -> int:
+    """Shows a later write to the storage: any change of one word changes it, a swap of two words does not."""
+    whole, rest = words(tensor)
+    return int(whole.sum()) + int(rest.sum())
+
+
+def same_storage_bits(a: Any, b: Tensor) -> bool:
+    """Whether the storages of two tensors hold the same bytes."""
+    if not isinstance(a, Tensor) or a.untyped_storage().nbytes() != b.untyped_storage().nbytes():
+        return False
+    return all(map(torch.equal, words(a), words(b)))

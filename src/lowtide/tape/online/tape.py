@@ -1,0 +1,395 @@
+"""The online tape: keeps a budget without a plan, while the user's own step runs for the first time.
+
+Every op of the forward pass leaves a recipe that pins nothing. When live bytes would pass the budget, values are
+proven and let go (``release.py``); autograd gets them made again when backward asks. The mode stays on in backward and
+makes room there as well. What it does not understand it leaves alone: such tensors are saved, as without it.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DispatchKey
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
+from torch._C import _current_graph_task_id as graph_task
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
+from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.tape.online.holdings import Holdings
+from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.release import Releaser
+from lowtide.tape.online.replays import chain_of
+from lowtide.tape.online.room import ExpectedBytes
+from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredValue, UnreadableError, value_of_storage
+from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place
+from lowtide.tracing import module_calls
+from lowtide.tracing.fsdp.observer import PauseDuringFsdp
+from lowtide.tracing.operators import (
+    OVERWRITERS,
+    UNINITIALISED,
+    WRITES,
+    draws_random_numbers,
+    fills_its_storage,
+    is_wrapper_type,
+    may_draw_random_numbers,
+    packet_name,
+    storage_of,
+    tensors_in,
+    why_not_replayed,
+    written_arguments,
+    written_tensors,
+)
+from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
+
+_KNOWN = frozenset({"aten", "prims"})  # of other operators nobody knows what they write unseen
+
+
+class OnlineTape(TorchDispatchMode):
+    """Watches one step of one model at a time.
+
+    Attributes:
+        live: What the step has made and still holds.
+        releaser: Its ``budget_bytes`` is for what the step makes, resident bytes apart.
+        problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
+        checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
+        calls: Module calls entered.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see ``Tape``
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, model: nn.Module, budget_bytes: float) -> None:
+        super().__init__()
+        self._model = weakref.ref(model)
+        self._wrapped = bool(wrapped_parameters(model))
+        self.live = LiveBytes()
+        self._holdings = Holdings()
+        self.releaser = Releaser(self._holdings, self.live, budget_bytes)
+        self.problem = ""
+        self.checkpointed = ""
+        self._expected = ExpectedBytes()
+        self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        self._number = 0
+        self._pauses = 0
+        self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
+        self._read_outside: set[int] = set()  # addresses of storages from outside that recipes read
+        self._lock = threading.RLock()
+        self.calls = 0
+        self.op_s = 0.0  # what the last op took
+
+    def begin_step(self) -> None:
+        """A step starts: nothing of an earlier one is counted any more."""
+        self.live.restart()
+        self.releaser.forget_step()
+        self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        self._read_outside.clear()
+        self._layers.clear()
+
+    @property
+    def num_claims(self) -> int:
+        """Values that autograd still holds, in memory or released."""
+        return sum(v.claim() is not None for v in self._holdings) + len(self._holdings.released)
+
+    # -- module calls ---------------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> None:
+        self.calls += 1
+        if not self.checkpointed:
+            hooks = top_hooks(True)
+            if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+                self.checkpointed = path or "a part of the model"
+        numbered = path.rpartition(".")[2].isdigit()
+        around = self._layers[-1] if self._layers else 0
+        self._layers.append(around or (self.calls if numbered else 0))
+
+    def leave(self) -> None:
+        layer = self._layers.pop() if self._layers else 0
+        if layer and not self._layer and graph_task() == -1 and not self.problem:
+            try:
+                self.releaser.prove_layer(layer)
+            except Exception as error:
+                self.give_up(error)
+
+    def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
+        """A call of compiled code: what it makes is counted and never released."""
+        with _disable_current_modes():
+            result = run()
+        for tensor in tensors_in(result):
+            self._count(tensor)
+        return result
+
+    def pause(self) -> None:
+        self._pauses += 1
+
+    def resume(self) -> None:
+        self._pauses -= 1
+
+    @property
+    def fsdp_observer(self) -> PauseDuringFsdp:
+        return PauseDuringFsdp(self)
+
+    @property
+    def _layer(self) -> int:
+        return self._layers[-1] if self._layers else 0
+
+    # -- operators ------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if types and not fake_mode_is_on() and any(map(is_wrapper_type, types)):
+            bump_versions_of_parts(func, args, kwargs)
+            return NotImplemented
+        if self.releaser.busy or self.problem or func.namespace == "profiler" or fake_mode_is_on():
+            return func(*args, **kwargs)
+        return self._run_op(func, args, kwargs)
+
+    def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Make room, run ``func``, leave a recipe. No error of the bookkeeping reaches the caller."""
+        op = None
+        try:
+            op = _RunningOp(self, func, args, kwargs)
+        except Exception as error:  # nothing of ours may end the step
+            self.give_up(error)
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        self.op_s = seconds = time.perf_counter() - start
+        if op is not None:
+            try:
+                self._finish(op, result, seconds)
+            except Exception as error:
+                self.give_up(error)
+        return result
+
+    def give_up(self, error: Exception) -> None:
+        """Watch no more in this step; what was released is still made again."""
+        self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _finish(self, op: "_RunningOp", result: Any, seconds: float) -> None:
+        made: list[tuple[int, StoredValue]] = []
+        inputs = [storage_of(t) for t in tensors_in(op.args)]
+        for position, tensor in enumerate(tensors_in(result)):
+            storage = storage_of(tensor)
+            if storage is None or storage in self.live or any(s is storage for s in inputs):
+                continue
+            self.live.add(storage)
+            if tensor.is_inference():
+                continue
+            value = StoredValue(storage, self._number, tensor._version, self._layer, self._run)
+            value.cost_s = seconds
+            storage.__dict__[MARK] = value
+            made.append((position, value))
+        size = sum(value.bytes for _, value in made)
+        self._expected.learn(op.key, size)
+        self.releaser.reserve_for(size)
+        if op.backward or self._pauses:
+            return
+        if op.written:
+            self._note_write(op, seconds)
+        elif made:
+            self._leave_recipe(op, made)
+
+    def _leave_recipe(self, op: "_RunningOp", made: list[tuple[int, StoredValue]]) -> None:
+        why = why_not_replayed(op.func, op.args, op.kwargs)
+        if not why and op.func.namespace not in _KNOWN:
+            why = "is no operator of PyTorch's own"
+        recipe = op.recipe
+        if recipe is None or (why and why != UNINITIALISED):
+            for _, value in made:
+                value.why_kept = why or op.unreadable
+            return
+        recipe.outputs = [(position, weakref.ref(value)) for position, value in made]
+        for _, value in made:
+            value.recipe, value.why_kept = recipe, why
+        self._read_outside.update(k.tensor.untyped_storage()._cdata for k in recipe.outside)
+
+    def _note_write(self, op: "_RunningOp", seconds: float) -> None:
+        """In-place: completes an output that nobody has read, or ends what the storage held."""
+        for tensor in op.written:
+            storage = storage_of(tensor)
+            value = value_of_storage(storage, self._run)
+            if storage is None or value is None:
+                continue
+            # The counter moves when this call has returned.
+            version = tensor._version + 1
+            if len(op.written) == 1 and self._complete(op, value, version, seconds):
+                continue
+            value.overwritten, value.why_kept = True, "was written in place"
+            if value.tensor is not None and not value.is_needed:
+                self._holdings.let_go(value)
+            storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer, self._run)
+            replaced.why_kept = "was written in place"
+
+    def _complete(self, op: "_RunningOp", value: StoredValue, version: int, seconds: float) -> bool:
+        """Whether the in-place op became part of the recipe that makes ``value``."""
+        recipe = value.recipe
+        if recipe is None or value.num_reads or value.is_needed or value.version != version - 1:
+            return False
+        if value.why_kept and value.why_kept != UNINITIALISED:
+            return False
+        func, args, kwargs = op.func, op.args, op.kwargs
+        if why_not_replayed(func, args, kwargs) not in ("", WRITES):
+            return False
+        fills = packet_name(func) in OVERWRITERS and fills_its_storage(args[0])
+        if value.why_kept and not fills:
+            return False
+        alone = len(recipe.outputs) == 1
+        read_before = len(recipe.inputs)
+        position = next(n for n, reference in recipe.outputs if reference() is value)
+        try:
+            recipe.complete(func, args, kwargs, op.rng, position)
+        except UnreadableError:
+            return False
+        later = any(i.number > value.number for i in recipe.inputs[read_before:])
+        if later and not alone:  # the other outputs are read in between
+            value.why_kept = "was completed from what came later"
+        if alone:
+            value.number = self._number
+        if fills:
+            value.why_kept = ""
+        value.cost_s += seconds
+        value.version = version
+        self._read_outside.update(k.tensor.untyped_storage()._cdata for k in recipe.outside)
+        return True
+
+    def keep_what_reads(self, targets: list[torch.Tensor]) -> None:
+        """``targets`` are about to be written: what was released and is made from them is made again first."""
+        released = self._holdings.released
+        if not released:
+            return
+        for tensor in targets:
+            storage = storage_of(tensor)
+            if storage is None:
+                continue
+            value = value_of_storage(storage, self._run)
+            if not (value.readers_released if value is not None else storage._cdata in self._read_outside):
+                continue
+            with self.releaser.releasing_nothing():
+                for other in list(released.values()):
+                    if other.tensor is None and _is_made_from(other, value, storage):
+                        self.releaser.remake(other)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage is not None and storage not in self.live:
+            self.live.add(storage)
+
+    # -- autograd -------------------------------------------------------------------------------------------
+
+    @module_calls.never_compiled
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds for ``tensor``: a handle if an op under the tape made it, else itself."""
+        if is_wrapper_type(type(tensor)):
+            return PackedWrapper(tensor, self.pack)
+        value = value_of_storage(storage_of(tensor), self._run)
+        if value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
+            plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
+            return Kept(tensor if plain else detached(tensor))
+        claim = value.claim()
+        if claim is None:
+            claim = Claim(value, self._holdings.end_claim)
+            self._holdings.claim(value, claim, _memory_of(tensor))
+        value.num_reads += 1
+        value.last_use = self._number
+        return self.handle(claim, tensor)
+
+    @module_calls.never_compiled
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor that ``pack`` was given. Called by autograd inside backward.
+
+        Raises:
+            RuntimeError: it was changed in place, as plain autograd does.
+            ReplayError: it was released and cannot be made again exactly.
+        """
+        if type(packed) is Kept:
+            if packed.changed():
+                raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)
+            return packed.tensor
+        if type(packed) is PackedWrapper:
+            return packed.unpack(self.unpack)
+        value = packed.claim.value
+        with self._lock, torch.no_grad(), _disable_current_modes(), below_autograd():
+            if value.tensor is None:
+                self.releaser.remake(value)
+            value.last_use = self._number
+            assert value.tensor is not None
+            if value.tensor._version != value.version or not (value.remade or packed.version == value.version):
+                raise modified_in_place(value.tensor, packed.view.size, packed.version)
+            return packed.view.view_of(value.tensor)
+
+    def handle(self, claim: Claim, tensor: torch.Tensor) -> SavedHandle:
+        """What autograd holds for a tensor that may be released."""
+        return SavedHandle(claim, tensor)
+
+
+class _RunningOp:
+    """One op before it runs: room is made for it, and what it reads is named, since it may write that."""
+
+    __slots__ = ("args", "backward", "func", "key", "kwargs", "recipe", "rng", "unreadable", "written")
+
+    def __init__(self, tape: OnlineTape, func: Any, args: tuple, kwargs: dict) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.backward = graph_task() != -1
+        tape._number += 1
+        self.key = tape._expected.key(func, args)
+        self.written = written_tensors(func, args, kwargs) if written_arguments(func) else []
+        tape.releaser.make_room(tape._expected.of(self.key, func, args))
+        if self.written:
+            tape.keep_what_reads(self.written)
+        self.recipe: Recipe | None = None
+        self.rng: GeneratorState | None = None
+        self.unreadable = ""
+        if self.backward or tape._pauses:
+            return
+        tape.releaser.num_ops = tape._number
+        if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
+            created_on = torch.device(kwargs.get("device") or "cpu")
+            self.rng = GeneratorState(next((t.device for t in tensors_in(args)), created_on))
+        own = {s._cdata for t in self.written if (s := storage_of(t)) is not None}
+        for tensor in (*tensors_in(args), *tensors_in(kwargs)):
+            storage = storage_of(tensor)
+            value = value_of_storage(storage, tape._run)
+            if value is not None and storage is not None and storage._cdata not in own:
+                value.num_reads += 1
+                value.last_use = tape._number
+                value.leaves_layer |= bool(value.layer) and value.layer != tape._layer
+        if not self.written:
+            try:
+                self.recipe = Recipe(func, args, kwargs, self.rng, tape._run)
+            except UnreadableError as error:
+                self.unreadable = str(error)
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that counts versions with it, and reads the memory as it is."""
+    before = key_is_excluded(DispatchKey.Python)
+    exclude_key(DispatchKey.Python, True)
+    try:
+        tensor = tensor.detach()
+        if tensor.is_conj():
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    finally:
+        exclude_key(DispatchKey.Python, before)
+
+
+def _is_made_from(value: StoredValue, read: StoredValue | None, storage: torch.UntypedStorage) -> bool:
+    """Whether the recipes of ``value`` read ``read``; or, where that is None, ``storage`` from outside."""
+    for part in chain_of([value]) or ():
+        if read is not None:
+            if any(i is read for i in part.inputs):
+                return True
+        elif part.recipe is not None and part.recipe.reads_outside(storage):
+            return True
+    return False

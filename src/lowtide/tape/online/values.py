@@ -1,0 +1,271 @@
+"""Stored values: what the online tape knows of a storage between two writes, and how it is made again.
+
+    StoredValue   one storage at one version. Recipes name stored values, never tensors, so that a recipe pins nothing.
+    Recipe        the op that made one, and the in-place ops that completed it, ready to run again.
+    Claim         autograd's interest in a stored value; every ``SavedHandle`` of it shares one. It dies with the last.
+    SavedHandle   what autograd holds in place of one tensor.
+    Argument      a stored value as an argument of an op, with the view that the op read.
+
+A stored value's ``tensor`` is set while somebody needs the memory: autograd (a claim lives), or a released value whose
+recipe reads it (``readers_released``). So a recipe can pin memory only from a release on, where the two are compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ReplayError
+from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.tape.values import Kept, ViewSpec, sharing_version
+from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
+
+MARK = "_lowtide_stored_value"  # attribute of the storage's Python object
+
+
+class StoredValue:
+    """One storage between two writes.
+
+    Attributes:
+        number: The op that made it, or completed it in place: values are made again in this order.
+        version: That tensors over the storage have as long as this is their value.
+        tensor: Set while autograd or a released value needs the memory; None otherwise, and when it is released.
+        recipe: How to make it again; None if that cannot be done.
+        why_kept: Why it cannot be released ("" if it can).
+        readers_released: Released values whose recipes read this one, each as often as it does.
+        num_reads: How often ops of the forward pass have read it or autograd has saved it.
+        layer: The layer's call in which it was made; ``leaves_layer``: something outside has read it.
+        last_use: The last op that touched it.
+        cost_s: Seconds that its op took when it ran.
+        run: The step that it belongs to.
+        seal: Sum of its words at release, compared when it is made again.
+        locked: A running replay reads it.
+        overwritten: The memory holds something else now. Whoever saved it gets what plain autograd gives; a recipe that
+            reads it needs it made again.
+    """
+
+    __slots__ = (
+        "__weakref__", "bytes", "claim", "cost_s", "last_use", "layer", "leaves_layer", "locked", "num_reads", "number",
+        "overwritten", "proven", "readers_released", "recipe", "remade", "run", "seal", "storage", "tensor", "version",
+        "why_kept",
+    )  # fmt: skip
+
+    def __init__(
+        self, storage: torch.UntypedStorage, number: int, version: int, layer: int, run: ExecutionState
+    ) -> None:
+        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
+        self.bytes = storage.nbytes()
+        self.run = run
+        self.number = self.last_use = number
+        self.version = version
+        self.tensor: Tensor | None = None
+        self.recipe: Recipe | None = None
+        self.why_kept = ""
+        self.claim: Callable[[], Claim | None] = _no_claim
+        self.readers_released = self.num_reads = self.locked = 0
+        self.layer, self.leaves_layer = layer, False
+        self.cost_s = 0.0
+        self.seal: int | None = None
+        self.proven = self.remade = self.overwritten = False
+
+    @property
+    def is_needed(self) -> bool:
+        return self.readers_released > 0 or self.claim() is not None
+
+    @property
+    def inputs(self) -> tuple[StoredValue, ...]:
+        return () if self.recipe is None else self.recipe.inputs
+
+    @property
+    def is_present(self) -> bool:
+        """The tape holds its memory, and that still holds this value."""
+        return self.tensor is not None and not self.overwritten
+
+    def memory(self) -> Tensor | None:
+        """A tensor over its memory where that still holds this value; None where it does not."""
+        if self.is_present:
+            return self.tensor
+        storage = self.storage()
+        if storage is None or storage.__dict__.get(MARK) is not self:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def note_remade(self, tensor: Tensor) -> None:
+        """``tensor`` is over its memory from now on: nobody but the tape and autograd has ever seen it."""
+        self.storage, self.version, self.remade = weakref.ref(tensor.untyped_storage()), tensor._version, True
+
+
+def _no_claim() -> None:
+    return None
+
+
+class Claim:
+    """Autograd's interest in a stored value."""
+
+    __slots__ = ("__weakref__", "on_end", "value")
+
+    def __init__(self, value: StoredValue, on_end: Callable[[StoredValue], None]) -> None:
+        self.value, self.on_end = value, on_end
+
+    def __del__(self) -> None:
+        self.on_end(self.value)
+
+
+class SavedHandle:
+    """What autograd holds in place of one tensor."""
+
+    __slots__ = ("claim", "version", "view")
+
+    def __init__(self, claim: Claim, tensor: Tensor) -> None:
+        self.claim, self.view, self.version = claim, ViewSpec(tensor), tensor._version
+
+
+class Argument:
+    """A stored value as an argument of an op."""
+
+    __slots__ = ("value", "view")
+
+    def __init__(self, value: StoredValue, tensor: Tensor) -> None:
+        self.value, self.view = value, ViewSpec(tensor)
+
+
+def value_of_storage(storage: torch.UntypedStorage | None, run: ExecutionState) -> StoredValue | None:
+    """The stored value of ``storage``; None if no op under the tape made it."""
+    value: StoredValue | None = None if storage is None else storage.__dict__.get(MARK)
+    return value if value is not None and value.run is run else None
+
+
+class UnreadableError(Exception):
+    """An argument cannot be named by a recipe; the text says why."""
+
+
+Transient = Mapping[StoredValue, Tensor]  # made for a replay that runs, and dropped after its last reader
+
+
+class Recipe:
+    """One op of the forward pass, ready to run again.
+
+    Attributes:
+        inputs: The stored values that it reads, each as often as it does.
+        outputs: ``(position, value)`` of what it made.
+        outside: Tensors that no op under the tape made (parameters, the batch).
+    """
+
+    __slots__ = ("_args", "_completions", "_func", "_kwargs", "_rng", "_run", "inputs", "outputs", "outside")
+
+    def __init__(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, run: ExecutionState) -> None:
+        """Raises: UnreadableError: an argument cannot be named."""
+        self._func, self._rng, self._run = func, rng, run
+        self.inputs: tuple[StoredValue, ...] = ()
+        self.outside: tuple[Kept, ...] = ()
+        self.outputs: list[tuple[int, weakref.ref[StoredValue]]] = []
+        self._completions: list[_Completion] = []
+        skipped = omitted_in_replay(func, args)
+        self._args = [None if i in skipped else self._stored(a) for i, a in enumerate(args)]
+        self._kwargs = {name: self._stored(a) for name, a in kwargs.items()}
+
+    @property
+    def name(self) -> str:
+        return str(self._func)
+
+    def complete(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, position: int) -> None:
+        """Add an in-place op on the output at ``position``. Raises: UnreadableError: an argument cannot be named."""
+        own = storage_of(args[0])
+        stored = [
+            _OwnOutput(a, position) if isinstance(a, Tensor) and storage_of(a) is own else self._stored(a) for a in args
+        ]
+        named = {name: self._stored(a) for name, a in kwargs.items()}
+        self._completions.append(_Completion(func, stored, named, rng))
+
+    def reads_outside(self, storage: torch.UntypedStorage) -> bool:
+        return any(kept.tensor.untyped_storage()._cdata == storage._cdata for kept in self.outside)
+
+    @property
+    def is_stale(self) -> bool:
+        """What it read from outside has been written since."""
+        return any(kept.changed() for kept in self.outside)
+
+    def run(self, transient: Transient) -> list[Tensor]:
+        """What the op returns, flattened; ``transient``: inputs that were made again for this replay.
+
+        Raises:
+            ReplayError: a tensor that it read was changed in place since.
+        """
+        args = [self._resolved(a, transient) for a in self._args]
+        kwargs = {name: self._resolved(a, transient) for name, a in self._kwargs.items()}
+        with self._run.restored():
+            with nullcontext() if self._rng is None else self._rng.restored():
+                result = self._func(*args, **kwargs)
+            made = list(tensors_in(result))
+            for completion in self._completions:
+                own = [
+                    a.view_of(made[a.position]) if type(a) is _OwnOutput else self._resolved(a, transient)
+                    for a in completion.args
+                ]
+                named = {name: self._resolved(a, transient) for name, a in completion.kwargs.items()}
+                with nullcontext() if completion.rng is None else completion.rng.restored():
+                    completion.func(*own, **named)
+        return made
+
+    def _stored(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            storage = storage_of(argument)
+            if storage is None:
+                raise UnreadableError("reads a tensor without one plain storage")
+            value = value_of_storage(storage, self._run)
+            if value is None:
+                # The memory as it is now, not the parameter: ``p.data = new`` must not reach a replay.
+                kept = Kept(sharing_version(argument) if isinstance(argument, torch.nn.Parameter) else argument)
+                self.outside += (kept,)
+                return kept
+            if argument.is_inference() or value.version != argument._version:
+                raise UnreadableError("reads memory that was changed unseen")
+            self.inputs += (value,)
+            return Argument(value, argument)
+        if isinstance(argument, (list, tuple)):
+            return [self._stored(a) for a in argument]
+        if isinstance(argument, torch.Generator):
+            raise UnreadableError("draws from a private generator")
+        return argument
+
+    def _resolved(self, argument: Any, transient: Transient) -> Any:
+        kind = type(argument)
+        if kind is Argument:
+            memory = transient.get(argument.value)
+            if memory is None:
+                memory = argument.value.memory()
+            if memory is None:
+                raise ReplayError(f"{self.name}: what it read is gone.\nThis is a bug in lowtide.")
+            return argument.view.view_of(memory)
+        if kind is Kept:
+            if argument.changed():
+                raise ReplayError(
+                    f"{self.name} cannot run again: a tensor of shape {list(argument.tensor.shape)} that it read was "
+                    "changed in place afterwards.\nChange it before the forward pass or after backward."
+                )
+            return argument.tensor
+        return [self._resolved(a, transient) for a in argument] if kind is list else argument
+
+
+class _Completion(NamedTuple):
+    """An in-place op that completes an output which nobody has read."""
+
+    func: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    rng: GeneratorState | None
+
+
+class _OwnOutput(ViewSpec):
+    """The recipe's own output as an argument of its in-place op."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, tensor: Tensor, position: int) -> None:
+        super().__init__(tensor)
+        self.position = position

@@ -1,0 +1,192 @@
+"""Training loops of every kind under a watch: the same gradients, and nothing left behind."""
+
+import copy
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+from support.training_steps import differing, outcome
+from torch import nn
+from torch.autograd import graph as autograd_graph
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import lowtide
+
+RESIDENT_BYTES = 6 * (64 * 64 + 64) * 4
+
+
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+
+
+def loss_of(y):
+    return torch.log_softmax(y, -1).square().mean()
+
+
+def loss_outside(model, x):
+    loss_of(model(x)).backward()
+
+
+def two_calls_one_backward(model, x):
+    a, b = model(x), model(x * 2)
+    (loss_of(a) + loss_of(b)).backward()
+
+
+def one_call_two_backwards(model, x):
+    loss = loss_of(model(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_calls_two_backwards(model, x):
+    a, b = loss_of(model(x)), loss_of(model(x * 2))
+    a.backward()
+    b.backward()
+
+
+def a_call_without_backward_first(model, x):
+    model(x)
+    loss_of(model(x)).backward()
+
+
+def generation_between(model, x):
+    y = model(x)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+    loss_of(y).backward()
+
+
+def an_error_in_the_loss(model, x):
+    try:
+        model(x)
+        raise ValueError("in the loss")
+    except ValueError:
+        pass
+    loss_of(model(x)).backward()
+
+
+def interrupted_backward(model, x):
+    def interrupt(gradient):
+        raise KeyboardInterrupt
+
+    y = model(x)
+    y.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(y).backward()
+    for p in model.parameters():
+        p.grad = None
+    del y
+    loss_of(model(x)).backward()
+
+
+def a_mode_around_the_call(model, x):
+    with FlopCounterMode(display=False) as counter:
+        y = model(x)
+    loss_of(y).backward()
+    assert counter.get_total_flops() > 0
+
+
+def a_mode_around_loss_and_backward(model, x):
+    y = model(x)
+    with FlopCounterMode(display=False):
+        loss_of(y).backward()
+
+
+def saved_on_the_cpu(model, x):
+    with autograd_graph.save_on_cpu():
+        y = model(x)
+    loss_of(y).backward()
+
+
+def copied_and_pickled_between(model, x):
+    y = model(x)
+    copy.deepcopy(model)
+    pickle.dumps(model.state_dict())
+    loss_of(y).backward()
+
+
+def reentrant_checkpoint_in_the_loss(model, x):
+    loss_of(checkpoint(lambda v: torch.tanh(v) * v, model(x), use_reentrant=True)).backward()
+
+
+def backward_on_another_thread(model, x):
+    loss = loss_of(model(x))
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
+def gradients_by_autograd_grad(model, x):
+    found = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+    for p, gradient in zip(model.parameters(), found, strict=True):
+        p.grad = gradient.clone()
+
+
+def gradient_penalty(model, x):
+    x = x.clone().requires_grad_()
+    loss = loss_of(model(x))
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def parameters_written_between(model, x):
+    loss = loss_of(model(x))
+    with torch.no_grad():
+        for module in model:
+            module[0].bias.add_(0.5)  # backward does not read it, recipes do
+    loss.backward()
+
+
+def parameters_given_other_memory(model, x):
+    loss = loss_of(model(x))
+    for p in model.parameters():
+        p.data = p.data * 2
+    loss.backward()
+
+
+LOOPS = [
+    loss_outside, two_calls_one_backward, one_call_two_backwards, two_calls_two_backwards,
+    a_call_without_backward_first, generation_between, an_error_in_the_loss, interrupted_backward,
+    a_mode_around_the_call, a_mode_around_loss_and_backward, saved_on_the_cpu, copied_and_pickled_between,
+    reentrant_checkpoint_in_the_loss, backward_on_another_thread, gradients_by_autograd_grad, gradient_penalty,
+    parameters_written_between, parameters_given_other_memory,
+]  # fmt: skip
+
+
+def run(loop, model, x):
+    torch.manual_seed(1)
+    loop(model, x)
+    found = outcome(model, torch.zeros(()))
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_watched_loop_gives_the_same_gradients_and_leaves_nothing_behind(loop):
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(256, 64)
+    plain = copy.deepcopy(model)
+    budget_bytes = RESIDENT_BYTES + 6 * x.nbytes  # two of three activations: something has to go
+
+    with lowtide.fit(model, budget=budget_bytes) as fit:
+        for _ in range(3):
+            expected = run(loop, plain, x)
+            found = run(loop, model, x)
+            assert differing(expected, found) == []
+        watcher = fit._watcher
+        gc.collect()
+        assert not fit.status().reasons or "more than the budget" in fit.status().reasons[0], fit.status().reasons
+
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert autograd_graph._engine_run_backward.__module__ == "torch.autograd.graph"
+    assert watcher._watch is None
+    written = torch.zeros(1)
+    written.add_(1)
+    assert written._version == 1, "a dispatch key was left excluded: versions count no more"

@@ -1,0 +1,61 @@
+"""Steps under the online tape, and what it did in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from support.training_steps import outcome
+from torch import nn
+
+from lowtide.runtime.seam import Seam
+from lowtide.runtime.watched_step import WatchedStep
+from lowtide.tape.online.tape import OnlineTape
+from lowtide.tracing import module_calls
+from lowtide.tracing.batches import call_of
+from lowtide.tracing.tracer import run_step
+
+
+@contextmanager
+def under(tape: OnlineTape, model: nn.Module) -> Iterator[None]:
+    """Everything that runs inside is one step of ``model`` under ``tape``."""
+    undo = module_calls.install(model, model._call_impl)
+    seam = Seam(tape, (tape.pack, tape.unpack))
+    state = module_calls.thread_state
+    try:
+        tape.begin_step()
+        seam.open()
+        state.observer = tape
+        yield
+    finally:
+        state.observer = None
+        seam.close()
+        undo()
+
+
+def online(
+    model: nn.Module,
+    batch: Any,
+    budget_bytes: float,
+    *,
+    step: Any = None,
+    seed: int = 7,
+    make: Callable[[nn.Module, float], OnlineTape] = OnlineTape,
+) -> tuple[dict[str, torch.Tensor | None], OnlineTape]:
+    """The outcome of one step of a copy of ``model`` within ``budget_bytes`` for what it makes, and the tape."""
+    model = copy.deepcopy(model)
+    tape = make(model, budget_bytes)
+    torch.manual_seed(seed)
+    with under(tape, model):
+        if isinstance(tape, WatchedStep):
+            call = call_of(batch)
+            tape.begin_call(model, call.args, call.kwargs)
+        loss, output = run_step(model, batch, step)
+        del output
+        loss.backward()
+    found = outcome(model, loss)
+    del loss
+    return found, tape

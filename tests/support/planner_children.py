@@ -1,0 +1,50 @@
+"""Processes that the planner may have for its child: good ones, hanging ones, bad ones."""
+
+import sys
+
+import psutil
+
+from lowtide.runtime import planner_process
+from lowtide.runtime.planner_process import PlannerProcess
+
+LIMIT_S = 120.0  # for what takes a second; a test that waits longer hangs
+# The real child, but its search never ends.
+NEVER_ENDS = """
+import time
+from lowtide.runtime import planning
+planning.solve = lambda *args, **options: time.sleep(600)
+from lowtide.runtime.planner_child import main
+main()
+"""
+ANSWERS_GARBAGE = """
+from lowtide.runtime.planner_child import READY
+print(READY, flush=True)
+input()
+print('{"plan": 3}', flush=True)
+input()
+"""
+# The real child, but its solver prints.
+CHATTERS = """
+import os
+from lowtide.runtime import planning
+solve = planning.solve
+def chatter(*args, **options):
+    print("print", flush=True)
+    os.write(1, b"write")
+    return solve(*args, **options)
+planning.solve = chatter
+from lowtide.runtime.planner_child import main
+main()
+"""
+
+
+def use_script(monkeypatch, script: str) -> None:
+    monkeypatch.setattr(planner_process, "_command", lambda: [sys.executable, "-c", script])
+
+
+def child_of(planner: PlannerProcess) -> psutil.Process:
+    return psutil.Process(planner._service._child._process.pid)
+
+
+def wait_for_end(process: psutil.Process) -> None:
+    process.wait(LIMIT_S)

@@ -1,0 +1,120 @@
+"""Module calls in which the plan drops nothing run without mode, and without hooks where nothing dropped comes in."""
+
+import pytest
+import torch
+from support.training_steps import build_for_drops, differing, outcome, plain
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+import lowtide
+from lowtide.tape import tape as tape_module
+from lowtide.tape.program import program_of
+from lowtide.tape.tape import Tape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Seen(nn.Module):
+    """Notes how many modes and hooks are in place while it runs."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.linear, self.log = nn.Linear(16, 16), log
+
+    def forward(self, x):
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self.log.append((len(_get_current_dispatch_mode_stack()), hooked))
+        return self.linear(x).tanh().square()
+
+
+def model_and_plan(dropping=("2",)):
+    log: list[tuple[int, bool]] = []
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Seen(log) for _ in range(5))), torch.randn(8, 16)
+    graph = lowtide.trace(model, x)
+    plan = build_for_drops(graph, lambda path: path.startswith(dropping))
+    assert plan.counts["recompute"]
+    log.clear()
+    return model, x, plan, log
+
+
+def step(model, x, plan):
+    torch.manual_seed(7)
+    with lowtide.apply(model, plan):
+        loss = model(x).square().mean()
+    loss.backward()
+    return outcome(model, loss)
+
+
+def test_only_calls_that_drop_are_watched_and_only_their_readers_hooked():
+    model, x, plan, log = model_and_plan()
+    expected = plain(model, x)
+    log.clear()
+
+    found = step(model, x, plan)
+
+    assert differing(expected, found) == []
+    assert log == [(0, False), (0, False), (1, True), (0, True), (0, False)]
+
+
+def test_what_is_dropped_does_not_stay_alive_through_a_call_without_hooks(monkeypatch):
+    def alive_after_forward():
+        model, x, plan, _ = model_and_plan()
+        made = []
+        model[2].register_forward_hook(lambda module, args, out: made.append(out.untyped_storage()._weak_ref()))
+        with lowtide.apply(model, plan):
+            loss = model(x).square().mean()
+        alive = torch.UntypedStorage._new_with_weak_ptr(made[0]) is not None
+        del loss
+        return alive
+
+    assert not alive_after_forward()
+
+    before = tape_module.Tape._stop_watching
+
+    def without_looking(self, call, planned):
+        planned.reads_dropped_inside = False
+        before(self, call, planned)
+
+    monkeypatch.setattr(Tape, "_stop_watching", without_looking)
+    assert alive_after_forward()
+
+
+def test_an_error_inside_leaves_the_stacks_as_they_were():
+    model, x, plan, _ = model_and_plan()
+
+    def fail(module, args):
+        raise ValueError("inside")
+
+    hook = model[0].linear.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="inside"), lowtide.apply(model, plan):
+        model(x)
+    hook.remove()
+
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert differing(plain(model, x), step(model, x, plan)) == []
+
+
+def test_a_mode_of_the_users_stays_on_top():
+    model, x, plan, log = model_and_plan()
+    program_of(plan)
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counting.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with lowtide.apply(model, plan), Counting():
+        loss = model(x).square().mean()
+    loss.backward()
+
+    assert {modes for modes, _ in log} == {2}
+    with FlopCounterMode(display=False) as plain_flops:
+        model(x)
+    with lowtide.apply(model, plan), FlopCounterMode(display=False) as flops:
+        model(x)
+    assert flops.get_total_flops() == plain_flops.get_total_flops()
