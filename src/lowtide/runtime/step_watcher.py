@@ -27,6 +27,7 @@ from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
+from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
@@ -73,6 +74,7 @@ class StepWatcher:
         self._planned_calls = 0  # of these
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
+        self._expected = ExpectedBytes()
         self._seam: Seam | None = None
         self._spoiled = False  # the watched step failed, or mixes with another: no plan comes of it
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -179,7 +181,7 @@ class StepWatcher:
         self.checkpointing.switch_off()
         budget_bytes = self._budget.for_step(self._model)
         records = self.shelf.wants_graph(shape)
-        self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes)
+        self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes, self._expected)
         self._watch.begin_step()
         self._spoiled = False
         self._seam = Seam(self._watch, (self._watch.pack, self._watch.unpack))

@@ -9,6 +9,7 @@ ends with the last handle. So the graph is that of the step without a tape.
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
 from lowtide.measurement.device import device_name
+from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.online.values import Claim, SavedHandle, StoredValue
 from lowtide.tape.values import Kept
@@ -33,6 +35,7 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
 
+_NOTHING = nullcontext()
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
 # The tape's own work for each op: forward, dropped besides, replayed (benchmarks/overhead.py).
 _WATCH_US, _RECORD_US, _REPLAY_US = 15.0, 15.0, 10.0
@@ -45,8 +48,8 @@ class WatchedStep(OnlineTape):
         problem_of_recording: Why the graph is not complete; "" if it is.
     """
 
-    def __init__(self, model: nn.Module, budget_bytes: float) -> None:
-        super().__init__(model, budget_bytes)
+    def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
+        super().__init__(model, budget_bytes, expected)
         self.recorder = Recorder(device_of(model), region="model", restores_parameters=False)
         self._builder, self._storages = self.recorder.builder, self.recorder.live
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
@@ -80,7 +83,7 @@ class WatchedStep(OnlineTape):
         self.stop_recording(UnsupportedModelError(f"{path or 'the model'} is compiled"))
         return super().opaque(path, module, run, inputs)
 
-    def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
         self._poll()
         builder = self._builder
         if not builder.recording:
@@ -90,10 +93,10 @@ class WatchedStep(OnlineTape):
         result, failed = None, True
         ran = False
 
-        def run() -> Any:
+        def run(around: AbstractContextManager[Any]) -> Any:
             nonlocal result, failed, ran
             ran = True
-            result = super(WatchedStep, self)._run_op(func, args, kwargs)
+            result = super(WatchedStep, self)._run_op(func, args, kwargs, around)
             failed = False
             return result
 
@@ -107,6 +110,7 @@ class WatchedStep(OnlineTape):
             self.stop_recording(error)
             return result if ran else super()._run_op(func, args, kwargs)
         if len(builder.ops) > before:
+            self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
             times = self._seconds if builder.ops[-1].signature < known else self._first_s  # watched, and slower
             times[builder.ops[-1].signature].append(self.op_s)
         return result

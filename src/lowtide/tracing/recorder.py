@@ -7,7 +7,8 @@ held as copies: backward uses them as indices.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
+
+# Runs an op with the given context open around its kernel alone: whoever runs it may have work of its own besides.
+RunOp = Callable[[AbstractContextManager[Any]], Any]
 
 
 class Recorder(TorchDispatchMode):
@@ -93,10 +97,15 @@ class Recorder(TorchDispatchMode):
                 if (number := self.live.id_of(part)) is not None:
                     builder.end_completion(number)
             return NotImplemented
-        return self.record(func, args, kwargs, lambda: func(*args, **kwargs))
 
-    def record(self, func: Any, args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
-        """What ``run()`` returns, which runs ``func`` on plain tensors, recorded as an op of the step."""
+        def run(around: AbstractContextManager[Any]) -> Any:
+            with around:
+                return func(*args, **kwargs)
+
+        return self.record(func, args, kwargs, run)
+
+    def record(self, func: Any, args: tuple, kwargs: dict, run: RunOp) -> Any:
+        """What ``run`` returns, which runs ``func`` on plain tensors, recorded as an op of the step."""
         builder, id_of = self.builder, self.live.id_of
         backward = self._backward or torch._C._current_graph_task_id() != -1
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
@@ -142,22 +151,29 @@ class Recorder(TorchDispatchMode):
             self._signatures[text] = self.builder.add_signature(signature)
         return self._signatures[text]
 
-    def _run(self, signature: int, func: Any, inputs: list[torch.Tensor], run: Callable[[], Any]) -> Any:
-        """What ``run()`` returns, which runs ``func``. The first run of a signature is watched.
+    def _run(self, signature: int, func: Any, inputs: list[torch.Tensor], run: RunOp) -> Any:
+        """What ``run`` returns, which runs ``func``. The first run of a signature is watched.
 
         What counts is what the kernel allocates, and which inputs it changes though its schema says that it only reads
         them.
         """
         if signature in self._workspace_bytes:
-            return run()
+            return run(nullcontext())
         with self.builder.ignoring_ops():
             if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
                 self._undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
                 self._workspace_bytes[signature] = 0
-                return run()
+                return run(nullcontext())
             before = [fingerprint(t) for t in inputs]
-            with measuring(self._device) as counter:
-                result = run()
+            counter = None
+
+            @contextmanager
+            def measured() -> Iterator[None]:
+                nonlocal counter
+                with measuring(self._device) as counter:
+                    yield
+
+            result = run(measured())
             self._undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
             self._workspace_bytes[signature] = 0 if counter is None else counter.workspace
             return result

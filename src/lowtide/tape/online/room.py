@@ -23,6 +23,7 @@ class ExpectedBytes:
 
     def __init__(self) -> None:
         self._made: dict[tuple, int] = {}
+        self._workspace: dict[tuple, int] = {}
 
     def key(self, func: Any, args: tuple) -> tuple:
         return (func, *((tuple(t.shape), t.dtype) for t in tensors_in(args)))
@@ -32,12 +33,17 @@ class ExpectedBytes:
         made = self._made.get(key)
         if made is None:
             made = _first_guess(func, args)
-        if packet_name(func) in _CONVOLUTIONS:
-            made += sum(t.numel() * t.element_size() for t in tensors_in(args))
-        return made
+        workspace = self._workspace.get(key)
+        if workspace is None and packet_name(func) in _CONVOLUTIONS:
+            workspace = made + sum(t.numel() * t.element_size() for t in tensors_in(args))
+        return made + (workspace or 0)
 
     def learn(self, key: tuple, made: int) -> None:
         self._made[key] = made
+
+    def learn_workspace(self, key: tuple, workspace_bytes: int) -> None:
+        """What the kernel allocates beside what it makes."""
+        self._workspace[key] = workspace_bytes
 
 
 def _first_guess(func: Any, args: tuple) -> int:

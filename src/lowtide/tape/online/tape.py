@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from lowtide.tracing.operators import (
 )
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
+_NOTHING = nullcontext()
 _KNOWN = frozenset({"aten", "prims"})  # of other operators nobody knows what they write unseen
 
 
@@ -57,6 +59,7 @@ class OnlineTape(TorchDispatchMode):
     Attributes:
         live: What the step has made and still holds.
         releaser: Its ``budget_bytes`` is for what the step makes, resident bytes apart.
+        expected: What ops of earlier steps allocated.
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
         checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
         calls: Module calls entered.
@@ -70,7 +73,7 @@ class OnlineTape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, model: nn.Module, budget_bytes: float) -> None:
+    def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
         super().__init__()
         self._model = weakref.ref(model)
         self._wrapped = bool(wrapped_parameters(model))
@@ -79,7 +82,8 @@ class OnlineTape(TorchDispatchMode):
         self.releaser = Releaser(self._holdings, self.live, budget_bytes)
         self.problem = ""
         self.checkpointed = ""
-        self._expected = ExpectedBytes()
+        self._expected = expected or ExpectedBytes()
+        self._key: tuple = ()  # of the last op, in ``_expected``
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
         self._pauses = 0
@@ -155,16 +159,17 @@ class OnlineTape(TorchDispatchMode):
             return func(*args, **kwargs)
         return self._run_op(func, args, kwargs)
 
-    def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Make room, run ``func``, leave a recipe. No error of the bookkeeping reaches the caller."""
+    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
+        """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
         op = None
         try:
             op = _RunningOp(self, func, args, kwargs)
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
-        start = time.perf_counter()
-        result = func(*args, **kwargs)
-        self.op_s = seconds = time.perf_counter() - start
+        with around:
+            start = time.perf_counter()
+            result = func(*args, **kwargs)
+            self.op_s = seconds = time.perf_counter() - start
         if op is not None:
             try:
                 self._finish(op, result, seconds)
@@ -192,6 +197,7 @@ class OnlineTape(TorchDispatchMode):
             made.append((position, value))
         size = sum(value.bytes for _, value in made)
         self._expected.learn(op.key, size)
+        self._key = op.key
         self.releaser.reserve_for(size)
         if op.backward or self._pauses:
             return
