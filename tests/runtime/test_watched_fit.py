@@ -391,7 +391,10 @@ def test_a_plan_is_one_visible_line(model, budget, caplog):
     with lowtide.fit(model, budget=budget) as fit, caplog.at_level(logging.WARNING, "lowtide"):
         train(model, [batch_of()])
         fit.wait()
-    assert sum("planned in" in r.message and "plan 1 of at most 8" in r.message for r in caplog.records) == 1
+    assert (
+        sum("planned beside training in" in r.message and "plan 1 of at most 8" in r.message for r in caplog.records)
+        == 1
+    )
 
 
 def test_no_warning_of_python_is_raised(model, budget):
@@ -400,3 +403,28 @@ def test_no_warning_of_python_is_raised(model, budget):
         train(model, [batch_of()])
         fit.wait()
         train(model, [batch_of()])
+
+
+def test_the_plans_of_a_run_are_kept_for_the_next(model, budget, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
+    with lowtide.fit(model, budget=budget) as fit:
+        train(model, [batch_of()])
+        fit.wait()
+        kept = sorted(tmp_path.rglob("*.json.gz"))
+        assert len(kept) == 1
+    with lowtide.fit(model, budget=budget) as again:
+        train(model, [batch_of()])
+        again.wait()
+        # Ops of a toy may take quite other times in the next step. Then a reason says so, and it is planned anew.
+        assert again.plan.decisions == fit.plan.decisions or "a cached plan was ignored" in reasons_of(again)
+    assert sorted(tmp_path.rglob("*.json.gz")) == kept
+
+
+def test_an_automatic_budget_is_the_same_in_the_next_run(model, monkeypatch):
+    budgets = set()
+    for free in (10_000_000_000, 10_010_000_000, 10_090_000_000):
+        monkeypatch.setattr("lowtide.runtime.budget.available_bytes", lambda device, free=free: free)
+        with lowtide.fit(model) as fit:
+            budgets.add(fit.status().budget_bytes)
+            assert 0.86 * free < fit.status().budget_bytes <= 0.9 * free + resident_bytes(model)
+    assert len(budgets) == 1

@@ -16,6 +16,12 @@ from lowtide.units import format_bytes, parse_budget
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
 
 
+def _in_steps(size: int) -> int:
+    """``size`` less at most a thirty-second: free memory differs from run to run, and a kept plan is for one budget."""
+    step = 1 << max(size.bit_length() - 6, 0)
+    return size // step * step
+
+
 class StepBudget:
     """What ``fit`` was asked for, as bytes.
 
@@ -32,7 +38,7 @@ class StepBudget:
         self.absolute_bytes: int | None = None
         if parsed == "auto":
             free = available_bytes(device_of(model))
-            self.absolute_bytes = self.resident_bytes + int((1 - AUTO_MARGIN) * free)
+            self.absolute_bytes = self.resident_bytes + _in_steps(int((1 - AUTO_MARGIN) * free))
         elif isinstance(parsed, int):
             self.absolute_bytes = parsed
             if parsed <= self.resident_bytes:

@@ -19,6 +19,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape
+from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
 from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
 from lowtide.tape.program import TapedCall, TapedOp, program_of
@@ -151,7 +152,10 @@ class PlanShelf:
     def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
         """Have a step planned whose calls have these shapes."""
         options = self._options
-        self._next.append((shapes, PlanRequest(graph, costs, budget_bytes, options.method, options=options.solver)))
+        request = PlanRequest(
+            graph, costs, budget_bytes, options.method, options=options.solver, cache_dir=PlanCache().directory
+        )
+        self._next.append((shapes, request))
         self._ask_next()
 
     def refuse(self, shape: CallShape, why: str) -> None:
@@ -206,7 +210,7 @@ class PlanShelf:
             if asked.first in self.plans:
                 self.plans.remove(asked.first)
             self._put_in_force(asked, plan)
-            self._tell(plan, pending.planning_s)
+            self._tell(plan, pending)
 
     def _put_in_force(self, asked: _Asked, plan: Plan) -> PlannedStep:
         tape = Tape(program_of(plan), self._model)
@@ -219,10 +223,12 @@ class PlanShelf:
     def _on_difference(self, op: TapedOp) -> None:
         self._say(f"{op.name} in {op.where or 'the model'} gives other bits when it runs again: saved from now on")
 
-    def _tell(self, plan: Plan, planning_s: float) -> None:
+    def _tell(self, plan: Plan, pending: PendingPlan) -> None:
+        made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
         logger.warning(
-            "lowtide: planned in %.1f s beside training: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
-            planning_s,
+            "lowtide: %s in %.1f s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
+            made,
+            pending.planning_s,
             format_bytes(plan.predicted_peak_bytes),
             format_bytes(plan.budget_bytes or plan.predicted_peak_bytes),
             100 * plan.predicted_overhead,
