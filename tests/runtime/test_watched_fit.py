@@ -428,3 +428,50 @@ def test_an_automatic_budget_is_the_same_in_the_next_run(model, monkeypatch):
             budgets.add(fit.status().budget_bytes)
             assert 0.86 * free < fit.status().budget_bytes <= 0.9 * free + resident_bytes(model)
     assert len(budgets) == 1
+
+
+def refuse_memory(module, args):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def test_after_a_step_without_enough_memory_the_next_is_leaner(model):
+    budget = 2 * resident_bytes(model) + int(0.9 * activation_bytes(model, batch_of()))
+    with lowtide.fit(model, budget=budget) as fit:
+        train(model, [batch_of()])
+        fit.wait()
+        train(model, [batch_of()])
+        before = fit.plan.predicted_peak_bytes
+
+        hook = model.layers[2].register_forward_pre_hook(refuse_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(batch_of())
+        hook.remove()
+        for _ in range(2):
+            train(model, [batch_of()])
+            fit.wait()
+
+        resident = resident_bytes(model)
+        assert fit.status().budget_bytes - resident == pytest.approx(0.9 * (budget - resident), abs=2)
+        assert fit.plan.predicted_peak_bytes <= fit.status().budget_bytes < before
+        assert "out of memory: the budget is" in reasons_of(fit)
+
+
+def test_an_evaluation_without_enough_memory_changes_nothing(model, budget):
+    with lowtide.fit(model, budget=budget) as fit:
+        hook = model.layers[2].register_forward_pre_hook(refuse_memory)
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+            model(batch_of())
+        hook.remove()
+        assert fit.status().budget_bytes == budget
+
+
+def test_backward_without_enough_memory_counts_too(model, budget):
+    def refuse(gradient):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes.")
+
+    with lowtide.fit(model, budget=budget) as fit:
+        output = model(batch_of())
+        output.register_hook(refuse)
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            output.sum().backward()
+        assert fit.status().budget_bytes < budget

@@ -19,7 +19,7 @@ class BackwardObserver(Protocol):
     """Is told of each outermost backward, on the thread that runs it. Must not raise."""
 
     def before_backward(self) -> None: ...
-    def after_backward(self, *, failed: bool) -> None: ...
+    def after_backward(self, error: BaseException | None) -> None: ...
 
 
 _observers: list[BackwardObserver] = []
@@ -55,11 +55,12 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     observers = tuple(_observers)
     for observer in observers:
         observer.before_backward()
-    failed = True
+    failure: BaseException | None = None
     try:
-        result = _entry(*args, **kwargs)
-        failed = False
-        return result
+        return _entry(*args, **kwargs)
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         for observer in observers:
-            observer.after_backward(failed=failed)
+            observer.after_backward(failure)

@@ -15,6 +15,15 @@ from lowtide.units import format_bytes, parse_budget
 
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
 
+LOWERED_BY = 0.1  # of what the step may make, each time memory runs out
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator has refused: a device's, or the CPU's, which has no error class of its own."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
 
 def _in_steps(size: int) -> int:
     """``size`` less at most a thirty-second: free memory differs from run to run, and a kept plan is for one budget."""
@@ -62,6 +71,11 @@ class StepBudget:
         if self.absolute_bytes is None:
             self.absolute_bytes = absolute_bytes(graph, costs, self._asked)
         return self.absolute_bytes
+
+    def lower(self) -> None:
+        """Of what the step may make, a tenth less: there was not enough memory for it."""
+        if self.absolute_bytes is not None:
+            self.absolute_bytes -= int(LOWERED_BY * max(0, self.absolute_bytes - self.resident_bytes))
 
     def _resident(self, model: nn.Module) -> int:
         state = getattr(self._optimizer, "state", None)

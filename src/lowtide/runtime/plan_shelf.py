@@ -147,6 +147,12 @@ class PlanShelf:
         self.plans.remove(planned)
         return True
 
+    def keep_within(self, budget_bytes: int) -> None:
+        """Let go of plans and requests for more than ``budget_bytes``."""
+        self.plans = [p for p in self.plans if p.plan.predicted_peak_bytes <= budget_bytes]
+        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in self._next]
+        self._asked = None
+
     # -- asking ---------------------------------------------------------------------------------------------
 
     def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.options import FitOptions
-from lowtide.runtime.budget import StepBudget
+from lowtide.runtime.budget import StepBudget, is_out_of_memory
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
@@ -102,8 +102,12 @@ class StepWatcher:
         except Exception as error:  # nothing of ours may end the training
             self._fail(error)
             return self._call(*args, **kwargs)
-        with around:
-            return self._call(*args, **kwargs)
+        try:
+            with around:
+                return self._call(*args, **kwargs)
+        except Exception as error:
+            self._note_out_of_memory(error)
+            raise
 
     def _around(self, shape: CallShape, args: tuple, kwargs: dict) -> Any:
         """What surrounds this call: a planned tape, or the watch."""
@@ -190,16 +194,17 @@ class StepWatcher:
     def before_backward(self) -> None:
         self._gradients = [(id(p.grad), _version(p.grad)) for p in self._sampled]
 
-    def after_backward(self, *, failed: bool) -> None:
+    def after_backward(self, error: BaseException | None) -> None:
         try:
             if self._shapes and self._thread == threading.get_ident():
-                self._spoiled |= failed
+                self._spoiled |= error is not None
+                self._note_out_of_memory(error)
                 if self._watch is None or self._watch.num_claims == 0:
                     self._end_step()
             elif not self._shapes and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
                 self._note_unseen_step()
-        except Exception as error:
-            self._fail(error)
+        except Exception as own:
+            self._fail(own)
         self._gradients = []
 
     def _end_step(self) -> None:
@@ -246,6 +251,15 @@ class StepWatcher:
                 f"a step without a plan took up to {format_bytes(int(over))} more than the budget: it is the least "
                 "that letting go and making again could reach"
             )
+
+    def _note_out_of_memory(self, error: BaseException | None) -> None:
+        """A step for which there was not enough memory: from the next one on the budget is lower, and plans with it."""
+        if error is not None and is_out_of_memory(error):
+            self._budget.lower()
+            budget_bytes = self._budget.absolute_bytes
+            if budget_bytes is not None:
+                self.shelf.keep_within(budget_bytes)
+                self._say(f"out of memory: the budget is {format_bytes(budget_bytes)} from the next step on")
 
     # -- what went wrong ------------------------------------------------------------------------------------
 
