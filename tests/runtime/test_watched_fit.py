@@ -475,3 +475,38 @@ def test_backward_without_enough_memory_counts_too(model, budget):
         with pytest.raises(RuntimeError, match="can't allocate"):
             output.sum().backward()
         assert fit.status().budget_bytes < budget
+
+
+class Shifted(nn.Module):
+    """Its backward does not read ``shift``; a replay of what ``sin`` has read does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("shift", torch.zeros(64))
+
+    def forward(self, x):
+        return (self.linear(x) + self.shift).sin().cos()
+
+
+def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_steps(monkeypatch):
+    model = nn.Sequential(Shifted(), Shifted())
+
+    def loop(steps, written=True):
+        for _ in range(steps):
+            loss = model(batch_of()).square().mean()
+            for module in model if written else ():
+                module.shift.data.add_(0.5)
+            loss.backward()
+            model.zero_grad()
+
+    with lowtide.fit(model, method="full") as fit:
+        loop(1, written=False)  # a watched step that sees the write would plan for it
+        fit.wait()
+        with pytest.raises(lowtide.ReplayError, match=r"without a version\n\(through .data"):
+            loop(16)
+        assert fit.status().planned_steps < 16
+
+        monkeypatch.setattr("lowtide.tape.tape.sum_of_words", lambda tensor: 0)
+        monkeypatch.setattr("lowtide.tape.recipes.sum_of_words", lambda tensor: 0)
+        loop(16)  # without the seals nothing tells

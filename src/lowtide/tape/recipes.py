@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
+from lowtide.tape.storage_bits import sum_of_words
 from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, value_of
 from lowtide.tracing.operators import omitted_in_replay, tensors_in
 from lowtide.tracing.restore import same_bits
@@ -171,6 +172,8 @@ class Recipe(Value):
             if wanted is None:
                 value.transient = None
                 value.uses_left = value.users + min(value.uses_left, 0) if keep else -1
+            if value.seal is not None and value.seal != sum_of_words(value.tensor) and value.original is None:
+                raise changed_unseen(str(self.op.func), self.op.where)
             if value.original is not None:
                 self._audit(value)
             if final:
@@ -187,6 +190,15 @@ class Recipe(Value):
             value.make_final()
         if self.on_audit is not None:
             self.on_audit(equal)
+
+
+def changed_unseen(op: str, where: str) -> ReplayError:
+    """A replay gives other bits than the op gave in the forward pass, though no version tells of a change."""
+    return ReplayError(
+        f"{op} in {where or 'the model'} gives other bits than in the forward pass: something that it read was changed "
+        "since, without a version\n(through .data, NumPy or a pointer). No gradient was computed from it.\n"
+        "Make the change before the forward pass or after backward."
+    )
 
 
 def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:

@@ -31,6 +31,7 @@ from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import Audit, PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import unpacked
+from lowtide.tape.storage_bits import sum_of_words
 from lowtide.tape.values import (
     MARK,
     Kept,
@@ -58,6 +59,7 @@ from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fa
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
 _UNSHARED_REFERENCES = 2
+_SEALED_STEPS = 16  # in so many steps each dropped tensor is compared once with what its replay gives
 
 
 @dataclass
@@ -328,6 +330,8 @@ class Tape(TorchDispatchMode):
             attributes[MARK] = value
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
+            if self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0:
+                value.seal = sum_of_words(tensor)
             if self.audit is not None and self.audit.claim(op, size):
                 value.original = sharing_version(tensor)
                 recipe.on_audit = partial(self.audit.result, op)
@@ -373,6 +377,8 @@ class Tape(TorchDispatchMode):
                 op.func(second, *args[1:], **kwargs)
         recipe.extend(op.func, args, kwargs, value, rng)
         result = op.func(*args, **kwargs)
+        if value.seal is not None:
+            value.seal = sum_of_words(args[0])
         if second is not None:
             op.audited = same_bits(second, args[0])
             if not op.audited and op.completes_inplace is not None:

@@ -51,12 +51,13 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "_source", "original", "output", "output_ref", "run", "tensor", "transient", "users",
+        "__weakref__", "_source", "original", "output", "output_ref", "run", "seal", "tensor", "transient", "users",
         "uses_left", "version", "view",
     )  # fmt: skip
 
     output_ref: Callable[[], Tensor | None]  # the tensor that the op returned, which needs no View
     tensor: Tensor | None  # the output as replayed
+    seal: int | None  # the sum of its words when it was dropped, where that is checked this time
     original: Tensor | None  # the dropped tensor itself, kept while it is audited
     transient: TransientResult | None  # that autograd holds
     view: weakref.ref[View] | None  # the last one
@@ -71,7 +72,7 @@ class Value:
         self.output = output
         self.version = tensor._version
         self.output_ref = weakref.ref(tensor)
-        self.tensor = self.original = self.transient = self.view = None
+        self.tensor = self.original = self.transient = self.view = self.seal = None
         self.users = self.uses_left = 0
 
     @property

@@ -17,8 +17,9 @@ from lowtide.errors import ReplayError
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.replays import Made, chain_of, pinned_bytes, run_chain, transient_bytes
-from lowtide.tape.online.storage_bits import same_storage_bits, sum_of_words
 from lowtide.tape.online.values import MARK, StoredValue
+from lowtide.tape.recipes import changed_unseen
+from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
 
 _LEAST_BYTES = 4096  # smaller values are not worth a recipe
 _SLACK = 0.03  # of the budget: a release makes so much more room than was asked for, so that one scan serves many ops
@@ -231,7 +232,7 @@ class Releaser:
                 if other.is_present:
                     continue
                 if other.seal is not None and other.seal != sum_of_words(tensor):
-                    raise _changed_unseen(other)
+                    raise changed_unseen(other.recipe.name if other.recipe else "an op", "")
                 storage = tensor.untyped_storage()
                 self._live.add(storage)
                 if other.is_needed and not other.overwritten:
@@ -280,12 +281,3 @@ def _seconds_to_make(value: StoredValue) -> float:
 def _room_for_proof(value: StoredValue) -> float:
     chain = chain_of([value])
     return float("inf") if chain is None else transient_bytes(chain, [value])
-
-
-def _changed_unseen(value: StoredValue) -> ReplayError:
-    assert value.recipe is not None
-    return ReplayError(
-        f"{value.recipe.name} gives other bits than in the forward pass: something that it read was changed since, "
-        "without a version\n(through .data, NumPy or a pointer). No gradient was computed from it.\n"
-        "Make the change before the forward pass or after backward."
-    )

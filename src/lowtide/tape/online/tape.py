@@ -8,6 +8,7 @@ makes room there as well. What it does not understand it leaves alone: such tens
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -88,7 +89,8 @@ class OnlineTape(TorchDispatchMode):
         self._number = 0
         self._pauses = 0
         self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
-        self._read_outside: set[int] = set()  # addresses of storages from outside that recipes read
+        # Recipes that read a storage from outside, by its address.
+        self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
         self.calls = 0
         self.op_s = 0.0  # what the last op took
@@ -218,13 +220,17 @@ class OnlineTape(TorchDispatchMode):
         recipe.outputs = [(position, weakref.ref(value)) for position, value in made]
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
-        self._read_outside.update(k.tensor.untyped_storage()._cdata for k in recipe.outside)
+        self._note_reads(recipe)
 
     def _note_write(self, op: "_RunningOp", seconds: float) -> None:
         """In-place: completes an output that nobody has read, or ends what the storage held."""
         for tensor in op.written:
             storage = storage_of(tensor)
             value = value_of_storage(storage, self._run)
+            if storage is not None and value is None:
+                for reference in self._read_outside.pop(storage._cdata, ()):
+                    if (recipe := reference()) is not None:
+                        recipe.note_written()
             if storage is None or value is None:
                 continue
             # The counter moves when this call has returned.
@@ -236,6 +242,10 @@ class OnlineTape(TorchDispatchMode):
                 self._holdings.let_go(value)
             storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer, self._run)
             replaced.why_kept = "was written in place"
+
+    def _note_reads(self, recipe: Recipe) -> None:
+        for kept in recipe.outside:
+            self._read_outside[kept.tensor.untyped_storage()._cdata].append(weakref.ref(recipe))
 
     def _complete(self, op: "_RunningOp", value: StoredValue, version: int, seconds: float) -> bool:
         """Whether the in-place op became part of the recipe that makes ``value``."""
@@ -266,7 +276,7 @@ class OnlineTape(TorchDispatchMode):
             value.why_kept = ""
         value.cost_s += seconds
         value.version = version
-        self._read_outside.update(k.tensor.untyped_storage()._cdata for k in recipe.outside)
+        self._note_reads(recipe)
         return True
 
     def keep_what_reads(self, targets: list[torch.Tensor]) -> None:

@@ -156,13 +156,17 @@ class Recipe:
         outside: Tensors that no op under the tape made (parameters, the batch).
     """
 
-    __slots__ = ("_args", "_completions", "_func", "_kwargs", "_rng", "_run", "inputs", "outputs", "outside")
+    __slots__ = (
+        "__weakref__", "_args", "_completions", "_func", "_kwargs", "_rng", "_run", "_written", "inputs", "outputs",
+        "outside",
+    )  # fmt: skip
 
     def __init__(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, run: ExecutionState) -> None:
         """Raises: UnreadableError: an argument cannot be named."""
         self._func, self._rng, self._run = func, rng, run
         self.inputs: tuple[StoredValue, ...] = ()
         self.outside: tuple[Kept, ...] = ()
+        self._written = False
         self.outputs: list[tuple[int, weakref.ref[StoredValue]]] = []
         self._completions: list[_Completion] = []
         skipped = omitted_in_replay(func, args)
@@ -188,7 +192,11 @@ class Recipe:
     @property
     def is_stale(self) -> bool:
         """What it read from outside has been written since."""
-        return any(kept.changed() for kept in self.outside)
+        return self._written or any(kept.changed() for kept in self.outside)
+
+    def note_written(self) -> None:
+        """What it read from outside was written where the tape saw it: through ``.data`` no version would tell."""
+        self._written = True
 
     def run(self, transient: Transient) -> list[Tensor]:
         """What the op returns, flattened; ``transient``: inputs that were made again for this replay.
