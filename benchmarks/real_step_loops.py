@@ -297,6 +297,8 @@ def data_parallel(model: nn.Module, probe: Probe, sizes: Sizes) -> list[float]:
     losses = []
     for at, (length,) in enumerate(sizes):
         ids = tokens(ROWS, length, seed=1000 * int(os.environ["RANK"]) + at)
+        # Once, after the first backward, the reducer makes its buckets anew. That is nobody's activation memory.
+        wrapped.reducer._rebuild_buckets()
         with probe.step(ids, length):
             loss = F.cross_entropy(wrapped(ids).flatten(0, 1), ids.flatten())
             loss.backward()
