@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import real_steps
 import torch
-from real_step_loops import LOOPS
+from real_step_loops import LOOPS, Encoder
 from step_probe import Probe, Stopwatch, resident_bytes
 
 AUTOCAST = next(loop for loop in LOOPS if loop.name == "autocast")
@@ -16,11 +16,17 @@ AUTOCAST = next(loop for loop in LOOPS if loop.name == "autocast")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def two_layers():
+    model = Encoder()
+    del model.layers.layers[2:]
+    return model
+
+
 @pytest.fixture(scope="module")
 def line():
     torch.set_num_threads(1)
     gc.freeze()  # each measured step looks for garbage, and what was imported is none
-    yield real_steps.line(replace(AUTOCAST, sizes=lambda steps: [(24,)] * 4), quick=True)
+    yield real_steps.line(replace(AUTOCAST, make=two_layers, sizes=lambda steps: [(24,)] * 4), quick=True)
     gc.unfreeze()
 
 
