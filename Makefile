@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead zoo clean
+.PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead real-steps zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ offload: .venv/.ready  ## time steps that move tensors to disk
 
 overhead: .venv/.ready  ## measure what recording costs for each op
 	$(BIN)/python benchmarks/overhead.py
+
+real-steps: .venv/.ready  ## train in loops as people write them, with fit and without; a quarter of an hour
+	$(BIN)/python benchmarks/real_steps.py
 
 zoo: .venv/.ready  ## run every architecture of transformers that shrinks; two hours
 	cd benchmarks && ../$(BIN)/python -m zoo --published

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import lowtide
 from lowtide.errors import LowtideError
 from lowtide.measurement.allocator import measuring, peak_bytes
 
@@ -103,13 +104,57 @@ def test_workspace_is_the_peak_less_what_is_left():
     assert (counter.workspace, counter.left) == (4 * MIB, sum(t.nbytes for t in held)) == (4 * MIB, 3 * MIB)
 
 
-def test_inside_another_measurement_the_call_runs_unmeasured():
+def test_a_measurement_inside_another_counts_for_both():
     def fn():
+        a = floats(2)
         with measuring("cpu") as counter:
-            assert counter is None
-            floats(1)
+            b = floats(4)
+            del b, a
+            c = floats(3)
+        inside.append((counter.peak, counter.left))
+        d = floats(1)
+        del c, d
 
-    assert peak_bytes(fn) == MIB
+    inside: list[tuple[int, int]] = []
+    assert peak_bytes(fn) == (2 + 4) * MIB
+    assert inside == [(4 * MIB, (3 - 2) * MIB)]
+
+
+def test_a_measurement_inside_backward_counts_for_both():
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            held = floats(2)
+            with measuring("cpu") as counter:
+                floats(4)
+            inside.append(counter.peak)
+            later.append(floats(8))
+            del held
+            return gradient
+
+    inside: list[int] = []
+    later: list[torch.Tensor] = []
+    x = torch.ones(1, requires_grad=True)
+    y = Squared.apply(x)
+    assert 10 * MIB <= peak_bytes(y.backward) < 11 * MIB
+    assert inside == [4 * MIB]
+
+
+def test_a_step_that_is_measured_is_recorded_with_the_workspaces_of_its_ops():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.LazyLinear(4))
+    batch = torch.randn(4, 3, 16, 16)
+    model(batch)
+    graphs = []
+    alone = lowtide.trace(model, batch)
+    peak_bytes(lambda: graphs.append(lowtide.trace(model, batch)))
+
+    found = [op.workspace_bytes for op in graphs[0].ops]
+    assert found == [op.workspace_bytes for op in alone.ops]
+    assert any(found)
 
 
 @pytest.mark.cuda

@@ -294,6 +294,30 @@ def test_an_infeasible_budget_runs_at_the_least_and_says_so(model):
         assert "running at the least there is" in reasons_of(fit)
 
 
+def test_a_step_that_took_more_than_the_budget_for_a_proof_is_told():
+    class WithoutLayers(nn.Module):
+        """Nothing is proven early, as layers are: the last resort is a proof beside all that lives."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x):
+            for _ in range(6):
+                x = torch.cat([x, x.flip(0)], 1).tanh()[:, :64] @ self.weight
+            return x
+
+    ours = WithoutLayers()
+    x = batch_of(256)
+    budget = resident_bytes(ours) + int(0.4 * activation_bytes(ours, x))
+    with lowtide.fit(ours, budget=budget) as fit:
+        train(ours, [x, batch_of(260), batch_of(264)])  # each goes further over it
+        status = fit.status()
+
+    assert status.observed_peak_bytes > budget
+    assert ["more than the budget" in reason for reason in status.reasons] == [True]
+
+
 def test_a_budget_below_the_weights_is_refused(model):
     with pytest.raises(lowtide.BudgetInfeasibleError, match="alone take") as caught:
         lowtide.fit(model, budget=resident_bytes(model) // 2)

@@ -76,6 +76,7 @@ class StepWatcher:
         self._watch: OnlineTape | None = None
         self._expected = ExpectedBytes()
         self._seam: Seam | None = None
+        self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
         self._spoiled = False  # the watched step failed, or mixes with another: no plan comes of it
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
@@ -245,12 +246,20 @@ class StepWatcher:
     def _note_peak(self, watch: OnlineTape) -> None:
         peak = self._budget.resident_bytes + watch.live.peak
         self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)
-        over = watch.releaser.over_bytes
-        if over > 0:
-            self._say(
-                f"a step without a plan took up to {format_bytes(int(over))} more than the budget: it is the least "
-                "that letting go and making again could reach"
-            )
+        # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
+        over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))
+        if over <= self._over_bytes:
+            return
+        reason = (
+            f"a step without a plan took up to {format_bytes(over)} more than the budget: it is the least "
+            "that letting go and making again could reach"
+        )
+        if self._over_bytes:  # one reason, whatever the number: every step may have another
+            reasons = self.counters.reasons
+            reasons[:] = [reason if r == self._over_reason else r for r in reasons]
+        else:
+            self._say(reason)
+        self._over_bytes, self._over_reason = over, reason
 
     def _note_out_of_memory(self, error: BaseException | None) -> None:
         """A step for which there was not enough memory: from the next one on the budget is lower, and plans with it."""

@@ -1,9 +1,13 @@
-"""Bytes that an op is about to allocate: as the same op did last, or a guess from its arguments at first sight."""
+"""Bytes that an op is about to allocate: as the same op did last; at first sight as its meta kernel does.
+
+Where the meta kernel cannot tell (sizes that depend on values, no such kernel) they are guessed from the arguments.
+"""
 
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lowtide.tracing.operators import packet_name, tensors_in
 
@@ -28,9 +32,11 @@ class ExpectedBytes:
     def key(self, func: Any, args: tuple) -> tuple:
         return (func, *((tuple(t.shape), t.dtype) for t in tensors_in(args)))
 
-    def of(self, key: tuple, func: Any, args: tuple) -> int:
+    def of(self, key: tuple, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         """Bytes that ``func`` is about to allocate, workspace of convolutions included."""
         made = self._made.get(key)
+        if made is None:
+            made = _made_on_meta(func, args, kwargs)
         if made is None:
             made = _first_guess(func, args)
         workspace = self._workspace.get(key)
@@ -44,6 +50,30 @@ class ExpectedBytes:
     def learn_workspace(self, key: tuple, workspace_bytes: int) -> None:
         """What the kernel allocates beside what it makes."""
         self._workspace[key] = workspace_bytes
+
+
+def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """Bytes of the storages that ``func`` makes, from a run on tensors without memory; None where that cannot tell."""
+    if func.namespace != "aten" or packet_name(func) in _CONVOLUTIONS or next(tensors_in(args), None) is None:
+        return None
+    given: set[int] = set()
+    twins: list[torch.Tensor] = []  # alive until the end: no storage of a result has the address of one
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        given.add(found.untyped_storage()._cdata)
+        twins.append(found)
+        return found
+
+    try:
+        args, kwargs = tree_map_only(torch.Tensor, twin, (args, kwargs))
+        results = list(tensors_in(func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))))
+    except Exception:
+        return None
+    if any(result.device.type != "meta" for result in results):
+        return None
+    storages = {s._cdata: s.nbytes() for result in results if (s := result.untyped_storage())._cdata not in given}
+    return sum(storages.values())
 
 
 def _first_guess(func: Any, args: tuple) -> int:

@@ -360,7 +360,7 @@ class _RunningOp:
         tape._number += 1
         self.key = tape._expected.key(func, args)
         self.written = written_tensors(func, args, kwargs) if written_arguments(func) else []
-        tape.releaser.make_room(tape._expected.of(self.key, func, args))
+        tape.releaser.make_room(tape._expected.of(self.key, func, args, kwargs))
         if self.written:
             tape.keep_what_reads(self.written)
         self.recipe: Recipe | None = None

@@ -1,0 +1,59 @@
+"""What an op will allocate is known before it runs for the first time."""
+
+import pytest
+import torch
+
+from lowtide.tape.online.room import ExpectedBytes
+
+aten = torch.ops.aten
+WIDE = torch.randn(50, 64)
+ROWS = torch.randint(0, 50, (400,))
+
+
+def expected(func, *args, **kwargs):
+    known = ExpectedBytes()
+    return known.of(known.key(func, args), func, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (aten.index.Tensor, (WIDE, [ROWS]), {}),
+        (aten.index_select.default, (WIDE, 0, ROWS), {}),
+        (aten.cat.default, ([WIDE, WIDE, WIDE],), {}),
+        (aten.add.Tensor, (WIDE[:, None], WIDE), {}),
+        (aten._to_copy.default, (WIDE.bfloat16(),), {"dtype": torch.float64}),
+        (aten.embedding_dense_backward.default, (torch.randn(3, 64), ROWS[:3], 50, -1, False), {}),
+        (aten.select_backward.default, (WIDE, [8, 50, 64], 0, 3), {}),
+        (aten.zeros_like.default, (WIDE,), {"dtype": torch.float32, "device": torch.device("cpu")}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, torch._ops.OpOverload) else "",
+)
+def test_at_first_sight_an_op_is_expected_to_make_what_it_makes(func, args, kwargs):
+    assert expected(func, *args, **kwargs) == func(*args, **kwargs).nbytes
+
+
+def test_views_and_writes_in_place_make_nothing():
+    assert expected(aten.view.default, WIDE, [64, 50]) == 0
+    assert expected(aten.mul_.Tensor, WIDE.clone(), 2.0) == 0
+
+
+def test_asking_draws_no_random_numbers_and_writes_nothing():
+    state, before = torch.get_rng_state(), WIDE.clone()
+    expected(aten.native_dropout.default, WIDE, 0.5, True)
+    expected(aten.mul_.Tensor, WIDE, 2.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(WIDE, before)
+    assert WIDE._version == 0
+
+
+def test_where_the_size_depends_on_values_it_is_guessed():
+    assert expected(aten.masked_select.default, WIDE, WIDE > 0) == WIDE.nbytes
+    assert expected(aten.index.Tensor, WIDE, [WIDE[:, 0] > 0]) == WIDE.nbytes
+
+
+def test_what_it_made_is_expected_of_it_the_next_time():
+    known = ExpectedBytes()
+    key = known.key(aten.masked_select.default, (WIDE, WIDE > 0))
+    known.learn(key, 1234)
+    assert known.of(key, aten.masked_select.default, (WIDE, WIDE > 0), {}) == 1234
