@@ -92,6 +92,7 @@ TIGHT_GAP: Final = 0.0098  # Of the step: the target is a gap below 1 %, so that
 TIGHTEN_MAX_GAP: Final = 0.05  # Of the bound: larger gaps are not closed in time. By trial.
 TIGHTEN_ROUNDS: Final = 4  # Of slots. By trial.
 TIGHTEN_WORK: Final = 300_000  # Rows times nodes, time by count: ResNet's proof takes 8 s, ViT's 0.8 s (2026-11-22).
+TIGHTEN_FIRST_WORK: Final = 60_000  # The same before the last round.
 TIGHTEN_MAX_ROWS: Final = 10_000  # Larger programs take too long for one node. By trial.
 SLOT_PER_STAGE_SIZE: Final = 400  # Ops x stages: up to here each stage has a slot; finer above was slower (2026-11-20).
 BACKWARD_MOMENTS: Final = 96  # Rows of backward; not by the budget, so that the bound falls as it grows. By trial.
