@@ -17,7 +17,7 @@ from lowtide.solvers.decomposition.subgraph import Subgraph
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
-from lowtide.solvers.milp.highs import seconds_left
+from lowtide.solvers.milp.highs import RepeatedRelaxation, seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
 
 
@@ -59,6 +59,7 @@ class ColumnPool:
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
         self._rounded: set[Prices] = set()
+        self._models: dict[tuple, tuple[PeakModel, RepeatedRelaxation]] = {}
         self._densified: set[tuple[float, bool]] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
         self.plain = self.column(complete_actions(subgraph.graph, ()))
@@ -129,10 +130,22 @@ class ColumnPool:
         if prices in self._rounded:
             return
         self._rounded.add(prices)
-        model = PeakModel(self.coarse, None, prices=prices)
-        values = model.program.relax().values
+        self._add_rounded(prices)
+
+    def _add_rounded(self, prices: Prices) -> None:
+        model, relaxation = self._model(prices)
+        values = relaxation.values(model.program)
         if len(values):
             self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
+
+    def _model(self, prices: Prices) -> tuple[PeakModel, RepeatedRelaxation]:
+        """The pricing problem at ``prices``, and its relaxation; built once, as only costs differ."""
+        if prices.structure not in self._models:
+            model = PeakModel(self.coarse, None, prices=prices)
+            self._models[prices.structure] = model, RepeatedRelaxation(model.program)
+        model, relaxation = self._models[prices.structure]
+        model.reprice(prices)
+        return model, relaxation
 
     def _prices(self, duals: DualPrices, *, digits: int) -> Prices:
         """``duals`` as prices, rounded so that nearly equal ones are solved once."""
@@ -171,7 +184,7 @@ class ColumnPool:
         return len(self.columns) > before
 
     def _solve(self, prices: Prices, deadline: float) -> float:
-        model = PeakModel(self.coarse, None, prices=prices)
+        model = self._model(prices)[0].copy()
         bound = 0.0
         for round_ in range(tuning.PRICING_CUT_ROUNDS):
             answer = model.program.minimise(

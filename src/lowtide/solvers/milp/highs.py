@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import highspy
@@ -161,6 +162,13 @@ class LinearProgram:
         duals[rows[: len(found)]] = found
         return LpResult(optimum, values, duals)
 
+    def copy(self) -> LinearProgram:
+        """The same program, to which rows can be added apart."""
+        other = copy(self)
+        for name, value in vars(self).items():
+            setattr(other, name, value.copy())
+        return other
+
     def _rows(self) -> _Rows:
         return _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
 
@@ -178,6 +186,30 @@ class LinearProgram:
         matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
         matrix.start_, matrix.index_, matrix.value_ = rows.starts, rows.columns, rows.values
         return lp
+
+
+class RepeatedRelaxation:
+    """The relaxation of one program, solved again and again from the last basis as its costs and limits change."""
+
+    def __init__(self, program: LinearProgram) -> None:
+        self._solver = _quiet_solver({})
+        model = program._model(program._rows())
+        model.integrality_ = []
+        self._solver.passModel(model)
+
+    def values(self, program: LinearProgram) -> np.ndarray:
+        """The optimal values for the present costs and upper row limits of ``program``; empty where there are none.
+
+        Nothing else of the program may have changed.
+        """
+        solver, columns, rows = self._solver, len(program.cost), len(program.row_upper)
+        solver.changeColsCost(columns, np.arange(columns, dtype=np.int32), np.array(program.cost, dtype=np.float64))
+        solver.changeRowsBounds(
+            rows, np.arange(rows, dtype=np.int32), np.array(program.row_lower), np.array(program.row_upper)
+        )
+        solver.run()
+        optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        return np.array(solver.getSolution().col_value) if optimal else np.zeros(0)
 
 
 def _quiet_solver(options: Mapping[str, bool | int | float | str]) -> highspy.Highs:
