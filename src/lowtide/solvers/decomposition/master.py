@@ -22,6 +22,7 @@ of them (``multi_segment.py``).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -135,7 +136,9 @@ class ColumnGeneration:
         assert path is not None
         return self.combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
 
-    def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult) -> bool:
+    def _add_rounded_columns(
+        self, master: _MasterProblem, relaxed: LpResult, *, lower_peaks: bool = True
+    ) -> bool:
         """Add columns that are quickly found, for budgets that no choice fits yet; return whether there were any.
 
         They give no bound, so no column has to be the best.
@@ -143,7 +146,8 @@ class ColumnGeneration:
         before = sum(len(pool.columns) for pool in self.distinct_pools)
         for segment, pool in enumerate(self.pools):
             pool.add_rounded(master.prices(segment, relaxed.duals))
-        self._lower_peaks(master, relaxed)
+        if lower_peaks:
+            self._lower_peaks(master, relaxed)
         return sum(len(pool.columns) for pool in self.distinct_pools) > before
 
     def _densify(self, prices: dict[ColumnPool, set[PeakPrice]], deadline: float) -> bool:
@@ -158,11 +162,19 @@ class ColumnGeneration:
 
     def _generate_columns(self, budget_bytes: int, deadline: float) -> tuple[float, dict[ColumnPool, set[PeakPrice]]]:
         """Add columns until none would help the relaxation; return its bound and the peak prices of each pool."""
-        bound_ms, shortage_rounds = 0.0, tuning.PRICING_SHORTAGE_ROUNDS
+        bound_ms, shortage_rounds, last_ms = 0.0, tuning.PRICING_SHORTAGE_ROUNDS, math.inf
         peak_prices: dict[ColumnPool, set[PeakPrice]] = {}
         for _ in range(tuning.PRICING_ROUNDS):
             master = _MasterProblem(self, budget_bytes)
             relaxed = master.program.relax()
+            # Columns that are quickly found, as long as they help; then the best ones, which also give a bound.
+            while relaxed.objective * master.ms_unit < (1 - tuning.QUICK_PRICING_GAIN) * last_ms:
+                last_ms = relaxed.objective * master.ms_unit
+                if not self._add_rounded_columns(master, relaxed, lower_peaks=False):
+                    break
+                master = _MasterProblem(self, budget_bytes)
+                relaxed = master.program.relax()
+            last_ms = relaxed.objective * master.ms_unit
             is_short = relaxed.values[master.shortage] * self.byte_unit > 0.5  # bytes that the budget does not have
             if is_short:
                 if self._add_rounded_columns(master, relaxed) and time.perf_counter() < deadline:
@@ -188,7 +200,7 @@ class ColumnGeneration:
                 open_ms += min(cost_ms - duals.column_ms, 0.0)
             value_ms = relaxed.objective * master.ms_unit
             bound_ms = bound_ms if is_short else max(bound_ms, value_ms + open_ms)
-            enough = -open_ms <= tuning.PRICING_GAIN * value_ms
+            enough = value_ms - bound_ms <= tuning.PRICING_GAIN * value_ms
             if (enough or not found) and not self._lower_peaks(master, relaxed):
                 break
             if time.perf_counter() > deadline:
