@@ -15,6 +15,7 @@ The models of ``exact.py`` replay every op at most once; this is how it learns w
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -79,9 +80,11 @@ def reduce_peak(
         best: tuple[tuple[bool, float, float], Evaluated] | None = None
         peak_bytes = current.peak_bytes
         num_at_peak = sum(peak >= peak_bytes for peak in current.timeline.event_peak_bytes)
-        for actions, replays in _changes(graph, current):
+        for change in sorted(_changes(graph, costs, current), key=lambda change: change.ms_per_byte):
+            if best is not None and not best[0][0] and change.ms_per_byte > best[0][1]:
+                break
             events -= len(graph.events)
-            other = evaluate(graph, costs, actions, replays)
+            other = evaluate(graph, costs, change.actions, change.replays)
             if other.peak_bytes > peak_bytes:
                 continue
             less, added_ms = peak_bytes - other.peak_bytes, other.timeline.step_ms - current.timeline.step_ms
@@ -104,16 +107,35 @@ def reduce_peak(
     return path
 
 
-def _changes(graph: StepGraph, current: Evaluated) -> Iterator[tuple[dict[int, str], dict[int, int]]]:
+class _Change(NamedTuple):
+    """A candidate near the present one, and the least that it can cost per byte off the peak, by estimate."""
+
+    actions: dict[int, str]
+    replays: dict[int, int]
+    ms_per_byte: float
+
+
+def _changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[_Change]:
     """Actions and replays with one change each that takes something off the peak."""
     contents = contents_at_peak(graph, current.actions, current.replays, current.timeline)
+
+    def change(actions: dict[int, str], again: list[int]) -> _Change:
+        """The change to ``actions``, and to one replay more of the ops ``again``."""
+        dropped = [s for s, action in actions.items() if action == RECOMPUTE != current.actions.get(s)]
+        ops = {*again, *(graph.storages[s].op for s in dropped)}
+        ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in ops if op is not None)
+        size = sum(contents.originals.get(s, 0) for s in dropped)
+        size += sum(contents.replayed.get(s, 0) for op in again for s in graph.ops[op].makes)
+        replays = _with_one_more_replay(graph, actions, current.replays, again)
+        return _Change(actions, replays, ms / size if size else math.inf)
+
     for op in dict.fromkeys(graph.storages[s].op for s in _largest(contents.replayed)):
         if op is None:
             continue
-        yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, [op])
+        yield change(current.actions, [op])
         ancestors = _recomputed_ancestors(graph, current.actions, op)
         if len(ancestors) > 1:
-            yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, ancestors)
+            yield change(current.actions, ancestors)
     kept = [s for s, size in contents.originals.items() if current.actions.get(s) == SAVE and size]
     for storage in _largest({s: contents.originals[s] for s in kept}):
         dropped, stops = choices(graph, current.actions)
@@ -122,9 +144,8 @@ def _changes(graph: StepGraph, current: Evaluated) -> Iterator[tuple[dict[int, s
         actions = complete_actions(graph, dropped, [s for s in stops if s != storage])
         maker = graph.storages[storage].op
         if actions != current.actions and maker is not None:
-            yield actions, current.replays
-            ancestors = _recomputed_ancestors(graph, actions, maker)
-            yield actions, _with_one_more_replay(graph, actions, current.replays, ancestors)
+            yield change(actions, [])
+            yield change(actions, _recomputed_ancestors(graph, actions, maker))
 
 
 def _largest(sizes: Mapping[int, int]) -> list[int]:

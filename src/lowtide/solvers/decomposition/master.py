@@ -103,9 +103,9 @@ class ColumnGeneration:
         """
         bound_ms, prices = self._generate_columns(budget_bytes, deadline)
         choice = None
-        for finer in (False, True):
-            if finer and not self._densify(prices, deadline):
-                break
+        for finer in (None, self._densify, self._fill_mixtures):
+            if finer is not None and not finer(prices, deadline):
+                continue
             choice = self.choose(budget_bytes, self.runs, bound_ms)
             if choice is None or choice.ms <= bound_ms + slack_ms:
                 break
@@ -160,6 +160,27 @@ class ColumnGeneration:
                 found |= pool.densify(price, at_forward_end=at_forward_end, points=fewer, deadline=deadline)
         return found
 
+    def _fill_mixtures(self, prices: dict[ColumnPool, set[PeakPrice]], deadline: float) -> bool:
+        """Add the best columns that keep what lies between those that the last relaxation mixes for a segment."""
+        found = False
+        mixtures = dict.fromkeys(self.mixtures)
+        points = max(tuning.MIXTURE_POINTS // max(len(mixtures), 1), 1)
+        for pool, peak_ms, at_forward_end, least, most in mixtures:
+            found |= pool.fill(
+                peak_ms, least, most, at_forward_end=at_forward_end, points=points, deadline=deadline
+            )
+        return found
+
+    def _mixtures(self, master, relaxed):
+        found = []
+        for pool, z, duals in zip(self.pools, master.z, self.dual_prices, strict=True):
+            used = [c for c, column in zip(pool.columns, z) if relaxed.values[column] > tuning.USED_COLUMN_SHARE]
+            if len(used) > 1:
+                at_forward_end = duals.forward_end_ms > duals.kept_ms
+                kept = [c.forward_end_bytes if at_forward_end else c.kept_bytes for c in used]
+                found.append((pool, float(f"{duals.peak_ms:.3g}"), at_forward_end, min(kept), max(kept)))
+        return found
+
     def _generate_columns(self, budget_bytes: int, deadline: float) -> tuple[float, dict[ColumnPool, set[PeakPrice]]]:
         """Add columns until none would help the relaxation; return its bound and the peak prices of each pool."""
         bound_ms, shortage_rounds, last_ms = 0.0, tuning.PRICING_SHORTAGE_ROUNDS, math.inf
@@ -184,6 +205,7 @@ class ColumnGeneration:
                     break
             peak_prices = {}
             self.dual_prices = [master.prices(segment, relaxed.duals) for segment in range(len(self.pools))]
+            self.mixtures = self._mixtures(master, relaxed)
             found, open_ms = False, 0.0
             for run, duals in zip(self.runs, self.dual_prices, strict=True):
                 pool = run.pool

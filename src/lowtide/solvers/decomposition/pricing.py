@@ -5,7 +5,7 @@ of peak cost what the duals say. Local search derives columns with lower peaks, 
 (``local_search.py``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -132,11 +132,13 @@ class ColumnPool:
         self._rounded.add(prices)
         self._add_rounded(prices)
 
-    def _add_rounded(self, prices: Prices) -> None:
+    def _add_rounded(self, prices: Prices, thresholds: Iterable[float] = (0.5,)) -> None:
         model, relaxation = self._model(prices)
         values = relaxation.values(model.program)
-        if len(values):
-            self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
+        choices = [model.choice(values, share) for share in thresholds] if len(values) else []
+        for number, choice in enumerate(choices):
+            if choice not in choices[:number]:
+                self.add(self.column(complete_actions(self.subgraph.graph, *choice)))
 
     def _model(self, prices: Prices) -> tuple[PeakModel, RepeatedRelaxation]:
         """The pricing problem at ``prices``, and its relaxation; built once, as only costs differ."""
@@ -180,7 +182,18 @@ class ColumnPool:
         kept = [c.forward_end_bytes if at_forward_end else c.kept_bytes for c in (self.plain, *self.columns)]
         for part in range(1, points + 1):
             most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - fixed
-            self._solve(Prices(0.0, key[0], at, max_kept_bytes=most), deadline)
+            self._add_rounded(Prices(0.0, key[0], at, max_kept_bytes=most), tuning.DENSIFY_THRESHOLDS)
+        return len(self.columns) > before
+
+    def fill(
+        self, peak_ms: float, least: int, most: int, *, at_forward_end: bool, points: int, deadline: float
+    ) -> bool:
+        before = len(self.columns)
+        at = self.subgraph.forward_end if at_forward_end else self.subgraph.backward_start
+        fixed = self.fixed_bytes[at_forward_end]
+        for part in range(1, points + 1):
+            kept = least + (most - least) * part // (points + 1) - fixed
+            self._solve(Prices(0.0, peak_ms, at, max_kept_bytes=kept), deadline)
         return len(self.columns) > before
 
     def _solve(self, prices: Prices, deadline: float) -> float:

@@ -40,7 +40,8 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         return bound
     floor_ms, best_ms = taped_plain_ms(graph, costs), bound.step_ms
     slots: set[int] = set()
-    for round_ in range(1, tuning.TIGHTEN_ROUNDS + 1):
+    work = 0
+    for _ in range(tuning.TIGHTEN_ROUNDS):
         model = Relaxation(graph, costs, budget_bytes, slots=slots)
         program = model.program
         if len(program.row_upper) > tuning.TIGHTEN_MAX_ROWS:
@@ -50,15 +51,14 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         limit = (target_ms - floor_ms) / model.ms_unit
         # HiGHS prunes by its cutoff, but takes solutions above it as well: the row forbids them.
         program.row({column: cost for column, cost in enumerate(program.cost) if cost}, upper=limit)
-        # A few nodes say whether these slots are enough; where they are not, more slots help more than more nodes.
-        work = tuning.TIGHTEN_WORK if round_ == tuning.TIGHTEN_ROUNDS else tuning.TIGHTEN_FIRST_WORK
-        nodes = work // len(program.row_upper)
+        nodes = tuning.TIGHTEN_ROUND_WORK // len(program.row_upper)
         answer = program.minimise(
             gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True, cutoff=limit
         )
         proven = limit if answer.status == "infeasible" else min(answer.bound, limit)
         best_ms = max(best_ms, floor_ms + proven * (1 - tuning.BOUND_TOLERANCE) * model.ms_unit)
-        if answer.status == "infeasible":
+        work += len(program.row_upper) * answer.iterations
+        if answer.status == "infeasible" or work > tuning.TIGHTEN_WORK:
             break
         values = answer.values if len(answer.values) else program.relax().values
         more = violated_stages(model, values, budget_bytes) if len(values) else []

@@ -28,6 +28,7 @@ class MilpResult:
     values: np.ndarray  # by column; empty when nothing was found
     objective: float  # of ``values``; infinite when nothing was found
     bound: float  # no solution has a smaller objective
+    iterations: int  # of the simplex method: time by count
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,10 @@ class LinearProgram:
         if light:
             options |= {"presolve": "off", "mip_heuristic_run_feasibility_jump": False}
         if first:
-            options |= {"mip_max_improving_sols": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0}
+            options |= {
+                "mip_max_improving_sols": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0,
+                "mip_heuristic_run_root_reduced_cost": False, "mip_heuristic_run_feasibility_jump": False,
+            }  # fmt: skip
         solver = _quiet_solver(options)
         solver.passModel(self._model(self._rows()))
         solver.run()
@@ -119,7 +123,7 @@ class LinearProgram:
         pure_lp = not any(self.integer)
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
         objective = info.objective_function_value if found else INFINITY
-        return MilpResult(statuses.get(status, "limit"), values, objective, bound)
+        return MilpResult(statuses.get(status, "limit"), values, objective, bound, info.simplex_iteration_count)
 
     def relax(self) -> LpResult:
         """Solve without integrality.
