@@ -60,6 +60,7 @@ def reduce_peak(
     target_bytes: int = 0,
     max_ms_per_byte: float = math.inf,
     max_ms: float = math.inf,
+    least_ms_per_byte: float = 0.0,
     events: int,
 ) -> list[Evaluated]:
     """Candidates with ever lower peaks, from ``start`` on.
@@ -68,6 +69,8 @@ def reduce_peak(
         target_bytes: No peak needs to be lower.
         max_ms_per_byte: Changes that cost more are not taken.
         max_ms: Nothing is changed in a slower step.
+        least_ms_per_byte: What every byte of peak above the target is expected to cost; where that leads above
+            ``max_ms``, the search ends.
         events: How many events may be simulated.
 
     Returns:
@@ -75,7 +78,8 @@ def reduce_peak(
     """
     path, current = [start], start
     for _ in range(tuning.MAX_DESCENT_STEPS):
-        if path[-1].peak_bytes <= target_bytes or current.timeline.step_ms > max_ms or events <= 0:
+        expected_ms = current.timeline.step_ms + least_ms_per_byte * (current.peak_bytes - target_bytes)
+        if path[-1].peak_bytes <= target_bytes or expected_ms > max_ms or events <= 0:
             break
         best: tuple[tuple[bool, float, float], Evaluated] | None = None
         peak_bytes = current.peak_bytes

@@ -74,7 +74,7 @@ class DecomposedSearch:
             start = self.context.evaluate(choice.actions, choice.replays)
             path = reduce_peak(
                 self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
-                events=tuning.BUDGETS_ABOVE_EVENTS,
+                least_ms_per_byte=ms_per_byte, events=tuning.BUDGETS_ABOVE_EVENTS,
             )  # fmt: skip
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < max_ms:
                 found.append(path[-1])

@@ -129,15 +129,16 @@ class LinearProgram:
         """Solve without integrality.
 
         Lazy rows come in as the optimum of the others breaks them; in a large program only as long as that moves it,
-        since every optimum on the way is a lower bound of the last.
+        since every optimum on the way is a lower bound of the last. A small program has all rows from the start.
         """
         solver = _quiet_solver({})
         matrix = self._rows()
-        rows = [row for row in range(len(self.row_upper)) if row not in self._lazy]
+        lazy = self._lazy if len(self.row_upper) > tuning.LAZY_ROWS_SMALL else set[int]()
+        rows = [row for row in range(len(self.row_upper)) if row not in lazy]
         model = self._model(matrix.take(rows))
         model.integrality_ = []
         solver.passModel(model)
-        waiting = np.array(sorted(self._lazy), dtype=np.int64)
+        waiting = np.array(sorted(lazy), dtype=np.int64)
         pending = matrix.take(waiting)
         optimum, large = -INFINITY, len(self.row_upper) > tuning.LAZY_ROWS_LARGE
         while True:
