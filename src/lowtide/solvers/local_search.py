@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.simulation.peak_contents import contents_at_peak
+from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import choices, complete_actions
@@ -81,10 +81,11 @@ def reduce_peak(
         expected_ms = current.timeline.step_ms + least_ms_per_byte * (current.peak_bytes - target_bytes)
         if path[-1].peak_bytes <= target_bytes or expected_ms > max_ms or events <= 0:
             break
-        best: tuple[tuple[bool, float, float], Evaluated] | None = None
+        best: tuple[tuple[bool, float, float, int], Evaluated] | None = None
         peak_bytes = current.peak_bytes
         num_at_peak = sum(peak >= peak_bytes for peak in current.timeline.event_peak_bytes)
-        for change in sorted(_changes(graph, costs, current), key=lambda change: change.ms_per_byte):
+        changes = enumerate(_changes(graph, costs, current))
+        for place, change in sorted(changes, key=lambda numbered: numbered[1].ms_per_byte):
             if best is not None and not best[0][0] and change.ms_per_byte > best[0][1]:
                 break
             events -= len(graph.events)
@@ -98,7 +99,7 @@ def reduce_peak(
                 price = float(sum(peak >= peak_bytes for peak in other.timeline.event_peak_bytes))
             if price > max_ms_per_byte if less else price >= num_at_peak:
                 continue
-            rank = (not less, price, added_ms)
+            rank = (not less, price, added_ms, place)  # of equal ones that with fewer replays
             if best is None or rank < best[0]:
                 best = rank, other
             if events <= 0:
@@ -126,12 +127,8 @@ def _changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[_Ch
     def change(actions: dict[int, str], again: list[int]) -> _Change:
         """The change to ``actions``, and to one replay more of the ops ``again``."""
         dropped = [s for s, action in actions.items() if action == RECOMPUTE != current.actions.get(s)]
-        ops = {*again, *(graph.storages[s].op for s in dropped)}
-        ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in ops if op is not None)
-        size = sum(contents.originals.get(s, 0) for s in dropped)
-        size += sum(contents.replayed.get(s, 0) for op in again for s in graph.ops[op].makes)
         replays = _with_one_more_replay(graph, actions, current.replays, again)
-        return _Change(actions, replays, ms / size if size else math.inf)
+        return _Change(actions, replays, _estimated_ms_per_byte(graph, costs, contents, dropped, again))
 
     for op in dict.fromkeys(graph.storages[s].op for s in _largest(contents.replayed)):
         if op is None:
@@ -150,6 +147,17 @@ def _changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[_Ch
         if actions != current.actions and maker is not None:
             yield change(actions, [])
             yield change(actions, _recomputed_ancestors(graph, actions, maker))
+
+
+def _estimated_ms_per_byte(
+    graph: StepGraph, costs: Costs, contents: PeakContents, dropped: list[int], again: list[int]
+) -> float:
+    """What a byte off the peak costs at least, if each op of ``dropped`` and ``again`` runs once more."""
+    ops = {*again, *(graph.storages[s].op for s in dropped)}
+    ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in ops if op is not None)
+    size = sum(contents.originals.get(s, 0) for s in dropped)
+    size += sum(contents.replayed.get(s, 0) for op in again for s in graph.ops[op].makes)
+    return ms / size if size else math.inf
 
 
 def _largest(sizes: Mapping[int, int]) -> list[int]:

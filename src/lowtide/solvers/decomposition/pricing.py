@@ -58,7 +58,7 @@ class ColumnPool:
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
-        self._rounded: set[Prices] = set()
+        self._rounded: set[tuple[Prices, tuple[float, ...]]] = set()
         self._models: dict[tuple, tuple[PeakModel, RepeatedRelaxation]] = {}
         self._densified: set[tuple[float, bool]] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
@@ -124,13 +124,13 @@ class ColumnPool:
             self._priced[prices] = self._solve(prices, deadline)
         return self._priced[prices]
 
-    def add_rounded(self, duals: DualPrices) -> None:
-        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
+    def add_rounded(self, duals: DualPrices, thresholds: tuple[float, ...] = (0.5,)) -> None:
+        """Add the columns that the relaxed pricing problem rounds to: quick, and not the best."""
         prices = self._prices(duals, digits=2)
-        if prices in self._rounded:
+        if (prices, thresholds) in self._rounded:
             return
-        self._rounded.add(prices)
-        self._add_rounded(prices)
+        self._rounded.add((prices, thresholds))
+        self._add_rounded(prices, thresholds)
 
     def _add_rounded(self, prices: Prices, thresholds: Iterable[float] = (0.5,)) -> None:
         model, relaxation = self._model(prices)
@@ -161,10 +161,11 @@ class ColumnPool:
             graph.forward_end, None if forward_ms is None else rounded(forward_ms),
         )  # fmt: skip
 
-    def densify(self, peak_ms: float, *, at_forward_end: bool, points: int, deadline: float) -> bool:
+    def densify(self, peak_ms: float, *, at_forward_end: bool, points: int) -> bool:
         """Add columns between the known ones, which prices alone never find: they are inside the convex hull.
 
-        Each is the fastest column that keeps at most so many bytes, at a price of the peak.
+        Each is rounded from the relaxation of the fastest column that keeps at most so many bytes, at a price of the
+        peak.
 
         Args:
             at_forward_end: Whether the bytes are counted at ``forward_end`` instead of ``backward_start``.
@@ -186,13 +187,28 @@ class ColumnPool:
         return len(self.columns) > before
 
     def fill(
-        self, peak_ms: float, least: int, most: int, *, at_forward_end: bool, points: int, deadline: float
+        self,
+        peak_ms: float,
+        least_bytes: int,
+        most_bytes: int,
+        *,
+        at_forward_end: bool,
+        points: int,
+        deadline: float,
     ) -> bool:
+        """Add the fastest columns that keep between ``least_bytes`` and ``most_bytes``, at a price of the peak.
+
+        Args:
+            at_forward_end: As for ``densify``.
+            points: How many.
+
+        Returns:
+            Whether a column was new.
+        """
         before = len(self.columns)
         at = self.subgraph.forward_end if at_forward_end else self.subgraph.backward_start
-        fixed = self.fixed_bytes[at_forward_end]
         for part in range(1, points + 1):
-            kept = least + (most - least) * part // (points + 1) - fixed
+            kept = least_bytes + (most_bytes - least_bytes) * part // (points + 1) - self.fixed_bytes[at_forward_end]
             self._solve(Prices(0.0, peak_ms, at, max_kept_bytes=kept), deadline)
         return len(self.columns) > before
 

@@ -52,9 +52,7 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         # HiGHS prunes by its cutoff, but takes solutions above it as well: the row forbids them.
         program.row({column: cost for column, cost in enumerate(program.cost) if cost}, upper=limit)
         nodes = tuning.TIGHTEN_ROUND_WORK // len(program.row_upper)
-        answer = program.minimise(
-            gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True, cutoff=limit
-        )
+        answer = program.minimise(gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True, cutoff=limit)
         proven = limit if answer.status == "infeasible" else min(answer.bound, limit)
         best_ms = max(best_ms, floor_ms + proven * (1 - tuning.BOUND_TOLERANCE) * model.ms_unit)
         work += len(program.row_upper) * answer.iterations

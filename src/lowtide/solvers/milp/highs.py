@@ -201,17 +201,19 @@ class RepeatedRelaxation:
         model = program._model(program._rows())
         model.integrality_ = []
         self._solver.passModel(model)
+        self._row_upper = list(program.row_upper)
 
     def values(self, program: LinearProgram) -> np.ndarray:
         """The optimal values for the present costs and upper row limits of ``program``; empty where there are none.
 
         Nothing else of the program may have changed.
         """
-        solver, columns, rows = self._solver, len(program.cost), len(program.row_upper)
+        solver, columns = self._solver, len(program.cost)
         solver.changeColsCost(columns, np.arange(columns, dtype=np.int32), np.array(program.cost, dtype=np.float64))
-        solver.changeRowsBounds(
-            rows, np.arange(rows, dtype=np.int32), np.array(program.row_lower), np.array(program.row_upper)
-        )
+        for row, upper in enumerate(program.row_upper):
+            if upper != self._row_upper[row]:
+                solver.changeRowBounds(row, program.row_lower[row], upper)
+        self._row_upper = list(program.row_upper)
         solver.run()
         optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return np.array(solver.getSolution().col_value) if optimal else np.zeros(0)
