@@ -33,6 +33,18 @@ def offload_capacities(costs: Costs, offload: TierLimits) -> dict[str, int | Non
     return found
 
 
+def check_costs(graph: StepGraph, costs: Costs) -> None:
+    """Refuse costs of another graph.
+
+    Raises:
+        ValueError: with both numbers of ops.
+    """
+    if len(costs.op_ms) != len(graph.ops):
+        raise ValueError(
+            f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
+        )
+
+
 def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:
     """``budget`` as absolute peak bytes on the device.
 

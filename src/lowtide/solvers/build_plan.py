@@ -22,12 +22,14 @@ def build_plan(
     budget_bytes: int | None,
     start_s: float,
     tighten: bool = False,
+    bounded: bool = True,
 ) -> Plan:
     """The plan that carries out ``candidate``, with its prediction, its bound and its evidence.
 
     Args:
         start_s: ``time.perf_counter()`` when solving began.
         tighten: Whether to spend time on a tighter bound where the gap is large.
+        bounded: Whether to spend time on a bound at all.
 
     Raises:
         LowtideError: the candidate's simulated peak is above the budget.
@@ -57,7 +59,9 @@ def build_plan(
         # An op that others finish counts their reads as its own, and does not get them itself.
         reads = 0 if op.id in finished else sum(candidate.actions.get(s, SAVE) != SAVE for s in op.reads)
         ops.append(PlannedOp(op.name, op.frame, op.dynamic, completes, reads))
-    bound = None if budget_bytes is None else bound_time(graph, costs, budget_bytes, candidate.capacities)
+    bound = (
+        None if budget_bytes is None or not bounded else bound_time(graph, costs, budget_bytes, candidate.capacities)
+    )
     if tighten and bound is not None and budget_bytes is not None and not candidate.capacities:
         bound = tighten_bound(graph, costs, budget_bytes, timeline.step_ms, bound)
     searched = {}

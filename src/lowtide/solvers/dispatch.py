@@ -9,7 +9,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import did_you_mean
 from lowtide.plan import Plan
-from lowtide.solvers.arguments import TierLimits, absolute_bytes, offload_capacities
+from lowtide.solvers.arguments import TierLimits, absolute_bytes, check_costs, offload_capacities
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.infeasible import infeasible_error
@@ -86,10 +86,7 @@ def solve(
     given = {"n": n, "ratio": ratio, "offload": offload or None}
     check_method(method, {name: value for name, value in given.items() if value is not None})
     capacities = offload_capacities(costs, offload)
-    if len(costs.op_ms) != len(graph.ops):
-        raise ValueError(
-            f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
-        )
+    check_costs(graph, costs)
     budget_bytes = None if budget is None else absolute_bytes(graph, costs, budget)
     if budget_bytes is None and (method == "exact" or (method in BUDGETED and n is None and ratio is None)):
         option = BUDGETED.get(method)

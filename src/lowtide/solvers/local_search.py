@@ -15,11 +15,12 @@ The models of ``exact.py`` replay every op at most once; this is how it learns w
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.simulation.peak_contents import contents_at_peak
+from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import choices, complete_actions
@@ -59,6 +60,7 @@ def reduce_peak(
     target_bytes: int = 0,
     max_ms_per_byte: float = math.inf,
     max_ms: float = math.inf,
+    least_ms_per_byte: float = 0.0,
     events: int,
 ) -> list[Evaluated]:
     """Candidates with ever lower peaks, from ``start`` on.
@@ -67,6 +69,8 @@ def reduce_peak(
         target_bytes: No peak needs to be lower.
         max_ms_per_byte: Changes that cost more are not taken.
         max_ms: Nothing is changed in a slower step.
+        least_ms_per_byte: What every byte of peak above the target is expected to cost; where that leads above
+            ``max_ms``, the search ends.
         events: How many events may be simulated.
 
     Returns:
@@ -74,14 +78,18 @@ def reduce_peak(
     """
     path, current = [start], start
     for _ in range(tuning.MAX_DESCENT_STEPS):
-        if path[-1].peak_bytes <= target_bytes or current.timeline.step_ms > max_ms or events <= 0:
+        expected_ms = current.timeline.step_ms + least_ms_per_byte * (current.peak_bytes - target_bytes)
+        if path[-1].peak_bytes <= target_bytes or expected_ms > max_ms or events <= 0:
             break
-        best: tuple[tuple[bool, float, float], Evaluated] | None = None
+        best: tuple[tuple[bool, float, float, int], Evaluated] | None = None
         peak_bytes = current.peak_bytes
         num_at_peak = sum(peak >= peak_bytes for peak in current.timeline.event_peak_bytes)
-        for actions, replays in _changes(graph, current):
+        changes = enumerate(_changes(graph, costs, current))
+        for place, change in sorted(changes, key=lambda numbered: numbered[1].ms_per_byte):
+            if best is not None and not best[0][0] and change.ms_per_byte > best[0][1]:
+                break
             events -= len(graph.events)
-            other = evaluate(graph, costs, actions, replays)
+            other = evaluate(graph, costs, change.actions, change.replays)
             if other.peak_bytes > peak_bytes:
                 continue
             less, added_ms = peak_bytes - other.peak_bytes, other.timeline.step_ms - current.timeline.step_ms
@@ -91,7 +99,7 @@ def reduce_peak(
                 price = float(sum(peak >= peak_bytes for peak in other.timeline.event_peak_bytes))
             if price > max_ms_per_byte if less else price >= num_at_peak:
                 continue
-            rank = (not less, price, added_ms)
+            rank = (not less, price, added_ms, place)  # of equal ones that with fewer replays
             if best is None or rank < best[0]:
                 best = rank, other
             if events <= 0:
@@ -104,16 +112,31 @@ def reduce_peak(
     return path
 
 
-def _changes(graph: StepGraph, current: Evaluated) -> Iterator[tuple[dict[int, str], dict[int, int]]]:
+class _Change(NamedTuple):
+    """A candidate near the present one, and the least that it can cost per byte off the peak, by estimate."""
+
+    actions: dict[int, str]
+    replays: dict[int, int]
+    ms_per_byte: float
+
+
+def _changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[_Change]:
     """Actions and replays with one change each that takes something off the peak."""
     contents = contents_at_peak(graph, current.actions, current.replays, current.timeline)
+
+    def change(actions: dict[int, str], again: list[int]) -> _Change:
+        """The change to ``actions``, and to one replay more of the ops ``again``."""
+        dropped = [s for s, action in actions.items() if action == RECOMPUTE != current.actions.get(s)]
+        replays = _with_one_more_replay(graph, actions, current.replays, again)
+        return _Change(actions, replays, _estimated_ms_per_byte(graph, costs, contents, dropped, again))
+
     for op in dict.fromkeys(graph.storages[s].op for s in _largest(contents.replayed)):
         if op is None:
             continue
-        yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, [op])
+        yield change(current.actions, [op])
         ancestors = _recomputed_ancestors(graph, current.actions, op)
         if len(ancestors) > 1:
-            yield current.actions, _with_one_more_replay(graph, current.actions, current.replays, ancestors)
+            yield change(current.actions, ancestors)
     kept = [s for s, size in contents.originals.items() if current.actions.get(s) == SAVE and size]
     for storage in _largest({s: contents.originals[s] for s in kept}):
         dropped, stops = choices(graph, current.actions)
@@ -122,9 +145,19 @@ def _changes(graph: StepGraph, current: Evaluated) -> Iterator[tuple[dict[int, s
         actions = complete_actions(graph, dropped, [s for s in stops if s != storage])
         maker = graph.storages[storage].op
         if actions != current.actions and maker is not None:
-            yield actions, current.replays
-            ancestors = _recomputed_ancestors(graph, actions, maker)
-            yield actions, _with_one_more_replay(graph, actions, current.replays, ancestors)
+            yield change(actions, [])
+            yield change(actions, _recomputed_ancestors(graph, actions, maker))
+
+
+def _estimated_ms_per_byte(
+    graph: StepGraph, costs: Costs, contents: PeakContents, dropped: list[int], again: list[int]
+) -> float:
+    """What a byte off the peak costs at least, if each op of ``dropped`` and ``again`` runs once more."""
+    ops = {*again, *(graph.storages[s].op for s in dropped)}
+    ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in ops if op is not None)
+    size = sum(contents.originals.get(s, 0) for s in dropped)
+    size += sum(contents.replayed.get(s, 0) for op in again for s in graph.ops[op].makes)
+    return ms / size if size else math.inf
 
 
 def _largest(sizes: Mapping[int, int]) -> list[int]:

@@ -16,6 +16,7 @@ TIME_LIMIT_S: Final = 60.0  # One stage; a safety net, since what a clock cuts o
 NODE_LIMIT: Final = 1000  # Branch-and-bound nodes of one MILP: a count, so that plans are reproducible. By trial.
 GAP: Final = 0.01  # Of recompute time, where groups of ops are modelled; the documented default of ``solve``.
 STEP_GAP: Final = 0.0025  # Of the step: proving 1 % of recompute time took 66 s, not 2 s; same plans (2026-11-20).
+FIRST_PLAN_EVENTS: Final = 100_000  # To bring the first plan within the budget. By trial.
 SAVE_WHAT_FITS_EVENTS: Final = 400_000  # To save again what the budget has room for. By trial.
 
 # Which search plans a step (exact.py)
@@ -23,7 +24,7 @@ MONOLITHIC_SIZE: Final = 2000  # Steps up to this size are one model; larger MIL
 MONOLITHIC_FEW_REPEATS_SIZE: Final = 6000  # Where segments hardly repeat: U-Net +7.0, decomposed +12.7 % (2026-11-20).
 MONOLITHIC_OPS: Final = 300  # Ops worth replaying: above, one model is not even built, to save time. By trial.
 MIN_SEGMENTS: Final = 3  # Fewer are not decomposed. By trial.
-MIN_PEAK_EVENTS: Final = 1_500_000  # Local search for the least peak, each start. By trial.
+MIN_PEAK_EVENTS: Final = 700_000  # Local search for the least peak, each start. By trial.
 
 # One model for the whole step (milp/monolithic.py)
 ROUNDING_EVENTS: Final = 2_000_000  # To bring one rounded relaxation within the budget. By trial.
@@ -42,6 +43,7 @@ PER_OP_MODEL_OPS: Final = 12  # Graphs up to this many replayable ops are modell
 ALL_BURSTS_SIZE: Final = 300  # Up to this size all burst rows are there from the start; above, cuts add them. By trial.
 TIE_BREAK: Final = 2e-3  # Times fall by this share over the depth: equal layers would be interchangeable. By trial.
 LAZY_ROWS_GAIN: Final = 1e-4  # Of the optimum: adding every lazy row took 1.2 to 8.9 s and gained 0.05 % (2026-11-21).
+LAZY_ROWS_SMALL: Final = 15_000  # Rows: all at once takes 0.23 s where one after the other takes 0.48 (2026-11-22).
 LAZY_ROWS_LARGE: Final = 30_000  # Rows: stopping early in smaller programs cost 3 % (MoE 25 %) (2026-11-21).
 ROW_TOLERANCE: Final = 1e-6  # HiGHS's own is 1e-7.
 
@@ -50,10 +52,15 @@ SMALL_SEGMENT_OPS: Final = 12  # Segments with fewer ops worth replaying join th
 PRICING_ROUNDS: Final = 15  # Of pricing every pool. By trial.
 PRICING_SHORTAGE_ROUNDS: Final = 3  # Of them, after quick columns have run out and memory is still short. By trial.
 MIN_PEAK_PRICING_ROUNDS: Final = 5  # The least peak found here is only where local search begins.
+QUICK_PRICING_GAIN: Final = 2e-3  # Of the relaxation: rounded columns are looked for while they gain as much. By trial.
 PRICING_GAIN: Final = 5e-3  # Of recompute time: columns that promise less are not looked for. By trial.
 DENSIFY_POINTS: Final = 36  # Columns looked for between the known ones, all pools together. By trial.
 DENSIFY_MIN_POINTS: Final = 4  # Of one pool. By trial.
+DENSIFY_THRESHOLDS: Final = (0.25, 0.5, 0.75)  # What a relaxation keeps by less is recomputed. By trial.
 DENSIFY_SIZE: Final = 140  # Larger segments get fewer points, because one takes longer.
+MIXTURE_TRIES: Final = (
+    12  # Columns looked for between those that a relaxation mixes; fewer in larger segments. By trial.
+)
 USED_COLUMN_SHARE: Final = 1e-6  # Smaller shares of a column are numerical noise.
 SHORTAGE_PRICE: Final = 1e4  # Scaled units: running short has to be dearer than any column.
 PRICING_NODES: Final = 5  # Branch-and-bound nodes of one pricing problem. By trial.
@@ -67,6 +74,8 @@ MAX_LABELS: Final = 6000  # Of one stage, to limit time; the result stays within
 FORWARD_END_PARTS: Final = 256  # Classes of bytes saved at forward's end, within which labels are compared. By trial.
 FIRST_RUN_SEGMENTS: Final = 4  # Longest run of segments at first; doubled while the longest ones are used. By trial.
 PAIR_PRICE_SHARES: Final = (0.7, 0.85, 1.0, 1.15, 1.3)  # Of a byte's price; 18 instead of 5 gain 0.015 % (2026-11-22).
+PAIR_EXACT_SHARES: Final = (1.0, 1.15)  # At these the best columns too: 32 layers +24.16 to +24.02 % (2026-11-22).
+PAIR_EXACT_SIZE: Final = 1400  # Of a pair: up to here at all, and no rounded ones: autocast at 50 % +2.43 to +1.80 %.
 PAIR_PEAK_SHARE: Final = 0.01  # Of a byte's price: the earlier the pair, the less its own peak matters. By trial.
 NEAR_BOUND: Final = 0.004  # Of the step: the target is a gap of 0.5 %, so this is near enough to stop.
 FAR_FROM_BOUND: Final = 0.02  # Of the step: too far for a tighter bound alone (``TIGHT_GAP``) to close.
@@ -91,7 +100,10 @@ STAGES_APART: Final = 3  # Stages this close share one slot. By trial.
 TIGHT_GAP: Final = 0.0098  # Of the step: the target is a gap below 1 %, so that 0.98 stands in tables.
 TIGHTEN_MAX_GAP: Final = 0.05  # Of the bound: larger gaps are not closed in time. By trial.
 TIGHTEN_ROUNDS: Final = 4  # Of slots. By trial.
-TIGHTEN_WORK: Final = 300_000  # Rows times nodes, time by count: ResNet's proof takes 8 s, ViT's 0.8 s (2026-11-22).
+TIGHTEN_ROUND_WORK: Final = (
+    60_000  # Rows times nodes: where that is not enough, slots help more than nodes (2026-11-22).
+)
+TIGHTEN_WORK: Final = 40_000_000  # Rows times simplex iterations, time by count: no further round after some 2 s.
 TIGHTEN_MAX_ROWS: Final = 10_000  # Larger programs take too long for one node. By trial.
 SLOT_PER_STAGE_SIZE: Final = 400  # Ops x stages: up to here each stage has a slot; finer above was slower (2026-11-20).
 BACKWARD_MOMENTS: Final = 96  # Rows of backward; not by the budget, so that the bound falls as it grows. By trial.

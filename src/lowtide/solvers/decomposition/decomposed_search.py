@@ -42,6 +42,21 @@ class DecomposedSearch:
             found = self._from_above(budget_bytes, bound.ms_per_byte, result.best_ms)
         return replace(result, best=found[-1]) if found else result
 
+    def first(self, budget_bytes: int) -> list[Evaluated]:
+        """The candidate that the first columns give, brought within the budget; empty where that fails."""
+        self.columns.add_first(budget_bytes)
+        activations = self.context.plain.peak_bytes - self.graph.resident_bytes
+        for share in (0.0, *tuning.BUDGETS_ABOVE):
+            choice = self.columns.choose(budget_bytes + int(share * activations), self.columns.runs, 0.0)
+            if choice is None:
+                continue
+            start = self.context.evaluate(choice.actions, choice.replays)
+            events = tuning.FIRST_PLAN_EVENTS
+            path = reduce_peak(self.graph, self.costs, start, target_bytes=budget_bytes, events=events)
+            if path[-1].peak_bytes <= budget_bytes:
+                return path[-1:]
+        return []
+
     def choose_runs(self, budget_bytes: int, ms_per_byte: float, deadline: float) -> ColumnChoice | None:
         """The fastest choice of columns of single segments and of runs; None where none fits.
 
@@ -74,7 +89,7 @@ class DecomposedSearch:
             start = self.context.evaluate(choice.actions, choice.replays)
             path = reduce_peak(
                 self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
-                events=tuning.BUDGETS_ABOVE_EVENTS,
+                least_ms_per_byte=ms_per_byte, events=tuning.BUDGETS_ABOVE_EVENTS,
             )  # fmt: skip
             if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < max_ms:
                 found.append(path[-1])

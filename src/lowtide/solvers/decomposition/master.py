@@ -22,10 +22,12 @@ of them (``multi_segment.py``).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +43,24 @@ from lowtide.solvers.graph_queries import choices, complete_actions
 from lowtide.solvers.milp.highs import LinearProgram, LpResult
 
 PeakPrice = tuple[float, bool]  # ms per byte, and whether a byte kept costs more at forward's end
+
+
+class _Mixture(NamedTuple):
+    """Columns of which the relaxation takes a share each, by what they keep; prices as in ``PeakPrice``."""
+
+    pool: ColumnPool
+    peak_ms: float
+    at_forward_end: bool
+    least_bytes: int
+    most_bytes: int
+
+
+class _Generated(NamedTuple):
+    """What the generation of columns for one budget leaves behind."""
+
+    bound_ms: float
+    peak_prices: dict[ColumnPool, set[PeakPrice]]
+    mixtures: list[_Mixture]
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,8 @@ class ColumnGeneration:
         self.distinct_pools = list(pools.values())
         self.dual_prices = [DualPrices(0.0, 0.0, 0.0, None, 0.0)] * len(self.pools)
         self.total_ms = sum(g.ms for pool in self.pools for g in pool.coarse.groups) or 1.0
+        self._quick_ms: dict[int, float] = {}  # by budget: the relaxation where quick columns helped no more
+        self._short_budgets: set[int] = set()  # where the first columns did not fit: near the least peak
         self.byte_unit = max(max(p for pool in self.distinct_pools for p in pool.plain.peaks) / 1e3, 1.0)
 
     @property
@@ -100,15 +122,19 @@ class ColumnGeneration:
             slack_ms: A choice this near the bound is good enough.
             deadline: When to be done, by ``time.perf_counter()``; what that cuts off differs from run to run.
         """
-        bound_ms, prices = self._generate_columns(budget_bytes, deadline)
+        generated = self._generate_columns(budget_bytes, deadline)
         choice = None
-        for finer in (False, True):
-            if finer and not self._densify(prices, deadline):
-                break
-            choice = self.choose(budget_bytes, self.runs, bound_ms)
-            if choice is None or choice.ms <= bound_ms + slack_ms:
+        for more_columns in (None, self._densify, self._fill_mixtures):
+            if more_columns is not None and not more_columns(generated, deadline):
+                continue
+            choice = self.choose(budget_bytes, self.runs, generated.bound_ms)
+            if choice is None or choice.ms <= generated.bound_ms + slack_ms:
                 break
         return choice
+
+    def add_first(self, budget_bytes: int) -> None:
+        """Add columns for a good choice, in a small part of the time of ``solve``, which goes on from them."""
+        self._quick_columns(budget_bytes, math.inf)
 
     def choose(self, budget_bytes: int, runs: Sequence[SegmentRun], bound_ms: float) -> ColumnChoice | None:
         """The fastest choice of ``runs`` and their columns that covers all segments; None where none fits."""
@@ -128,7 +154,9 @@ class ColumnGeneration:
         nothing = self.graph.resident_bytes
         for _ in range(tuning.MIN_PEAK_PRICING_ROUNDS):
             master = _MasterProblem(self, nothing, separate_forward=False)
-            if not self._add_rounded_columns(master, master.program.relax()):
+            relaxed = master.program.relax()
+            found = self._add_rounded_columns(master, relaxed)
+            if not self._lower_peaks(master, relaxed) and not found:
                 break
         arcs = [run.arcs(separate_forward=False) for run in self.runs]
         path = fastest_path(len(arcs), arcs, least_budget(len(arcs), arcs))
@@ -136,42 +164,98 @@ class ColumnGeneration:
         return self.combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
 
     def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult) -> bool:
-        """Add columns that are quickly found, for budgets that no choice fits yet; return whether there were any.
-
-        They give no bound, so no column has to be the best.
-        """
-        before = sum(len(pool.columns) for pool in self.distinct_pools)
+        """Add columns that are quickly found and not the best, so they give no bound; return whether there were any."""
+        before = self._num_columns
         for segment, pool in enumerate(self.pools):
             pool.add_rounded(master.prices(segment, relaxed.duals))
-        self._lower_peaks(master, relaxed)
-        return sum(len(pool.columns) for pool in self.distinct_pools) > before
+        return self._num_columns > before
 
-    def _densify(self, prices: dict[ColumnPool, set[PeakPrice]], deadline: float) -> bool:
+    @property
+    def _num_columns(self) -> int:
+        return sum(len(pool.columns) for pool in self.distinct_pools)
+
+    def _densify(self, generated: _Generated, _: float) -> bool:
+        """Add quickly found columns between the known ones; return whether there were any."""
         points = max(tuning.DENSIFY_POINTS // len(self.distinct_pools), tuning.DENSIFY_MIN_POINTS)
         found = False
-        for pool, met in prices.items():
+        for pool, met in generated.peak_prices.items():
             fewer = points * tuning.DENSIFY_SIZE // max(pool.coarse.size, tuning.DENSIFY_SIZE)
             fewer = max(fewer, tuning.DENSIFY_MIN_POINTS)
             for price, at_forward_end in sorted({min(met), max(met)}):
-                found |= pool.densify(price, at_forward_end=at_forward_end, points=fewer, deadline=deadline)
+                found |= pool.densify(price, at_forward_end=at_forward_end, points=fewer)
         return found
 
-    def _generate_columns(self, budget_bytes: int, deadline: float) -> tuple[float, dict[ColumnPool, set[PeakPrice]]]:
-        """Add columns until none would help the relaxation; return its bound and the peak prices of each pool."""
-        bound_ms, shortage_rounds = 0.0, tuning.PRICING_SHORTAGE_ROUNDS
-        peak_prices: dict[ColumnPool, set[PeakPrice]] = {}
+    def _fill_mixtures(self, generated: _Generated, deadline: float) -> bool:
+        """Add the best columns between those that the relaxation mixes for one segment; return whether there were any.
+
+        Where the relaxation mixes two columns, the choice has to take one of them, or one in between.
+        """
+        widest = sorted(generated.mixtures, key=lambda mixture: mixture.least_bytes - mixture.most_bytes)
+        size = max((mixture.pool.coarse.size for mixture in widest), default=0)
+        tries = tuning.MIXTURE_TRIES * tuning.DENSIFY_SIZE // max(size, tuning.DENSIFY_SIZE)
+        points, found = max(tries // max(len(widest), 1), 1), False
+        for mixture in widest[:tries]:
+            found |= mixture.pool.fill(
+                mixture.peak_ms, mixture.least_bytes, mixture.most_bytes, at_forward_end=mixture.at_forward_end,
+                points=points, deadline=deadline,
+            )  # fmt: skip
+        return found
+
+    def _mixtures(self, master: _MasterProblem, relaxed: LpResult) -> list[_Mixture]:
+        """Where ``relaxed`` takes a share of several columns for one segment; equal segments once."""
+        found = []
+        for pool, z, duals in zip(self.pools, master.z, self.dual_prices, strict=True):
+            # Where time was up the pool has columns that the relaxation has not seen.
+            used = [c for c, share in zip(pool.columns, z, strict=False) if _is_used(relaxed.values[share])]
+            if len(used) > 1:
+                at_forward_end = duals.forward_end_ms > duals.kept_ms
+                kept = [c.forward_end_bytes if at_forward_end else c.kept_bytes for c in used]
+                found.append(_Mixture(pool, float(f"{duals.peak_ms:.3g}"), at_forward_end, min(kept), max(kept)))
+        return list(dict.fromkeys(found))
+
+    def _quick_columns(self, budget_bytes: int, deadline: float) -> tuple[_MasterProblem, LpResult]:
+        """Add columns that are quickly found, as long as they help; return the relaxation with them.
+
+        A search that begins where the last one ended finds what one search would have found.
+        """
+        last_ms = self._quick_ms.get(budget_bytes, math.inf)
         for _ in range(tuning.PRICING_ROUNDS):
             master = _MasterProblem(self, budget_bytes)
             relaxed = master.program.relax()
-            is_short = relaxed.values[master.shortage] * self.byte_unit > 0.5  # bytes that the budget does not have
-            if is_short:
-                if self._add_rounded_columns(master, relaxed) and time.perf_counter() < deadline:
-                    continue
-                shortage_rounds -= 1
-                if shortage_rounds < 0:
+            while (value_ms := relaxed.objective * master.ms_unit) < (1 - tuning.QUICK_PRICING_GAIN) * last_ms:
+                last_ms = value_ms
+                if not self._add_rounded_columns(master, relaxed):
                     break
+                master = _MasterProblem(self, budget_bytes)
+                relaxed = master.program.relax()
+            last_ms = self._quick_ms[budget_bytes] = relaxed.objective * master.ms_unit
+            if not self._is_short(master, relaxed):
+                break
+            self._short_budgets.add(budget_bytes)
+            found = self._add_rounded_columns(master, relaxed)
+            found |= self._lower_peaks(master, relaxed)
+            if not found or time.perf_counter() > deadline:
+                break
+        return master, relaxed
+
+    def _is_short(self, master: _MasterProblem, relaxed: LpResult) -> bool:
+        """Whether the budget lacks bytes for every mixture of the columns."""
+        return bool(relaxed.values[master.shortage] * self.byte_unit > 0.5)
+
+    def _generate_columns(self, budget_bytes: int, deadline: float) -> _Generated:
+        """Add columns until none would help the relaxation: quickly found ones, then the best ones."""
+        bound_ms, shortage_rounds = 0.0, tuning.PRICING_SHORTAGE_ROUNDS
+        peak_prices: dict[ColumnPool, set[PeakPrice]] = {}
+        mixtures: list[_Mixture] = []
+        for _ in range(tuning.PRICING_ROUNDS):
+            master, relaxed = self._quick_columns(budget_bytes, deadline)
+            is_short = self._is_short(master, relaxed)
+            shortage_rounds -= is_short
+            if shortage_rounds < 0:
+                break
             peak_prices = {}
             self.dual_prices = [master.prices(segment, relaxed.duals) for segment in range(len(self.pools))]
+            mixtures = self._mixtures(master, relaxed)
             found, open_ms = False, 0.0
             for run, duals in zip(self.runs, self.dual_prices, strict=True):
                 pool = run.pool
@@ -188,12 +272,13 @@ class ColumnGeneration:
                 open_ms += min(cost_ms - duals.column_ms, 0.0)
             value_ms = relaxed.objective * master.ms_unit
             bound_ms = bound_ms if is_short else max(bound_ms, value_ms + open_ms)
-            enough = -open_ms <= tuning.PRICING_GAIN * value_ms
+            enough = value_ms - bound_ms <= tuning.PRICING_GAIN * value_ms
             if (enough or not found) and not self._lower_peaks(master, relaxed):
                 break
-            if time.perf_counter() > deadline:
+            # Near the least peak the bound stays far away, whatever the columns.
+            if budget_bytes in self._short_budgets or time.perf_counter() > deadline:
                 break
-        return bound_ms, peak_prices
+        return _Generated(bound_ms, peak_prices, [] if budget_bytes in self._short_budgets else mixtures)
 
     def _lower_peaks(self, master: _MasterProblem, relaxed: LpResult) -> bool:
         """Add columns with lower peaks than those the relaxation uses, where a byte of peak has a price."""
@@ -201,7 +286,7 @@ class ColumnGeneration:
         for segment, pool in enumerate(self.pools):
             peak_ms = master.prices(segment, relaxed.duals).peak_ms
             for place, z in enumerate(master.z[segment] if peak_ms > 0 else ()):
-                if relaxed.values[z] > tuning.USED_COLUMN_SHARE:
+                if _is_used(relaxed.values[z]):
                     price[pool, place] = max(price.get((pool, place), 0.0), peak_ms)
         return any([pool.add_lower_peaks(pool.columns[place], peak_ms) for (pool, place), peak_ms in price.items()])
 
@@ -272,3 +357,8 @@ class _MasterProblem:
         column_ms = float(duals[self.convexity_rows[segment]]) * self.ms_unit
         column_ms += kept_ms * plain.kept_bytes + forward_end_ms * plain.forward_end_bytes
         return DualPrices(kept_ms, forward_end_ms, peak_ms, forward_ms, column_ms)
+
+
+def _is_used(share: float) -> bool:
+    """Whether the relaxation takes ``share`` of a column on purpose."""
+    return share > tuning.USED_COLUMN_SHARE

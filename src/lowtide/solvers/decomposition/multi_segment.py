@@ -58,7 +58,11 @@ class MultiSegmentColumns:
             for share in tuning.PAIR_PRICE_SHARES:
                 kept_ms = share * ms_per_byte
                 prices = DualPrices(kept_ms * (1 - forward_share), kept_ms * forward_share, peak_ms, None, 0.0)
-                pair.price(prices, deadline)
+                small = pair.coarse.size <= tuning.PAIR_EXACT_SIZE
+                if not small:
+                    pair.add_rounded(prices, tuning.DENSIFY_THRESHOLDS)
+                if small or share in tuning.PAIR_EXACT_SHARES:
+                    pair.price(prices, deadline)
             for column in list(pair.columns):
                 pair.add_lower_peaks(column, 2 * peak_ms)
 

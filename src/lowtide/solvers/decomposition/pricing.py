@@ -5,7 +5,7 @@ of peak cost what the duals say. Local search derives columns with lower peaks, 
 (``local_search.py``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from lowtide.solvers.decomposition.subgraph import Subgraph
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
-from lowtide.solvers.milp.highs import seconds_left
+from lowtide.solvers.milp.highs import RepeatedRelaxation, seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
 
 
@@ -58,7 +58,8 @@ class ColumnPool:
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
-        self._rounded: set[Prices] = set()
+        self._rounded: set[tuple[Prices, tuple[float, ...]]] = set()
+        self._models: dict[tuple, tuple[PeakModel, RepeatedRelaxation]] = {}
         self._densified: set[tuple[float, bool]] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
         self.plain = self.column(complete_actions(subgraph.graph, ()))
@@ -123,16 +124,30 @@ class ColumnPool:
             self._priced[prices] = self._solve(prices, deadline)
         return self._priced[prices]
 
-    def add_rounded(self, duals: DualPrices) -> None:
-        """Add the column that the relaxed pricing problem rounds to: quick, and not the best."""
+    def add_rounded(self, duals: DualPrices, thresholds: tuple[float, ...] = (0.5,)) -> None:
+        """Add the columns that the relaxed pricing problem rounds to: quick, and not the best."""
         prices = self._prices(duals, digits=2)
-        if prices in self._rounded:
+        if (prices, thresholds) in self._rounded:
             return
-        self._rounded.add(prices)
-        model = PeakModel(self.coarse, None, prices=prices)
-        values = model.program.relax().values
-        if len(values):
-            self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(values))))
+        self._rounded.add((prices, thresholds))
+        self._add_rounded(prices, thresholds)
+
+    def _add_rounded(self, prices: Prices, thresholds: Iterable[float] = (0.5,)) -> None:
+        model, relaxation = self._model(prices)
+        values = relaxation.values(model.program)
+        choices = [model.choice(values, share) for share in thresholds] if len(values) else []
+        for number, choice in enumerate(choices):
+            if choice not in choices[:number]:
+                self.add(self.column(complete_actions(self.subgraph.graph, *choice)))
+
+    def _model(self, prices: Prices) -> tuple[PeakModel, RepeatedRelaxation]:
+        """The pricing problem at ``prices``, and its relaxation; built once, as only costs differ."""
+        if prices.structure not in self._models:
+            model = PeakModel(self.coarse, None, prices=prices)
+            self._models[prices.structure] = model, RepeatedRelaxation(model.program)
+        model, relaxation = self._models[prices.structure]
+        model.reprice(prices)
+        return model, relaxation
 
     def _prices(self, duals: DualPrices, *, digits: int) -> Prices:
         """``duals`` as prices, rounded so that nearly equal ones are solved once."""
@@ -146,10 +161,11 @@ class ColumnPool:
             graph.forward_end, None if forward_ms is None else rounded(forward_ms),
         )  # fmt: skip
 
-    def densify(self, peak_ms: float, *, at_forward_end: bool, points: int, deadline: float) -> bool:
+    def densify(self, peak_ms: float, *, at_forward_end: bool, points: int) -> bool:
         """Add columns between the known ones, which prices alone never find: they are inside the convex hull.
 
-        Each is the fastest column that keeps at most so many bytes, at a price of the peak.
+        Each is rounded from the relaxation of the fastest column that keeps at most so many bytes, at a price of the
+        peak.
 
         Args:
             at_forward_end: Whether the bytes are counted at ``forward_end`` instead of ``backward_start``.
@@ -167,11 +183,37 @@ class ColumnPool:
         kept = [c.forward_end_bytes if at_forward_end else c.kept_bytes for c in (self.plain, *self.columns)]
         for part in range(1, points + 1):
             most = min(kept) + (kept[0] - min(kept)) * part // (points + 1) - fixed
-            self._solve(Prices(0.0, key[0], at, max_kept_bytes=most), deadline)
+            self._add_rounded(Prices(0.0, key[0], at, max_kept_bytes=most), tuning.DENSIFY_THRESHOLDS)
+        return len(self.columns) > before
+
+    def fill(
+        self,
+        peak_ms: float,
+        least_bytes: int,
+        most_bytes: int,
+        *,
+        at_forward_end: bool,
+        points: int,
+        deadline: float,
+    ) -> bool:
+        """Add the fastest columns that keep between ``least_bytes`` and ``most_bytes``, at a price of the peak.
+
+        Args:
+            at_forward_end: As for ``densify``.
+            points: How many.
+
+        Returns:
+            Whether a column was new.
+        """
+        before = len(self.columns)
+        at = self.subgraph.forward_end if at_forward_end else self.subgraph.backward_start
+        for part in range(1, points + 1):
+            kept = least_bytes + (most_bytes - least_bytes) * part // (points + 1) - self.fixed_bytes[at_forward_end]
+            self._solve(Prices(0.0, peak_ms, at, max_kept_bytes=kept), deadline)
         return len(self.columns) > before
 
     def _solve(self, prices: Prices, deadline: float) -> float:
-        model = PeakModel(self.coarse, None, prices=prices)
+        model = self._model(prices)[0].copy()
         bound = 0.0
         for round_ in range(tuning.PRICING_CUT_ROUNDS):
             answer = model.program.minimise(

@@ -40,6 +40,7 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         return bound
     floor_ms, best_ms = taped_plain_ms(graph, costs), bound.step_ms
     slots: set[int] = set()
+    work = 0
     for _ in range(tuning.TIGHTEN_ROUNDS):
         model = Relaxation(graph, costs, budget_bytes, slots=slots)
         program = model.program
@@ -48,12 +49,14 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         for column in chain(model.s.values(), *model.A.values(), *model.N.values()):
             program.integer[column] = True
         limit = (target_ms - floor_ms) / model.ms_unit
+        # HiGHS prunes by its cutoff, but takes solutions above it as well: the row forbids them.
         program.row({column: cost for column, cost in enumerate(program.cost) if cost}, upper=limit)
-        nodes = tuning.TIGHTEN_WORK // len(program.row_upper)
-        answer = program.minimise(gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True)
+        nodes = tuning.TIGHTEN_ROUND_WORK // len(program.row_upper)
+        answer = program.minimise(gap=0.0, slack=0.0, node_limit=nodes, time_limit_s=math.inf, first=True, cutoff=limit)
         proven = limit if answer.status == "infeasible" else min(answer.bound, limit)
         best_ms = max(best_ms, floor_ms + proven * (1 - tuning.BOUND_TOLERANCE) * model.ms_unit)
-        if answer.status == "infeasible":
+        work += len(program.row_upper) * answer.iterations
+        if answer.status == "infeasible" or work > tuning.TIGHTEN_WORK:
             break
         values = answer.values if len(answer.values) else program.relax().values
         more = violated_stages(model, values, budget_bytes) if len(values) else []

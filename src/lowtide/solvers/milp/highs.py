@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import highspy
@@ -27,6 +28,7 @@ class MilpResult:
     values: np.ndarray  # by column; empty when nothing was found
     objective: float  # of ``values``; infinite when nothing was found
     bound: float  # no solution has a smaller objective
+    iterations: int  # of the simplex method: time by count
 
 
 @dataclass(frozen=True)
@@ -87,25 +89,30 @@ class LinearProgram:
         time_limit_s: float,
         light: bool = False,
         first: bool = False,
+        cutoff: float = INFINITY,
     ) -> MilpResult:
         """Solve; the same program and node limit give the same answer as long as time does not run out.
 
         Args:
-            light: Without presolve and the searches of neighbourhoods that are programs of their own: half the time on
-                small programs whose root is nearly the optimum; large ones need both.
+            light: Without presolve, feasibility jump and the searches of neighbourhoods that are programs of their own:
+                a third of the time on small programs whose root is nearly the optimum; large ones need them.
             first: Stop at the first solution, and do not look hard for one: for a proof that there is none.
+            cutoff: Solutions above this objective are not looked for; a row has to forbid them all the same.
         """
         options: dict[str, bool | int | float | str] = {
             # One seed: the same plan every time.
             "random_seed": 0, "mip_rel_gap": gap, "mip_abs_gap": slack, "mip_max_nodes": node_limit,
-            "time_limit": time_limit_s,
+            "time_limit": time_limit_s, "objective_bound": cutoff,
         }  # fmt: skip
         if light or first:
             options |= {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
         if light:
-            options["presolve"] = "off"
+            options |= {"presolve": "off", "mip_heuristic_run_feasibility_jump": False}
         if first:
-            options |= {"mip_max_improving_sols": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0}
+            options |= {
+                "mip_max_improving_sols": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0,
+                "mip_heuristic_run_root_reduced_cost": False, "mip_heuristic_run_feasibility_jump": False,
+            }  # fmt: skip
         solver = _quiet_solver(options)
         solver.passModel(self._model(self._rows()))
         solver.run()
@@ -116,21 +123,22 @@ class LinearProgram:
         pure_lp = not any(self.integer)
         bound = info.objective_function_value if pure_lp and found else info.mip_dual_bound
         objective = info.objective_function_value if found else INFINITY
-        return MilpResult(statuses.get(status, "limit"), values, objective, bound)
+        return MilpResult(statuses.get(status, "limit"), values, objective, bound, info.simplex_iteration_count)
 
     def relax(self) -> LpResult:
         """Solve without integrality.
 
         Lazy rows come in as the optimum of the others breaks them; in a large program only as long as that moves it,
-        since every optimum on the way is a lower bound of the last.
+        since every optimum on the way is a lower bound of the last. A small program has all rows from the start.
         """
         solver = _quiet_solver({})
         matrix = self._rows()
-        rows = [row for row in range(len(self.row_upper)) if row not in self._lazy]
+        lazy = self._lazy if len(self.row_upper) > tuning.LAZY_ROWS_SMALL else set[int]()
+        rows = [row for row in range(len(self.row_upper)) if row not in lazy]
         model = self._model(matrix.take(rows))
         model.integrality_ = []
         solver.passModel(model)
-        waiting = np.array(sorted(self._lazy), dtype=np.int64)
+        waiting = np.array(sorted(lazy), dtype=np.int64)
         pending = matrix.take(waiting)
         optimum, large = -INFINITY, len(self.row_upper) > tuning.LAZY_ROWS_LARGE
         while True:
@@ -159,6 +167,13 @@ class LinearProgram:
         duals[rows[: len(found)]] = found
         return LpResult(optimum, values, duals)
 
+    def copy(self) -> LinearProgram:
+        """The same program, to which rows can be added apart."""
+        other = copy(self)
+        for name, value in vars(self).items():
+            setattr(other, name, value.copy())
+        return other
+
     def _rows(self) -> _Rows:
         return _Rows(self._starts, self._columns, self._values, self.row_lower, self.row_upper)
 
@@ -176,6 +191,32 @@ class LinearProgram:
         matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
         matrix.start_, matrix.index_, matrix.value_ = rows.starts, rows.columns, rows.values
         return lp
+
+
+class RepeatedRelaxation:
+    """The relaxation of one program, solved again and again from the last basis as its costs and limits change."""
+
+    def __init__(self, program: LinearProgram) -> None:
+        self._solver = _quiet_solver({})
+        model = program._model(program._rows())
+        model.integrality_ = []
+        self._solver.passModel(model)
+        self._row_upper = list(program.row_upper)
+
+    def values(self, program: LinearProgram) -> np.ndarray:
+        """The optimal values for the present costs and upper row limits of ``program``; empty where there are none.
+
+        Nothing else of the program may have changed.
+        """
+        solver, columns = self._solver, len(program.cost)
+        solver.changeColsCost(columns, np.arange(columns, dtype=np.int32), np.array(program.cost, dtype=np.float64))
+        for row, upper in enumerate(program.row_upper):
+            if upper != self._row_upper[row]:
+                solver.changeRowBounds(row, program.row_lower[row], upper)
+        self._row_upper = list(program.row_upper)
+        solver.run()
+        optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        return np.array(solver.getSolution().col_value) if optimal else np.zeros(0)
 
 
 def _quiet_solver(options: Mapping[str, bool | int | float | str]) -> highspy.Highs:

@@ -23,8 +23,11 @@ Burst rows say the same of the moment when group k runs inside the burst of trig
 stand at t, the others at t-1, and k's own bytes count if it runs then.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,7 +36,7 @@ import numpy as np
 
 from lowtide.solvers import tuning
 from lowtide.solvers.milp.coarsening import CoarseGraph, KeepDecision, OpGroup, Piece
-from lowtide.solvers.milp.highs import LinearProgram
+from lowtide.solvers.milp.highs import INFINITY, LinearProgram
 
 Terms = dict[int, float]
 StateOf = Callable[["OpGroup | None"], int]  # the trigger at which a group stands
@@ -51,6 +54,11 @@ class Prices:
     forward_end: int = 0
     forward_ms: float | None = None  # of the peak before ``backward_start``; None: the step has one peak
     max_kept_bytes: int | None = None  # keep no more at ``backward_start``, of what has a decision
+
+    @property
+    def structure(self) -> tuple[int, int, bool]:
+        """Equal for prices that one model can have one after the other."""
+        return self.backward_start, self.forward_end, self.forward_ms is None
 
 
 class PeakModel:
@@ -80,15 +88,39 @@ class PeakModel:
         if max_ms is not None:
             times = {steps[-1]: g.ms / self.ms_unit for g, steps in self.A.items() if steps}
             self.program.row(times, upper=max_ms / self.ms_unit + 1e-6)
-        if prices is not None and prices.max_kept_bytes is not None:
+        self._kept_row: int | None = None
+        if prices is not None:
             kept = {s: d.kept_at(prices.backward_start) / self.byte_unit for d, s in self.s.items()}
-            self.program.row(kept, upper=prices.max_kept_bytes / self.byte_unit)
+            self._kept_row = self.program.row(kept)
+            self.reprice(prices)
         self._lazy_rows()
         self._interval_rows()
         if coarse.size <= tuning.ALL_BURSTS_SIZE:
             for group in coarse.groups:
                 for trigger in group.triggers:
                     self.add_burst(group, trigger)
+
+    def reprice(self, prices: Prices) -> None:
+        """Set other prices, of the same moments."""
+        assert self.prices is not None and self.peak is not None and self.forward_peak is not None
+        if prices.structure != self.prices.structure:
+            raise ValueError(f"{prices} are of other moments than {self.prices}. Make a model of their own.")
+        self.prices, cost = prices, self.program.cost
+        for decision, s in self.s.items():
+            cost[s] = self._kept_price(decision)
+        scale = self.byte_unit / self.ms_unit
+        cost[self.peak] = prices.peak_ms * scale
+        if prices.forward_ms is not None:
+            cost[self.forward_peak] = prices.forward_ms * scale
+        if self._kept_row is not None:
+            most = prices.max_kept_bytes
+            self.program.row_upper[self._kept_row] = INFINITY if most is None else most / self.byte_unit
+
+    def copy(self) -> PeakModel:
+        """The same model, to which rows can be added apart."""
+        other = copy(self)
+        other.program, other._memo, other._rows = self.program.copy(), dict(self._memo), dict(self._rows)
+        return other
 
     # Columns
 

@@ -1,0 +1,71 @@
+"""A good plan at once, from relaxations alone, and then the plan of ``solve``."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.case_graphs import load_case
+from support.strategies import small_graphs
+from support.toy_graphs import unit_costs
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.simulation.simulator import simulate, simulate_actions
+from lowtide.solvers.dispatch import solve
+from lowtide.solvers.improving_plans import improving_plans
+from lowtide.solvers.milp.highs import LinearProgram
+
+CASES = ("vit", "decoder8_512", "toy")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_last_plan_is_that_of_solve(case):
+    graph, costs = load_case(case)
+
+    plans = list(improving_plans(graph, costs, "25%"))
+
+    assert plans[-1].decisions == solve(*load_case(case), "25%").decisions
+    assert plans[-1].bound_ms is not None
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("budget", ("50%", "25%"))
+def test_the_first_plan_solves_no_program_with_whole_decisions_and_is_within_two_percent(case, budget, monkeypatch):
+    graph, costs = load_case(case)
+    best_ms = solve(graph, costs, budget).predicted_step_ms
+    graph, costs = load_case(case)
+    monkeypatch.setattr(LinearProgram, "minimise", None)
+
+    first = next(improving_plans(graph, costs, budget))
+
+    assert first.predicted_step_ms <= 1.02 * best_ms
+    assert first.predicted_peak_bytes <= first.budget_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=small_graphs(), data=st.data())
+def test_plans_are_within_the_budget_and_none_is_slower_than_the_one_before(graph, data):
+    costs = unit_costs(graph)
+    budget = data.draw(st.integers(graph.resident_bytes + 1, simulate(graph, costs, {}).peak_bytes))
+    try:
+        plans = list(improving_plans(graph, costs, budget))
+    except BudgetInfeasibleError as error:
+        plans = list(improving_plans(graph, costs, error.least_bytes))
+        budget = error.least_bytes
+
+    assert all(plan.predicted_peak_bytes <= budget for plan in plans)
+    assert all(later.predicted_step_ms <= before.predicted_step_ms for before, later in pairwise(plans))
+    for plan in plans:
+        actions = {d.storage: d.action for d in plan.decisions}
+        line = simulate_actions(graph, costs, actions, {d.storage: d.replays for d in plan.decisions})
+        assert (line.peak_bytes, line.step_ms) == (plan.predicted_peak_bytes, plan.predicted_step_ms)
+
+
+def test_costs_of_another_graph_and_impossible_budgets_are_refused_as_solve_refuses_them():
+    graph, costs = load_case("vit")
+    other, _ = load_case("unet")
+
+    with pytest.raises(ValueError, match="costs has times for 1911 ops, the graph has 357 ops. Measure this graph."):
+        next(improving_plans(other, costs, "50%"))
+    with pytest.raises(BudgetInfeasibleError):
+        next(improving_plans(graph, costs, graph.resident_bytes))
