@@ -19,7 +19,7 @@ from lowtide.runtime import planner_process
 from lowtide.runtime.plan_request import PlanRequest
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.solvers.arguments import absolute_bytes
-from lowtide.solvers.quick_plan import quick_plan
+from lowtide.solvers.improving_plans import improving_plans
 
 IN_A_THREAD = "planned in a thread of the training process: "
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_planned_raises_with_the_solvers_message(planner, monkeyp
     assert planner.submit(decoder_request()).plan(LIMIT_S)  # nothing is broken
 
 
-def test_the_first_plan_is_quick_and_stays_when_the_best_one_comes(planner, monkeypatch):
+def test_the_first_plan_is_good_and_stays_when_the_best_one_comes(planner, monkeypatch):
     use_script(monkeypatch, NEVER_ENDS)
     request = decoder_request("60%")
     budget_bytes = absolute_bytes(request.graph, request.costs, "60%")
@@ -100,7 +100,7 @@ def test_the_first_plan_is_quick_and_stays_when_the_best_one_comes(planner, monk
 
     first = pending.first(LIMIT_S)
 
-    assert text_of(first) == text_of(quick_plan(request.graph, request.costs, budget_bytes))
+    assert text_of(first) == text_of(next(improving_plans(request.graph, request.costs, budget_bytes)))
     assert first.predicted_peak_bytes <= budget_bytes
     assert pending.first_done() and not pending.done()
     child_of(planner).kill()

@@ -1,4 +1,4 @@
-"""From a request to its answers: a plan of an earlier run, or a quick plan and then the best one.
+"""From a request to its answers: a plan of an earlier run, or a good plan at once and then the best one.
 
 The planner's process and the thread that stands in for it run this same code, so both answer alike.
 """
@@ -9,9 +9,8 @@ from lowtide.errors import BudgetInfeasibleError, LowtideError, PlannerFailedErr
 from lowtide.plan import Plan
 from lowtide.runtime.plan_cache import CachedPlan, PlanCache
 from lowtide.runtime.plan_request import Answer, PlanRequest
-from lowtide.solvers.arguments import absolute_bytes
 from lowtide.solvers.dispatch import solve
-from lowtide.solvers.quick_plan import quick_plan
+from lowtide.solvers.improving_plans import improving_plans
 
 
 def answers(request: PlanRequest) -> Iterator[Answer]:
@@ -24,32 +23,30 @@ def answers(request: PlanRequest) -> Iterator[Answer]:
     if found.plan is not None:
         yield Answer(found.plan, cached=True)
         return
-    if request.method == "exact" and (quick := _quick(request)) is not None:
-        yield Answer(quick, final=False)
-    result = _solved(request)
+    result: Plan | LowtideError | None = None
+    try:
+        for plan, final in _plans(request):
+            result = plan
+            if not final:
+                yield Answer(plan, final=False)
+    except BudgetInfeasibleError as error:
+        result = error
+    except Exception as error:
+        result = PlannerFailedError(f"planning failed: {type(error).__name__}: {error}")
+    assert result is not None
     reasons = [found.reason]
     if cache is not None and isinstance(result, Plan):
         reasons.append(cache.keep(request, result))
     yield Answer(result, reason="; ".join(filter(None, reasons)))
 
 
-def _quick(request: PlanRequest) -> Plan | None:
-    """A plan of a published method, to be used until the search is done; None where there is none."""
-    try:
-        budget_bytes = absolute_bytes(request.graph, request.costs, request.budget or 0)
-        return quick_plan(request.graph, request.costs, budget_bytes)
-    except Exception:  # whatever is wrong with the request, ``solve`` says it
-        return None
-
-
-def _solved(request: PlanRequest) -> Plan | LowtideError:
-    """The plan, or the error that ``solve`` raises; of another type than lowtide's own: ``PlannerFailedError``."""
-    try:
-        return solve(
+def _plans(request: PlanRequest) -> Iterator[tuple[Plan, bool]]:
+    """Plans, and whether each is the one of ``solve``."""
+    if request.method == "exact" and request.budget is not None and not request.options and not request.offload:
+        for plan in improving_plans(request.graph, request.costs, request.budget):
+            yield plan, plan.bound_ms is not None  # a first plan has no bound
+    else:
+        yield solve(
             request.graph, request.costs, request.budget,
             method=request.method, offload=request.offload, **request.options,
-        )  # fmt: skip
-    except BudgetInfeasibleError as error:
-        return error
-    except Exception as error:
-        return PlannerFailedError(f"planning failed: {type(error).__name__}: {error}")
+        ), True  # fmt: skip
