@@ -345,6 +345,7 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
     costs = decoder_costs(graph)
     budget = solve(graph, costs, "40%").budget_bytes
     whole = bound_time(graph, costs, budget)
+    monkeypatch.setattr(tuning, "LAZY_ROWS_SMALL", 0)
     monkeypatch.setattr(tuning, "LAZY_ROWS_LARGE", 0)
     monkeypatch.setattr(tuning, "LAZY_ROWS_GAIN", 0.5)
 

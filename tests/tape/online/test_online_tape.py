@@ -76,6 +76,31 @@ def test_a_first_step_keeps_its_budget_bit_for_bit(name, share):
     assert tape.releaser.over_bytes == 0 or share < 0.5  # below, the step may need more
 
 
+class Functional(nn.Module):
+    """No numbered layer: nothing tells where one ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x):
+        for _ in range(12):
+            x = x + torch.tanh(x @ self.weight).sin().exp().sigmoid()
+        return x
+
+
+@pytest.mark.parametrize("share", [0.85, 0.6, 0.4])
+def test_a_model_without_layers_keeps_its_budget_too(share):
+    model, x = Functional(), torch.randn(256, 64)
+    budget = share * live_of_plain(model, x)
+
+    found, tape = online(model, x, budget)
+
+    assert differing(plain(model, x), found) == []
+    assert tape.releaser.num_released > 0
+    assert tape.live.peak <= 1.02 * budget
+
+
 def test_live_bytes_are_the_allocators():
     model, batch = MODELS["transformer"]()
     found = {}

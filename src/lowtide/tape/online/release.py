@@ -171,7 +171,10 @@ class Releaser:
         self.num_released += 1
 
     def prove_layer(self, layer: int) -> None:
-        """Prove what a layer has made while all of it is there: later a proof takes more memory, or there is none."""
+        """Prove what a layer has made while all of it is there: later a proof takes more memory, or there is none.
+
+        Layer 0 is what runs in none.
+        """
         if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
         made = [v for v in self._holdings if v.layer == layer and not v.proven and self._may_be_proven(v)]

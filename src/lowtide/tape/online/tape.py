@@ -51,6 +51,7 @@ from lowtide.tracing.operators import (
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _NOTHING = nullcontext()
+_OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 _KNOWN = frozenset({"aten", "prims"})  # of other operators nobody knows what they write unseen
 
 
@@ -207,6 +208,8 @@ class OnlineTape(TorchDispatchMode):
             self._note_write(op, seconds)
         elif made:
             self._leave_recipe(op, made)
+            if self._number % _OPS_BETWEEN_PROOFS == 0:  # long layers, and what runs in none
+                self.releaser.prove_layer(self._layer)
 
     def _leave_recipe(self, op: "_RunningOp", made: list[tuple[int, StoredValue]]) -> None:
         why = why_not_replayed(op.func, op.args, op.kwargs)
