@@ -1,9 +1,11 @@
 """``fit`` without a batch: planned beside training, in force or told, never the end of a run."""
 
 import copy
+import gc
 import json
 import logging
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -534,3 +536,14 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
         monkeypatch.setattr("lowtide.tape.tape.sum_of_words", lambda tensor: 0)
         monkeypatch.setattr("lowtide.tape.recipes.sum_of_words", lambda tensor: 0)
         loop(16)  # without the seals nothing tells
+
+
+def test_a_fitted_model_that_nobody_holds_is_freed(budget):
+    model = Layered()
+    fit = lowtide.fit(model, budget=budget)
+    train(model, [batch_of()])
+    reference = weakref.ref(model)
+    del model, fit
+    gc.collect()
+    assert reference() is None
+    train(Layered(), [batch_of()])  # the engine's entry is as before

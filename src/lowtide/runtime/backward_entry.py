@@ -5,7 +5,9 @@ thread's state for every node; and no hook tells that a backward has failed. ``T
 and ``autograd.grad`` all go through one Python function, which is wrapped while somebody observes.
 """
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch.autograd as autograd
@@ -22,7 +24,7 @@ class BackwardObserver(Protocol):
     def after_backward(self, error: BaseException | None) -> None: ...
 
 
-_observers: list[BackwardObserver] = []
+_observers: list[weakref.ref[BackwardObserver]] = []  # weak: this list must not keep a fitted model alive
 _entry: Any = None  # what was there before
 
 
@@ -32,16 +34,17 @@ def observe(observer: BackwardObserver) -> Callable[[], None]:
     if not _observers:
         _entry = vars(autograd_graph)[_NAME]
         _set(_run_backward)
-    _observers.append(observer)
+    reference = weakref.ref(observer, _forget)
+    _observers.append(reference)
+    return partial(_forget, reference)
 
-    def undo() -> None:
-        if observer in _observers:
-            _observers.remove(observer)
-            # Whoever has wrapped the wrapper meanwhile keeps it; without observers it only passes on.
-            if not _observers and vars(autograd_graph)[_NAME] is _run_backward:
-                _set(_entry)
 
-    return undo
+def _forget(reference: weakref.ref[BackwardObserver]) -> None:
+    if reference in _observers:
+        _observers.remove(reference)
+        # Whoever has wrapped the wrapper meanwhile keeps it; without observers it only passes on.
+        if not _observers and vars(autograd_graph)[_NAME] is _run_backward:
+            _set(_entry)
 
 
 def _set(entry: Any) -> None:
@@ -52,7 +55,7 @@ def _set(entry: Any) -> None:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if graph_task() != -1:  # inside another one
         return _entry(*args, **kwargs)
-    observers = tuple(_observers)
+    observers = [observer for reference in _observers if (observer := reference()) is not None]
     for observer in observers:
         observer.before_backward()
     failure: BaseException | None = None
