@@ -1,0 +1,61 @@
+"""An ordinary training loop and a small model with layers, for fits that watch real steps."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from lowtide.measurement.allocator import peak_bytes
+
+
+class Layered(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
+            for _ in range(layers)
+        )
+
+    def forward(self, x, scale=1):
+        for layer in self.layers:
+            x = x + layer(x) * scale
+        return x
+
+
+def batch_of(rows=128):
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+
+
+def resident_bytes(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def activation_bytes(model, x):
+    copied = copy.deepcopy(model)
+    copied(x).square().mean().backward()
+    copied.zero_grad()
+    return peak_bytes(lambda: copied(x).square().mean().backward())
+
+
+def train(model, batches, call=lambda model, x: model(x)):
+    """Losses of an ordinary loop, and its weights at the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    losses = []
+    for x in batches:
+        loss = call(model, x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def same(a, b):
+    return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
+
+
+def reasons_of(fit):
+    return " ".join(fit.status().reasons)
