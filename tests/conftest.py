@@ -13,6 +13,10 @@ from lowtide import planner
 _numbers = itertools.count()
 
 
+# Two workers share two cores. With more threads each, a convolution of one of them was once seen to wait for ever.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path_factory):
     """No test reads or writes the user's cache, nor another test's."""
