@@ -368,6 +368,8 @@ def fit(
         policy = replace(policy, host_budget=None)
     if checkpointing not in (REPLACE, KEEP):
         raise ValueError(f"checkpointing={checkpointing!r} is not known. Use {REPLACE!r} or {KEEP!r}.")
+    if max_plans < 1:
+        raise ValueError(f"max_plans={max_plans}: no plan could be kept. Ask for 1 or more.")
     asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans, checkpointing)
     if batch is None:
         return WatchedFit(model, asked)

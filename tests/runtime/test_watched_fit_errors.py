@@ -282,3 +282,19 @@ def test_a_fitted_model_that_nobody_holds_is_freed(budget):
     gc.collect()
     assert reference() is None
     train(Layered(), [batch_of()])  # the engine's entry is as before
+
+
+def test_what_waits_for_the_planner_is_asked_with_the_lower_budget(model):
+    budget = 2 * resident_bytes(model) + 4 * activation_bytes(model, batch_of(256))
+    with lowtide.fit(model, budget=budget) as fit:
+        model(batch_of()).square().mean().backward()
+        shelf, lower = fit._watcher.shelf, int(0.9 * budget)
+        shelf._next.append((shelf._asked.shapes, shelf._asked.request))  # as a larger batch that came meanwhile
+        shelf.keep_within(lower)
+        fit.wait()
+        assert [plan.budget_bytes for plan in fit.plans] == [lower]
+
+
+def test_no_plan_at_all_is_no_choice(model):
+    with pytest.raises(ValueError, match="max_plans=0"):
+        lowtide.fit(model, max_plans=0)

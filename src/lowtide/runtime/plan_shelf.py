@@ -152,6 +152,7 @@ class PlanShelf:
         self.plans = [p for p in self.plans if p.plan.predicted_peak_bytes <= budget_bytes]
         self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in self._next]
         self._asked = None
+        self._ask_next()
 
     # -- asking ---------------------------------------------------------------------------------------------
 

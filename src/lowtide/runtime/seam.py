@@ -30,10 +30,6 @@ class Seam:
         self._thread: int | None = None
 
     @property
-    def is_open(self) -> bool:
-        return self._thread is not None
-
-    @property
     def is_here(self) -> bool:
         return self._thread == threading.get_ident()
 
