@@ -13,8 +13,8 @@ from unittest import mock
 from torch import nn
 
 from lowtide.measurement.allocator import measuring
+from lowtide.runtime.fitted_model import Fit
 from lowtide.runtime.plan_request import Answer, PlanRequest
-from lowtide.runtime.watched_fit import WatchedFit
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
 
@@ -80,7 +80,7 @@ class Probe:
     """
 
     def __init__(
-        self, model: nn.Module, fit: WatchedFit | None = None, *, peaks: bool = False, waits_after: int | None = None
+        self, model: nn.Module, fit: Fit | None = None, *, peaks: bool = False, waits_after: int | None = None
     ) -> None:
         self.model, self.fit, self.peaks, self.waits_after = model, fit, peaks, waits_after
         self.records: list[StepRecord] = []

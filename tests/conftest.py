@@ -8,7 +8,7 @@ import torch
 from support.training_steps import drop_everything, is_clean
 from torch import nn
 
-from lowtide import planner
+from lowtide.runtime import rehearsal
 
 _numbers = itertools.count()
 
@@ -27,7 +27,7 @@ def _own_cache(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def drops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits drop every storage that may be dropped."""
-    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
 
 
 @pytest.fixture

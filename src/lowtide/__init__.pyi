@@ -1,6 +1,5 @@
 """The public names and where each lives: read by type checkers, and by ``__init__.py`` to load a name on first use."""
 
-from lowtide.api import Fit as Fit
 from lowtide.api import fit as fit
 from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
 from lowtide.errors import GraphFormatError as GraphFormatError
@@ -16,8 +15,8 @@ from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure
 from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
+from lowtide.runtime.fitted_model import Fit as Fit
 from lowtide.runtime.status import Status as Status
-from lowtide.runtime.watched_fit import WatchedFit as WatchedFit
 from lowtide.simulation.simulator import Timeline as Timeline
 from lowtide.simulation.simulator import simulate as simulate
 from lowtide.solvers.dispatch import solve as solve

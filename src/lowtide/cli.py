@@ -23,10 +23,10 @@ from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchErro
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
-    from lowtide.api import Fit
     from lowtide.graph.costs import Costs
     from lowtide.graph.step_graph import StepGraph
     from lowtide.plan import Plan
+    from lowtide.runtime.fitted_model import Fit
     from lowtide.verifier import Verification
 
 OK, FINDING, BAD_USAGE = 0, 1, 2

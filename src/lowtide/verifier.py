@@ -46,6 +46,8 @@ class Verification:
         predicted_overhead: By the plan.
         audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
         mismatched_ops, unplanned_ops: What the tape met that the plan did not say; saved.
+        in_force: Whether the last real step ran under the plan; None: no step has run, or nobody watches. Where it did
+            not, equal bits say nothing of the training.
         note: What was done differently from the step that was asked for, "" if nothing.
     """
 
@@ -62,10 +64,12 @@ class Verification:
     dropped_ops: int
     mismatched_ops: int
     unplanned_ops: int
+    in_force: bool | None = None
     note: str = ""
 
     @property
     def equal(self) -> bool:
+        """The planned step gave the plain step's bits."""
         return self.loss_bitwise_equal and self.gradients_bitwise_equal and self.buffers_bitwise_equal
 
 
@@ -142,10 +146,12 @@ def suspended(model: nn.Module) -> Iterator[None]:
         yield
         return
     calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_lowtide_call(m._compiled_call_impl)]
+    watcher = model._compiled_call_impl
     for module, call in calls:
         module._compiled_call_impl = getattr(call, "before", None)
     try:
-        yield
+        with getattr(watcher, "paused", nullcontext)():
+            yield
     finally:
         for module, call in calls:
             module._compiled_call_impl = call

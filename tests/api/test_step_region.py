@@ -35,8 +35,8 @@ def test_a_step_region_tapes_the_loss_too(drops_all):
     expected = plain(copy.deepcopy(mlp()), batch, loss_of)
 
     dropped = []
-    for region in (True, False):  # a plan made with step= also serves the same code called bare
-        before = fit._planned[0].tape.counts.dropped
+    for region in (True, False):  # called bare, what the plan drops outside the model is taped too
+        before = fit._watcher.shelf.plans[0].tape.counts.dropped
         model.zero_grad()
         torch.manual_seed(7)
         if region:
@@ -45,11 +45,11 @@ def test_a_step_region_tapes_the_loss_too(drops_all):
         else:
             loss = loss_of(model, batch)
         loss.backward()
-        dropped.append(fit._planned[0].tape.counts.dropped - before)
+        dropped.append(fit._watcher.shelf.plans[0].tape.counts.dropped - before)
         assert differing(expected, outcome(model, loss)) == []
 
-    assert dropped[0] > dropped[1] > 0
-    assert fit._planned[0].tape.counts.mismatched == 0
+    assert dropped[0] == dropped[1] > 0
+    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
 
 
 def test_a_step_region_is_open_once_at_a_time_and_closes_on_errors():
@@ -79,8 +79,9 @@ def test_a_step_that_never_calls_the_model_itself_is_taped_in_a_step_region(drop
         loss = step(model, x)
     loss.backward()
 
+    assert fit.status().in_force
     assert fit.warnings == ["the step never calls the model itself: only what runs inside fit.step_region() is taped"]
-    assert fit._planned[0].tape.counts.dropped > 4
+    assert fit._watcher.latest.tape.counts.dropped > 4
     assert differing(plain(copy.deepcopy(mlp()), x, step), outcome(model, loss)) == []
 
 
@@ -123,14 +124,14 @@ def test_a_step_that_calls_the_model_twice_is_exact(drops_all):
             loss = contrast(model, x)
         loss.backward()
         assert differing(expected, outcome(model, loss)) == []
-    assert fit._planned[0].tape.counts.mismatched == 0
+    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
 
 
-def test_a_second_shape_gets_a_plan_of_its_own_under_fit(drops_all):
+def test_a_second_shape_runs_under_the_larger_plan_or_gets_one_of_its_own(drops_all):
     model = deep()
     bare = copy.deepcopy(model)
-    fit = lowtide.fit(model, torch.randn(64, 32), budget="100%")
-    for rows in (64, 40, 64, 40):
+    fit = lowtide.fit(model, torch.randn(64, 32), budget="50%")
+    for rows in (64, 60, 128, 128, 60):
         x = torch.randn(rows, 32)
         found = []
         for m in (bare, model):
@@ -139,28 +140,13 @@ def test_a_second_shape_gets_a_plan_of_its_own_under_fit(drops_all):
             loss = m(x).square().mean()
             loss.backward()
             found.append(outcome(m, loss))
+        fit.wait()
         assert differing(*found) == []
 
-    assert len(fit.plans) == 2
-    assert [p.tape.counts.steps for p in fit._planned] == [2, 2]
-    assert all(p.tape.counts.mismatched == 0 for p in fit._planned)
-
-
-def test_planning_in_mid_training_leaves_gradients_and_generators_alone(drops_all):
-    model = deep()
-    lowtide.fit(model, torch.randn(64, 32), budget="100%")
-    model(torch.randn(64, 32)).square().mean().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    x = torch.randn(40, 32)
-    expected = plain(model, x)
-
-    torch.manual_seed(7)
-    loss = model(x).square().mean()
-
-    assert all(torch.equal(p.grad, grads[n]) for n, p in model.named_parameters())
-    model.zero_grad()
-    loss.backward()
-    assert differing(expected, outcome(model, loss)) == []
+    first, second = sorted(fit._watcher.shelf.plans, key=lambda p: p.shapes[0].sizes)
+    assert (first.shapes[0].sizes, second.shapes[0].sizes) == ((64, 32), (128, 32))
+    assert (first.tape.counts.steps, second.tape.counts.steps) == (3, 1)
+    assert first.tape.counts.mismatched == second.tape.counts.mismatched == 0
 
 
 def test_a_batch_that_the_model_rejects_raises_the_models_own_error_while_training():
@@ -184,35 +170,21 @@ def scoring() -> nn.Module:
     return Net(lambda self, x: Scored(self.layers[1](self.layers[0](x).sin()).sin()))
 
 
-def test_a_second_shape_is_planned_by_the_step_where_the_call_shows_its_batch(drops_all):
-    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).score.square().mean()
-
-    fit = lowtide.fit(model := scoring(), torch.randn(8, 8), step=step, budget="100%")
-    x = torch.randn(6, 8)
-    expected = plain(model, x, step)
-
-    loss = step(model, x)
-    loss.backward()
-
-    assert differing(expected, outcome(model, loss)) == []
-    assert fit._planned[1].tape.counts.dropped and fit.warnings == []
-
-
-def test_a_second_shape_whose_loss_only_the_step_knows_is_saved_not_refused(drops_all):
+def test_a_second_shape_whose_loss_only_the_step_knows_is_planned(drops_all):
     def step(model: nn.Module, batch: tuple[torch.Tensor, float]) -> torch.Tensor:
         return model(batch[0]).score.square().mean() * batch[1]
 
     fit = lowtide.fit(model := scoring(), (torch.randn(8, 8), 0.5), step=step, budget="100%")
-    batch = (torch.randn(6, 8), 0.5)
-    expected = plain(model, batch, step)
+    batch = (torch.randn(64, 8), 0.5)
+    for _ in range(2):
+        expected = plain(model, batch, step)
+        model.zero_grad()
+        loss = step(model, batch)
+        loss.backward()
+        fit.wait()
+        assert differing(expected, outcome(model, loss)) == []
 
-    loss = step(model, batch)
-    loss.backward()
-
-    assert differing(expected, outcome(model, loss)) == []
-    (warning,) = fit.warnings
-    assert "everything is saved (the model returned no floating-point tensor" in warning
+    assert fit.status().planned_steps == 1
 
 
 def test_a_second_shape_under_apply_is_saved_where_it_differs_and_right():

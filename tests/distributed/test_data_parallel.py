@@ -1,4 +1,4 @@
-"""Data parallel training on two ranks: bitwise what it is without lowtide, under one plan."""
+"""Data parallel training on two ranks: bitwise what it is without lowtide, each rank under its own plan."""
 
 import pytest
 import torch
@@ -16,28 +16,26 @@ def trained():
 
 @pytest.mark.parametrize("fitted", ["before", "after"])
 @pytest.mark.parametrize("way", ranks.WAYS)
-def test_data_parallel_training_is_bitwise_the_same_under_one_plan(way, fitted, trained):
+def test_data_parallel_training_is_bitwise_the_same(way, fitted, trained):
     for told in trained:
         plain, ours = told[way, ""], told[way, fitted]
         for what in ("losses", "gradients", "weights"):
             assert ours[what] == plain[what]
         assert ours["dropped"] > 0 and not ours["warnings"]
-    first, second = (told[way, fitted] for told in trained)
-    if fitted == "after":
-        assert first["plan"].decisions == second["plan"].decisions
-    assert first["plan"].counts[RECOMPUTE] > 0
+        assert ours["plan"].counts[RECOMPUTE] > 0
 
 
 def test_a_rehearsal_that_the_reducer_notices_spoils_a_static_graph():
     assert all(on_every_rank(ranks.noticed))
 
 
-def test_the_rank_with_the_least_memory_decides():
-    first, second = on_every_rank(ranks.budgets, "80%", "60%")
+def test_ranks_may_have_different_plans():
+    first, second = told = on_every_rank(ranks.budgets, "85%", "60%")
 
-    assert first["plan"].budget_bytes == second["plan"].budget_bytes
-    assert first["plan"].decisions == second["plan"].decisions
-    assert first["plan"].predicted_fraction < 0.61
+    assert second["plan"].predicted_fraction <= 0.6 < first["plan"].predicted_fraction
+    assert first["plan"].decisions != second["plan"].decisions
+    for ours in told:
+        assert all(ours[what] == ours["plain"][what] for what in ("losses", "gradients", "weights"))
 
 
 @pytest.mark.parametrize("budgets", [ranks.budgets, sharded_training.with_a_budget], ids=["replicas", "shards"])

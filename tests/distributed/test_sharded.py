@@ -18,9 +18,7 @@ def check(way, trained):
             assert ours[what] == plain[what]
         assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0 and not ours["warnings"]
         assert ours["measured"] == pytest.approx(ours["predicted"], rel=BUFFERS)
-    plans = [told[way][1]["plan"] for told in trained]
-    assert all(plan.decisions == plans[0].decisions for plan in plans)
-    assert plans[0].counts[RECOMPUTE] > 0
+        assert ours["plan"].counts[RECOMPUTE] > 0
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +41,13 @@ def test_tensors_in_parts_train_bitwise_the_same_and_send_no_more(way, in_parts)
     check(way, in_parts)
 
 
-def test_the_tightest_rank_decides_for_all():
-    first, second = on_every_rank(sharded_training.with_a_budget, "90%", "60%")
+def test_ranks_may_have_different_plans():
+    told = on_every_rank(sharded_training.with_a_budget, "90%", "60%")
 
-    assert first.decisions == second.decisions and first.predicted_fraction < 0.61
+    first, second = (ours["plan"] for _, ours in told)
+    assert first.decisions != second.decisions and second.predicted_fraction <= 0.6 < first.predicted_fraction
+    for plain, ours in told:
+        assert all(ours[what] == plain[what] for what in ("losses", "gradients", "state", "sent"))
 
 
 def check_stages(trained):

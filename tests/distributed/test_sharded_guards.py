@@ -18,9 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
 import lowtide
-from lowtide import planner
 from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, Plan
+from lowtide.runtime import rehearsal
 from lowtide.tape import tape
 from lowtide.tracing import operators, recorder, subclasses
 from lowtide.tracing.fsdp import observer, recording, units
@@ -188,22 +188,23 @@ def test_gradients_that_fsdp_has_not_reduced_yet_outlive_a_rehearsal():
 
 
 def test_a_shape_that_was_not_fitted_is_saved_whole_and_said_so(monkeypatch):
-    monkeypatch.setattr(planner, "measure", sharded_training.an_ms_an_op)
+    monkeypatch.setattr(rehearsal, "measure", sharded_training.an_ms_an_op)
     model = net()
+    longer = IDS.view(2, 32)  # no less memory, and not covered by the other shape
     with lowtide.fit(model, (IDS,), budget="95%") as fit:
         torch.manual_seed(3)
-        model(IDS[:2]).backward()
+        model(longer).backward()
         ours = sharded_training.digest(p.grad for p in model.parameters())
         assert len(fit.plans) == 1 and "fit.add(batch)" in fit.warnings[0]
-        added = fit.add((IDS[:2],))
+        added = fit.add((longer,))
         model.zero_grad()
         torch.manual_seed(3)
-        model(IDS[:2]).backward()
-        assert len(fit.plans) == 2 and fit._planned[1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
+        model(longer).backward()
+        assert len(fit.plans) == 2 and fit._watcher.shelf.plans[1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
         assert ours == sharded_training.digest(p.grad for p in model.parameters())
     model.zero_grad()
     torch.manual_seed(3)
-    model(IDS[:2]).backward()
+    model(longer).backward()
 
     assert ours == sharded_training.digest(p.grad for p in model.parameters())
 

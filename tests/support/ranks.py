@@ -112,9 +112,9 @@ def noticed(rank: int) -> bool | str:
 
 
 def budgets(rank: int, *of: Any) -> dict[str, Any] | str:
-    """A training with a budget for each rank; the least bytes where there is no plan."""
+    """A training with a budget for each rank, and one without; the least bytes where there is no plan."""
     try:
-        return train(rank, fitted="after", budget=of[rank])
+        return train(rank, fitted="after", budget=of[rank]) | {"plain": train(rank)}
     except lowtide.BudgetInfeasibleError as error:
         return str(error.least_bytes)
 
@@ -142,10 +142,10 @@ def train(rank: int, *, fitted: str = "", steps: int = 4, budget: Any = "60%", a
     torch.manual_seed(0)
     model = Net()
     data = torch.randn(steps, 256, 32, generator=torch.Generator().manual_seed(rank))
-    fit = lowtide.fit(model, (data[0],), budget=budget) if fitted == "before" else None
+    fit = lowtide.fit(model, (data[0], seldom(0)), budget=budget) if fitted == "before" else None
     data_parallel = DistributedDataParallel(model, **options)
     if fitted == "after":
-        fit = lowtide.fit(data_parallel, (data[0],), budget=budget)
+        fit = lowtide.fit(data_parallel, (data[0], seldom(0)), budget=budget)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(rank)
     losses, gradients = [], []
@@ -162,6 +162,6 @@ def train(rank: int, *, fitted: str = "", steps: int = 4, budget: Any = "60%", a
     if fit is not None:
         told["plan"] = fit.plan
         told["warnings"] = fit.warnings
-        told["dropped"] = sum(p.tape.counts.dropped for p in fit._planned)
-        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._planned)
+        told["dropped"] = sum(p.tape.counts.dropped for p in fit._watcher.shelf.plans)
+        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
     return told

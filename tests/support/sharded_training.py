@@ -18,10 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide import planner
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import Plan
+from lowtide.runtime import rehearsal
 from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.subclasses import plain_tensors
 
@@ -186,7 +185,7 @@ def train(
     **options: Any,
 ) -> dict:  # fmt: skip
     """A few steps of a sharded model; fitted where there is a ``budget``."""
-    planner.measure = an_ms_an_op
+    rehearsal.measure = an_ms_an_op
     torch.manual_seed(0)
     net = Net(words=words)
     shard(net, **options)
@@ -224,19 +223,16 @@ def facts(fit: lowtide.Fit, batch: Any = None) -> dict[str, Any]:
     proof = fit.verify(batch, rounds=0)
     return {
         "plan": fit.plan, "warnings": fit.warnings, "equal": proof.equal,
-        "dropped": sum(p.tape.counts.dropped for p in fit._planned),
-        "mismatched": sum(p.tape.counts.mismatched for p in fit._planned),
+        "dropped": sum(p.tape.counts.dropped for p in fit._watcher.shelf.plans),
+        "mismatched": sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans),
         "predicted": proof.predicted_peak_bytes, "measured": proof.measured_peak_bytes,
     }  # fmt: skip
 
 
-def with_a_budget(rank: int, *of: Any) -> Plan | str:
-    """The plan where each rank has a budget of its own; the least bytes where there is none."""
-    planner.measure = an_ms_an_op
-    net = Net()
-    each_layer(net)
+def with_a_budget(rank: int, *of: Any) -> tuple[dict, dict] | str:
+    """Trainings without and with a budget of each rank's own; the least bytes where there is no plan."""
     try:
-        return lowtide.fit(net, (next(batches(rank, 1)),), budget=of[rank]).plan
+        return train(rank, shard=each_layer), train(rank, shard=each_layer, budget=of[rank])
     except lowtide.BudgetInfeasibleError as error:
         return str(error.least_bytes)
 
@@ -281,7 +277,7 @@ def in_stages(rank: int, schedule: str) -> tuple[dict, dict]:
 
 
 def _pipeline(rank: int, schedule: str, mesh: DeviceMesh, budget: Any, microbatches: int = 4) -> dict:
-    planner.measure = an_ms_an_op
+    rehearsal.measure = an_ms_an_op
     torch.manual_seed(0)
     number = mesh["stage"].get_local_rank()
     stage = Stage(Net(depth=6), number)

@@ -34,8 +34,9 @@ from support.training_steps import (
 from torch import nn
 
 import lowtide
-from lowtide import ReplayError, planner
+from lowtide import ReplayError
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.runtime import rehearsal
 from lowtide.tape import recipes, replay, tape, values
 from lowtide.tape.program import TapedOp, program_of
 
@@ -67,7 +68,7 @@ def test_another_branch_is_counted_as_drift_and_right():
 
 
 def test_fit_makes_a_new_plan_when_the_ops_drift(monkeypatch):
-    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     model, x = Net(branching), torch.ones(4, 8)
     fit = lowtide.fit(model, x, budget="100%")
     first = fit.plan

@@ -33,8 +33,9 @@ from support.training_steps import (
 from torch import nn
 
 import lowtide
-from lowtide import StepError, UnsupportedModelError, planner
+from lowtide import StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE
+from lowtide.runtime import rehearsal
 from lowtide.tape import values
 from lowtide.tape.program import program_of
 from lowtide.tracing import operators, recorder
@@ -228,7 +229,7 @@ def test_an_exception_leaves_nothing_behind(how, at, kind, monkeypatch):
     expected = plain(model, x)
     plan = harshest(model, x)
     # The solver may keep everything of so small a step.
-    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     fit = lowtide.fit(model, x, budget="100%") if how != "apply" else None
     if fit is not None:
         enter = fit.step_region if how == "step_region" else contextlib.nullcontext

@@ -30,8 +30,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide import ReplayError, UnsupportedModelError, planner
+from lowtide import ReplayError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.runtime import rehearsal
 from lowtide.tape import recipes, replay, tape, values
 from lowtide.tracing import live_storages, operators, recorder
 from lowtide.tracing.graph_builder import GraphBuilder
@@ -294,7 +295,7 @@ def with_fused_optimizer(fitted: bool) -> dict[str, torch.Tensor]:
 
 
 def test_an_optimizer_fused_into_backward_steps_as_plainly_and_not_in_rehearsals(monkeypatch):
-    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
 
     plainly, fitted = with_fused_optimizer(False), with_fused_optimizer(True)
 
@@ -427,7 +428,7 @@ INVISIBLE = {
 def trained_under_fit(model: nn.Module, x: torch.Tensor, patch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """(what differs from plain, warnings) of one step under a fit that drops everything."""
     global _noise
-    patch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    patch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     expected_noise = 1000
     model, bare = copy.deepcopy(model), copy.deepcopy(model)
     fit = lowtide.fit(model, x, budget="100%")
@@ -451,7 +452,7 @@ def test_the_audit_finds_what_replays_differently_and_saves_it(name, monkeypatch
 
 @pytest.mark.parametrize("name", INVISIBLE)
 def test_what_replays_differently_is_wrong_without_the_audit(name, monkeypatch):
-    monkeypatch.setattr(planner.Planner, "_rehearse", lambda self, planned, batch, step: set())
+    monkeypatch.setattr(rehearsal.Rehearsal, "_rehearse", lambda self, planned, group, batch, step: set())
 
     differs, _ = trained_under_fit(INVISIBLE[name], torch.randn(4, 8), monkeypatch)
 
@@ -473,9 +474,9 @@ class Tallies(nn.Module):
 
 @pytest.mark.parametrize("audited", [True, False])
 def test_the_audit_finds_a_buffer_that_moves_in_replay(audited, monkeypatch):
-    monkeypatch.setattr(planner, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     if not audited:
-        monkeypatch.setattr(planner.Planner, "_rehearse", lambda self, planned, batch, step: set())
+        monkeypatch.setattr(rehearsal.Rehearsal, "_rehearse", lambda self, planned, group, batch, step: set())
     model, x = Tallies(), torch.randn(4, 8)
     fit = lowtide.fit(model, x, budget="100%")
     before = model.tally.item()

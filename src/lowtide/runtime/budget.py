@@ -50,14 +50,18 @@ class StepBudget:
             self.absolute_bytes = self.resident_bytes + _in_steps(int((1 - AUTO_MARGIN) * free))
         elif isinstance(parsed, int):
             self.absolute_bytes = parsed
-            if parsed <= self.resident_bytes:
-                raise BudgetInfeasibleError(
-                    f"no plan fits budget={format_bytes(parsed)}: the model's parameters, buffers, gradients and "
-                    f"optimizer state alone take {format_bytes(self.resident_bytes)}.\n"
-                    "Raise the budget above that: it includes them.",
-                    budget_bytes=parsed,
-                    least_bytes=self.resident_bytes,
-                )
+
+    def check(self) -> None:
+        """Raises: BudgetInfeasibleError: what is there before the step is more than the budget."""
+        budget_bytes, least_bytes = self.absolute_bytes, self.resident_bytes
+        if budget_bytes is not None and budget_bytes < least_bytes:
+            raise BudgetInfeasibleError(
+                f"no plan fits budget={format_bytes(budget_bytes)}: the model's parameters, buffers, gradients and "
+                f"optimizer state alone take {format_bytes(least_bytes)}.\n"
+                "Raise the budget above that: it includes them.",
+                budget_bytes=budget_bytes,
+                least_bytes=least_bytes,
+            )
 
     def for_step(self, model: nn.Module) -> int:
         """Bytes for what a step makes that starts now."""

@@ -1,9 +1,8 @@
 """What makes two calls of a model calls of one shape, and which shapes a plan for a larger one serves."""
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from lowtide.tracing.module_calls import call_signature
@@ -33,17 +32,11 @@ class CallShape(NamedTuple):
 
 def shape_of_call(model: nn.Module, args: tuple, kwargs: dict) -> CallShape:
     """The shape of a call. Whether a number changes the ops, the op sequence shows."""
-    signature = call_signature(model, _without_numbers(args), _without_numbers(kwargs))
+    return shape_of_signature(call_signature(model, args, kwargs))
+
+
+def shape_of_signature(signature: str) -> CallShape:
+    """The shape of a call that a graph was recorded from (``StepGraph.calls``)."""
     found = [sizes.split(",") if sizes else [] for sizes in _SIZES.findall(signature)]
     pattern = _SIZES.sub(lambda match: f"[{match[1].count(',') + bool(match[1])}]", signature)
     return CallShape(pattern, tuple(int(n) for sizes in found for n in sizes))
-
-
-def _without_numbers(value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, bool)):
-        return value
-    if isinstance(value, (int, float)):
-        return 0.0  # described as a float, whatever it is
-    if type(value) in (list, tuple):
-        return tuple(_without_numbers(v) for v in value)
-    return {k: _without_numbers(v) for k, v in value.items()} if type(value) is dict else value

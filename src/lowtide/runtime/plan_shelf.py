@@ -6,14 +6,14 @@ of their own: a short batch should recompute little, and one that fits plain not
 """
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lowtide.errors import BudgetInfeasibleError, LowtideError
+from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
@@ -21,44 +21,18 @@ from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape
 from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
+from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
-from lowtide.tape.program import TapedCall, TapedOp, program_of
+from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.shared_tiers import SharedTiers
+from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
-_DRIFT = 0.02  # of the dropped tensors: so many ops that did not come as planned are worth another plan
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
-
-
-@dataclass
-class PlannedStep:
-    """A plan at hand, and the tape that carries it out.
-
-    Attributes:
-        shapes: Of each call of the model in the step, in order.
-        last_served: Shape of the first call of the step that ran under it last.
-        mismatched: Ops that did not come as planned, when last looked at.
-    """
-
-    plan: Plan
-    graph: StepGraph
-    costs: Costs
-    shapes: tuple[CallShape, ...]
-    tape: Tape
-    last_served: CallShape | None = None
-    mismatched: int = 0
-
-    @property
-    def calls(self) -> list[TapedCall]:
-        return self.tape.program.root.children.get("", [])
-
-    def has_drifted(self) -> bool:
-        """Many ops since the last look did not come as planned."""
-        new = self.tape.counts.mismatched - self.mismatched
-        self.mismatched = self.tape.counts.mismatched
-        return new > _DRIFT * max(1, sum(bool(op.drops) for op in self.tape.program.ops))
 
 
 @dataclass
@@ -78,17 +52,25 @@ class PlanShelf:
         plans: The one used last at the end.
         seen: Shapes of the first calls of steps.
         planning_s: Seconds that the planner took in all.
+        can_watch: Not a sharded model, whose ranks cannot plan alone: only plans that were put here are used.
     """
 
     def __init__(
-        self, model: nn.Module, options: FitOptions, planner: PlannerProcess, say: Callable[[str], None]
+        self,
+        model: nn.Module,
+        options: FitOptions,
+        planner: PlannerProcess,
+        tiers: SharedTiers,
+        reasons: Reasons,
     ) -> None:
-        self._model, self._options, self._planner, self._say = model, options, planner, say
+        self._model = weakref.ref(model)
+        self._options, self._planner, self._tiers, self._reasons = options, planner, tiers, reasons
         self.plans: list[PlannedStep] = []
         self.seen: set[CallShape] = set()
         self.planning_s = 0.0
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
+        self.can_watch = not wrapped_parameters(model)  # ranks of a sharded model cannot plan alone
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
@@ -100,9 +82,9 @@ class PlanShelf:
         self._adopt_plans()
         self.seen.add(shape)
         found = self._serving(shape)
-        if found is not None and found.has_drifted() and not self._keep_drifted(found):
+        if found is not None and self.can_watch and found.has_drifted() and not self._keep_drifted(found):
             found = self._serving(shape)
-        if found is None or (found.shapes[0] != shape and self._wants_own_plan(shape, found)):
+        if found is None or (found.shapes[0] != shape and self.can_watch and self._wants_own_plan(shape, found)):
             return None
         found.last_served = shape
         self.plans.remove(found)
@@ -121,12 +103,13 @@ class PlanShelf:
         exact = next((p for p in self.plans if p.shapes[0] == shape), None)
         if exact is not None or shape in self._alone:
             return exact
-        covering = [p for p in self.plans if p.shapes[0].covers(shape)]
+        # What travels to other tiers has to be of the planned size.
+        covering = [p for p in self.plans if not p.plan.tiers and p.shapes[0].covers(shape)]
         return min(covering, key=lambda p: p.shapes[0].sizes, default=None)
 
     def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
         """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
-        if served_by.tape.program.keeps_everything or shape in self._refused or self._asked is not None:
+        if served_by.keeps_everything or shape in self._refused or self._asked is not None:
             return False
         return len(self.plans) < self._options.max_plans and shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
@@ -154,21 +137,30 @@ class PlanShelf:
         self._asked = None
         self._ask_next()
 
+    def put(self, planned: PlannedStep) -> None:
+        """Put a plan in force; the one that was used least recently goes if there are too many."""
+        self._refused -= set(planned.shapes)
+        planned.tape.proves_at_birth = self._reasons.say_saved
+        self.plans.append(planned)
+        del self.plans[: -self._options.max_plans]
+
     # -- asking ---------------------------------------------------------------------------------------------
 
     def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
         """Have a step planned whose calls have these shapes."""
-        options = self._options
+        options, tiers = self._options, self._tiers.capacities
+        costs = replace(costs, links=self._tiers.links())
         request = PlanRequest(
-            graph, costs, budget_bytes, options.method, options=options.solver, cache_dir=PlanCache().directory
+            graph, costs, budget_bytes, options.method, tiers, options.solver, cache_dir=PlanCache().directory
         )
         self._next.append((shapes, request))
         self._ask_next()
 
     def refuse(self, shape: CallShape, why: str) -> None:
-        """There will be no plan for steps that start with a call of ``shape``: they run online."""
+        """There will be no plan for steps that start with a call of ``shape``."""
         self._refused.add(shape)
-        self._say(f"no plan for steps like this one, they run online: {why}")
+        how = "they run online" if self.can_watch else "all is saved in them"
+        self._reasons.say(f"no plan for steps like this one, {how}: {why}")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until no answer of the planner is outstanding. Raises: TimeoutError."""
@@ -202,33 +194,32 @@ class PlanShelf:
         pending = asked.pending
         self.planning_s += pending.planning_s
         if pending.reason:
-            self._say(pending.reason)
+            self._reasons.say(pending.reason)
         try:
-            plan = pending.plan()
+            planned = self._put_in_force(asked, pending.plan())
         except BudgetInfeasibleError as error:
-            self._say(
+            self._reasons.say(
                 f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
                 f"{format_bytes(error.least_bytes)}"
             )
             self._next.append((asked.shapes, replace(asked.request, budget=error.least_bytes)))
+        except TierError as error:
+            self._tiers.drop(error)
+            self._next.append((asked.shapes, replace(asked.request, offload={})))
         except LowtideError as error:
             self.refuse(asked.shapes[0], str(error).splitlines()[0])
         else:
             if asked.first in self.plans:
                 self.plans.remove(asked.first)
-            self._put_in_force(asked, plan)
-            self._tell(plan, pending)
+            self._tell(planned.plan, pending)
 
     def _put_in_force(self, asked: _Asked, plan: Plan) -> PlannedStep:
-        tape = Tape(program_of(plan), self._model)
-        tape.proves_at_birth = self._on_difference
+        model = self._model()
+        assert model is not None  # it is being called
+        tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
         planned = PlannedStep(plan, asked.request.graph, asked.request.costs, asked.shapes, tape)
-        self.plans.append(planned)
-        del self.plans[: -self._options.max_plans]
+        self.put(planned)
         return planned
-
-    def _on_difference(self, op: TapedOp) -> None:
-        self._say(f"{op.name} in {op.where or 'the model'} gives other bits when it runs again: saved from now on")
 
     def _tell(self, plan: Plan, pending: PendingPlan) -> None:
         made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"

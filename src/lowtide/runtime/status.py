@@ -38,6 +38,11 @@ class Status:
         return {**asdict(self), "reasons": list(self.reasons)}
 
     def __str__(self) -> str:
+        return " ".join([self.headline, *(f"{reason}." for reason in self.reasons)])
+
+    @property
+    def headline(self) -> str:
+        """All but the reasons."""
         if not self.steps:
             text = "No step has been seen yet."
         elif self.in_force:
@@ -49,5 +54,4 @@ class Status:
         budget = "not known yet" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         peak = "not measured" if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
         text += f" Observed peak: {peak}; budget: {budget}."
-        text += f" {self.shapes} shapes, {self.plans} plans, {self.planning_s:.1f} s of planning beside training."
-        return " ".join([text, *(f"{reason}." for reason in self.reasons)])
+        return f"{text} {self.shapes} shapes, {self.plans} plans, {self.planning_s:.1f} s of planning beside training."

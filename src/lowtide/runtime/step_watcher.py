@@ -1,6 +1,7 @@
 """Watches the steps of one model: which calls run under a plan, which are watched, and when a step is over.
 
-    call of the model -> a plan for its shape?  yes: its tape, around this call
+    call of the model -> a plan for its shape?  yes: its tape, around this call; or, if it drops something outside the
+                                                     model's calls, from here to the start of the backward that follows
                                                 no:  an online tape, from here to the end of the backward that follows
     end of a backward -> the step is over: a recorded graph goes to the planner
     next step's first call -> plans that have come back are put in force
@@ -8,23 +9,27 @@
 Nothing here raises into the training loop: an error of lowtide's own becomes a reason, and the step is saved as it is.
 """
 
-import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget, is_out_of_memory
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
-from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
+from lowtide.runtime.plan_shelf import PlanShelf
+from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.seam import Seam
+from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
 from lowtide.tape.online.room import ExpectedBytes
@@ -34,7 +39,7 @@ from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.units import format_bytes
 
-logger = logging.getLogger("lowtide")
+_MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
 
 
@@ -48,7 +53,6 @@ class Counters:
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
     last_step_planned: bool = False
-    reasons: list[str] = field(default_factory=list)
 
 
 class StepWatcher:
@@ -61,109 +65,150 @@ class StepWatcher:
 
     lowtide = True  # how ``check_supported`` knows a fitted model
 
-    def __init__(self, model: nn.Module, options: FitOptions, budget: StepBudget, planner: PlannerProcess) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: FitOptions,
+        budget: StepBudget,
+        planner: PlannerProcess,
+        tiers: SharedTiers,
+        reasons: Reasons,
+    ) -> None:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
-        self._call: Callable[..., Any] = self._compiled or model._call_impl
-        self._model, self._options, self._budget = model, options, budget
-        self.shelf = PlanShelf(model, options, planner, self._say)
+        self._model, self._options, self._budget = weakref.ref(model), options, budget
+        self._say, self._correct = reasons.say, reasons.correct
+        self.shelf = PlanShelf(model, options, planner, tiers, reasons)
+        self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self._thread: int | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
         self._planned_calls = 0  # of these
+        self._awaited = 0  # more backward passes that may come of earlier calls, as in a pipeline
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
         self._expected = ExpectedBytes()
-        self._seam: Seam | None = None
+        self._seam: Seam | None = None  # of the watch, or of a plan that drops something outside the model's calls
+        self._region: ExitStack | None = None  # of ``region``
+        self._uncalled: PlannedStep | None = None  # for a step that never calls the model itself
         self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
         self._spoiled = False  # the watched step failed, or mixes with another: no plan comes of it
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sampled = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
+        self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]]
         self._gradients: list[Any] = []
+        self._paused = False
+
+    def put(self, planned: PlannedStep) -> None:
+        """Put a plan in force that was made elsewhere."""
+        if planned.shapes:
+            self.shelf.put(planned)
+        else:
+            self._last = self._uncalled = planned
+
+    @property
+    def latest(self) -> PlannedStep | None:
+        """The plan that was used or made last."""
+        return self.shelf.plans[-1] if self.shelf.plans else self._last
 
     # -- calls of the model ---------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None  # it is being called
+        call = self._compiled or model._call_impl
         observer = module_calls.thread_state.observer
         if observer is not None:
-            return attach.call_in_open_region(observer, self._call, args, kwargs)
+            if self._region is not None and torch.is_grad_enabled():
+                self._count_call_in_region(model, args, kwargs)
+            return attach.call_in_open_region(observer, call, args, kwargs)
         if attach.cannot_tape():
-            return self._call(*args, **kwargs)
+            return call(*args, **kwargs)
         if not torch.is_grad_enabled():
             with self._aside():
-                return self._call(*args, **kwargs)
+                return call(*args, **kwargs)
         if self._thread not in (None, threading.get_ident()):
             self._say("the model was called on two threads at once: only one is planned")
-            return self._call(*args, **kwargs)
+            return call(*args, **kwargs)
         self._thread = threading.get_ident()
         self.counters.calls += 1
         try:
-            around = self._around(shape_of_call(self._model, args, kwargs), args, kwargs)
+            around = self._around(model, shape_of_call(model, args, kwargs), args, kwargs)
         except Exception as error:  # nothing of ours may end the training
             self._fail(error)
-            return self._call(*args, **kwargs)
+            return call(*args, **kwargs)
         try:
             with around:
-                return self._call(*args, **kwargs)
+                return call(*args, **kwargs)
         except Exception as error:
             self._note_out_of_memory(error)
             raise
 
-    def _around(self, shape: CallShape, args: tuple, kwargs: dict) -> Any:
+    def _around(self, model: nn.Module, shape: CallShape, args: tuple, kwargs: dict) -> AbstractContextManager[None]:
         """What surrounds this call: a planned tape, or the watch."""
         if not self._shapes:
-            self._begin_step(shape)
+            self._begin_step(model, shape)
         elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
             self._shapes = []
-            self._begin_step(shape)
+            self._begin_step(model, shape)
         position = len(self._shapes)
         self._shapes.append(shape)
         if self._step is not None:
-            call = self._planned_call(position, shape)
-            if call is None:
-                planned, self._step = self._step, None
-                if self.shelf.give_up(planned):
-                    self._say("a plan was given up: its steps call the model otherwise than planned")
-                return _nothing()
-            self._planned_calls += 1
-            if self._step.tape.program.keeps_everything:
-                return _nothing()
-            return self._taped(self._step.tape, call)
+            return self._planned(self._step, position, shape)
         if self._watch is None:
-            return _nothing()
+            return nullcontext()
         if isinstance(self._watch, WatchedStep):
-            self._watch.begin_call(self._model, args, kwargs)
-        return self._watched(self._watch)
+            self._watch.begin_call(model, args, kwargs)
+        return self._observed(self._watch)
 
-    def _planned_call(self, position: int, shape: CallShape) -> TapedCall | None:
-        step = self._step
-        assert step is not None
+    def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
+        """A call under a plan, the one at ``position`` of the step."""
         at = position % len(step.shapes)  # calls whose backward never came may be among them
+        tape = step.tape
         if not step.shapes[at].covers(shape):
-            return None
-        step.tape.sizes_vary |= step.shapes[at] != shape
-        return step.calls[at] if at < len(step.calls) else TapedCall()
+            self._leave_plan()
+            self._step = None
+            if self.shelf.give_up(step):
+                self._say("a plan was given up: its steps call the model otherwise than planned")
+            return nullcontext()
+        tape.sizes_vary |= step.shapes[at] != shape
+        self._planned_calls += 1
+        if self._region is not None and not step.keeps_everything:
+            self._region.enter_context(attach.taped_region(tape, tape.program.root, whole_step=True))
+        elif tape.program.root.has_actions:
+            if at == 0:
+                self._leave_plan()
+                self._open_seam(tape)
+                tape.enter_step()
+        elif step.keeps_everything:
+            return nullcontext()
+        else:
+            call = step.calls[at] if at < len(step.calls) else TapedCall()
+            return attach.taped_region(tape, call, whole_step=False)
+        return self._observed(tape)
 
     @contextmanager
-    def _taped(self, tape: Tape, call: TapedCall) -> Iterator[None]:
-        with attach.taped_region(tape, call, whole_step=False):
-            yield
-
-    @contextmanager
-    def _watched(self, watch: OnlineTape) -> Iterator[None]:
+    def _observed(self, tape: Tape | OnlineTape) -> Iterator[None]:
+        """The model's call inside a step that is taped as a whole."""
         state = module_calls.thread_state
-        state.observer = watch
-        watch.enter("")
+        state.observer = tape
+        tape.enter("")
         try:
             yield
         except BaseException:
             self._spoiled = True
             raise
         finally:
-            watch.leave()
-            state.observer = None
+            tape.leave()
+            state.observer = tape if self._region is not None and isinstance(tape, Tape) else None
+
+    def _leave_plan(self) -> None:
+        """A plan that was in place from the model's call on goes: backward begins, or the step went another way."""
+        if self._watch is None and self._seam is not None and self._step is not None:
+            self._seam.close()
+            self._seam = None
+            self._step.tape.leave_region(failed=False)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -174,35 +219,84 @@ class StepWatcher:
         with self._seam.aside():
             yield
 
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """All that runs inside belongs to the step, also before the model's first call and without one."""
+        if self._region is not None:
+            raise LowtideError("step_region() is open already: one step at a time.")
+        with ExitStack() as self._region:
+            step = self._uncalled
+            if step is not None and not step.keeps_everything:
+                self._step, self._thread = step, threading.get_ident()
+                self._region.enter_context(attach.taped_region(step.tape, step.tape.program.root, whole_step=True))
+            try:
+                yield
+            finally:
+                self._region = None
+
+    def _count_call_in_region(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self._shapes and self.latest is not None:  # another step inside the same region
+            self._step, self._thread = self.latest, threading.get_ident()
+        self._shapes.append(shape_of_call(model, args, kwargs))
+        self.counters.calls += 1
+        self._planned_calls += self._step is not None
+
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def _begin_step(self, shape: CallShape) -> None:
+    def _begin_step(self, model: nn.Module, shape: CallShape) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
         self._step = self.shelf.plan_for(shape)
         if self._step is not None:
+            self._last = self._step
             self._step.tape.sizes_vary = False
             return
+        if not self.shelf.can_watch:
+            self.shelf.refuse(shape, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
+            return
         self.checkpointing.switch_off()
-        budget_bytes = self._budget.for_step(self._model)
+        budget_bytes = self._budget.for_step(model)
         records = self.shelf.wants_graph(shape)
-        self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes, self._expected)
+        self._watch = (WatchedStep if records else OnlineTape)(model, budget_bytes, self._expected)
         self._watch.begin_step()
         self._spoiled = False
-        self._seam = Seam(self._watch, (self._watch.pack, self._watch.unpack))
+        self._open_seam(self._watch)
+
+    def _open_seam(self, tape: Tape | OnlineTape) -> None:
+        self._seam = Seam(tape, (tape.pack, tape.unpack))
         self._seam.open()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside are none of the training's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def before_backward(self) -> None:
-        self._gradients = [(id(p.grad), _version(p.grad)) for p in self._sampled]
+        if self._paused:
+            return
+        self._leave_plan()
+        self._gradients = self._sampled_gradients()
+
+    def _sampled_gradients(self) -> list[tuple[int, int]]:
+        parameters = (reference() for reference in self._sampled)
+        return [(id(p.grad), _version(p.grad)) for p in parameters if p is not None]
 
     def after_backward(self, error: BaseException | None) -> None:
+        if self._paused:
+            return
         try:
-            if self._shapes and self._thread == threading.get_ident():
+            if (self._shapes or self._step is not None) and self._thread == threading.get_ident():
                 self._spoiled |= error is not None
                 self._note_out_of_memory(error)
                 if self._watch is None or self._watch.num_claims == 0:
                     self._end_step()
-            elif not self._shapes and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
+            elif self._awaited:
+                self._awaited -= 1
+            elif not self._shapes and self._sampled_gradients() != self._gradients:
                 self._note_unseen_step()
         except Exception as own:
             self._fail(own)
@@ -214,6 +308,7 @@ class StepWatcher:
         counters.last_step_planned = self._step is not None and self._planned_calls == len(self._shapes)
         counters.planned_steps += counters.last_step_planned
         counters.planned_calls += self._planned_calls
+        self._awaited = min(_MOST_AWAITED, self._awaited + max(0, len(self._shapes) - 1))
         shapes, self._shapes, self._planned_calls, self._thread = tuple(self._shapes), [], 0, None
         self._step = None
         if self._watch is not None:
@@ -223,6 +318,7 @@ class StepWatcher:
         """The watched step is over; ``shapes`` are those of the calls of a whole step that a plan is wanted for."""
         watch, self._watch = self._watch, None
         seam, self._seam = self._seam, None
+        model = self._model()
         assert watch is not None and seam is not None
         seam.close()
         self._note_peak(watch)
@@ -235,12 +331,12 @@ class StepWatcher:
             self._say(f"{op} gives other bits when it runs again: saved")
         if watch.problem:
             self._say(f"a step was saved whole: {watch.problem}")
-        if not shapes or not isinstance(watch, WatchedStep) or watch.problem:
+        if model is None or not shapes or not isinstance(watch, WatchedStep) or watch.problem:
             return
         if watch.problem_of_recording:
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
-        graph, costs = watch.graph_and_costs(self._model, self._options.optimizer)
+        graph, costs = watch.graph_and_costs(model, self._options.optimizer)
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs))
 
     def _note_peak(self, watch: OnlineTape) -> None:
@@ -255,8 +351,7 @@ class StepWatcher:
             "that letting go and making again could reach"
         )
         if self._over_bytes:  # one reason, whatever the number: every step may have another
-            reasons = self.counters.reasons
-            reasons[:] = [reason if r == self._over_reason else r for r in reasons]
+            self._correct(self._over_reason, reason)
         else:
             self._say(reason)
         self._over_bytes, self._over_reason = over, reason
@@ -272,11 +367,6 @@ class StepWatcher:
 
     # -- what went wrong ------------------------------------------------------------------------------------
 
-    def _say(self, reason: str) -> None:
-        if reason not in self.counters.reasons:
-            self.counters.reasons.append(reason)
-            logger.warning("lowtide: %s", reason)
-
     def _fail(self, error: Exception) -> None:
         """An error of our own: the step goes on without us."""
         what = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -289,10 +379,12 @@ class StepWatcher:
     def _note_unseen_step(self) -> None:
         self.counters.steps += 1
         self.counters.last_step_planned = False
-        why = "its forward() was called directly, or a copy or a wrapper of it was"
-        if module_calls.is_compiled(self._model):
+        why, model = "its forward() was called directly, or a copy or a wrapper of it was", self._model()
+        if model is None:
+            why = "the model is gone"
+        elif module_calls.is_compiled(model):
             why = "it was compiled after fit"
-        elif self._model._compiled_call_impl is not self:
+        elif model._compiled_call_impl is not self:
             why = "something has replaced the model's call since fit"
         self._say(
             f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
@@ -303,13 +395,9 @@ class StepWatcher:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         if self._watch is not None:
             self._close_watch(())
+        self._leave_plan()
         self.checkpointing.restore()
         self._shapes, self._thread = [], None
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _version(gradient: torch.Tensor | None) -> int:

@@ -50,7 +50,7 @@ class WatchedStep(OnlineTape):
 
     def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
         super().__init__(model, budget_bytes, expected)
-        self.recorder = Recorder(device_of(model), region="model", restores_parameters=False)
+        self.recorder = Recorder(device_of(model), region="step", restores_parameters=False)
         self._builder, self._storages = self.recorder.builder, self.recorder.live
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
@@ -153,8 +153,6 @@ class WatchedStep(OnlineTape):
         number = self._storages.id_of(tensor) if builder.recording and not self._pauses else None
         if number is None:
             return None
-        if builder.frame == 0:
-            builder.fix(number, "stored outside the model")
         saved = builder.add_saved(number)
         self.recorder.assignments.check(tensor)
         return saved

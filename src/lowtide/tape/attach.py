@@ -43,38 +43,22 @@ def taped_region(tape: Tape, call: TapedCall, *, whole_step: bool) -> Iterator[N
         tape.leave_region(failed=failed)
 
 
-class GuardedCall:
-    """The model's own call, taped where gradients are wanted and ``choose`` gives a tape for these arguments."""
+class _CallInRegion:
+    """The model's own call under ``apply``: part of the region that is open."""
 
-    lowtide = True  # how ``check_supported`` knows a fitted model
+    lowtide = True  # how ``check_supported`` knows a model under a plan
 
-    def __init__(self, model: nn.Module, choose: Callable[[tuple, dict], tuple[Tape, TapedCall] | None]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
-        self.choose = choose
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         assert model is not None
         call = self._compiled or model._call_impl
         observer = module_calls.thread_state.observer
-        if observer is not None:
-            return call_in_open_region(observer, call, args, kwargs)
-        if not torch.is_grad_enabled() or cannot_tape():
-            return call(*args, **kwargs)
-        chosen = self.choose(args, kwargs)
-        if chosen is None:
-            opened = module_calls.thread_state.observer  # choosing may have begun a region for the whole step
-            return call(*args, **kwargs) if opened is None else call_in_open_region(opened, call, args, kwargs)
-        tape, planned_call = chosen
-        if not tape.free.acquire(blocking=False):  # another thread uses this tape: here everything is saved
-            return call(*args, **kwargs)
-        try:
-            with taped_region(tape, planned_call, whole_step=False):
-                return call(*args, **kwargs)
-        finally:
-            tape.free.release()
+        return call(*args, **kwargs) if observer is None else call_in_open_region(observer, call, args, kwargs)
 
 
 def call_in_open_region(
@@ -174,7 +158,7 @@ def applied(model: nn.Module, plan: Plan, tiers: Tiers) -> Iterator[Applied]:
 @contextmanager
 def taped_step(model: nn.Module, tape: Tape) -> Iterator[None]:
     """Tape everything that runs forward inside."""
-    undo = module_calls.install(model, GuardedCall(model, lambda args, kwargs: None))
+    undo = module_calls.install(model, _CallInRegion(model))
     try:
         program = tape.program
         with nullcontext() if program.keeps_everything else taped_region(tape, program.root, whole_step=True):

@@ -61,7 +61,11 @@ class TapedCall:
 
 
 class PlanProgram:
-    """A plan's decisions, and what audits have taught about them."""
+    """A plan's decisions, and what audits have taught about them.
+
+    Attributes:
+        num_ops_before_model: Ops of the step itself before its first call of the model.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
@@ -77,6 +81,7 @@ class PlanProgram:
             self.calls[recorded.frame].ops.append(op)
             self.ops.append(op)
         completed_by = {op.completes_inplace: number for number, op in enumerate(plan.ops)}
+        self.num_ops_before_model = next((n for n, op in enumerate(plan.ops) if op.frame), 0)
         for d in plan.decisions:
             op = self.ops[d.op]
             if d.action == RECOMPUTE:

@@ -5,7 +5,6 @@ saved-tensor hooks gives autograd a placeholder for each dropped tensor, and eac
 matched by name and order within their module call; an op that does not match is saved and counted.
 """
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -102,7 +101,6 @@ class Tape(TorchDispatchMode):
         proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
             the same bits; called with the ops that differ.
         comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
-        free: Held while a call of the model is taped: one forward pass at a time.
     """
 
     @classmethod
@@ -125,7 +123,6 @@ class Tape(TorchDispatchMode):
         self.comparison_bytes = 0
         self.sizes_vary = False
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
-        self.free = threading.Lock()
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
         self._marked: list[weakref.ref] = []
@@ -144,6 +141,11 @@ class Tape(TorchDispatchMode):
         self._whole_step = whole_step
         self._outer_hooks = outer_hooks
         self.begin(call)
+
+    def enter_step(self) -> None:
+        """A region of the whole step opens where the model is first called from outside."""
+        self.enter_region(self.program.root, whole_step=True, outer_hooks=None)
+        self._call.next = self.program.num_ops_before_model
 
     def leave_region(self, *, failed: bool) -> None:
         """The region closes; ``failed``: with an exception, which may have left module calls open."""

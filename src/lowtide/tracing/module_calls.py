@@ -144,7 +144,10 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
 
 
 def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:
-    """What decides which ops a call runs, as text: shapes, dtypes, plain values, training flag, autocast."""
+    """What decides which ops a call runs, as text: shapes, dtypes, flags, words, training flag, autocast.
+
+    Numbers are left out: they may count up or be annealed, and whether one changes the ops, the op sequence shows.
+    """
     parts = ["train" if model.training else "eval"]
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
@@ -162,10 +165,10 @@ def _describe(value: Any) -> str:
         return "(" + ",".join(map(_describe, value)) + ")"
     if isinstance(value, dict) or hasattr(value, "items"):
         return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, float):  # an annealed weight is another number each step and decides no shape
-        return "float"
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, str)):
         return repr(value)
+    if isinstance(value, (int, float)):
+        return "number"
     return type(value).__name__
 
 

@@ -263,10 +263,8 @@ def test_what_cuda_refuses_is_an_error_of_the_tier_and_running_out_of_device_mem
 def accelerator(gpu, monkeypatch):
     """A machine that takes its CPU for a GPU: ops that take a millisecond, a link that takes none."""
 
-    def costs(graph, *, tiers=(), scratch_dir=None):
-        return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
-
-    monkeypatch.setattr("lowtide.planner.measure", costs)
+    monkeypatch.setattr("lowtide.runtime.rehearsal.measure", lambda graph: Costs((1.0,) * len(graph.ops)))
+    monkeypatch.setattr("lowtide.runtime.shared_tiers.measured_link", lambda *of: Link(1e12, 1e12))
     monkeypatch.setattr("lowtide.api.usable", lambda device, policy: usable("cuda", policy))
     monkeypatch.setattr("lowtide.tape.offload.open_tiers.check_tier", lambda tier, device: None)
     return gpu
@@ -296,7 +294,7 @@ def test_plans_of_several_shapes_share_the_pinned_memory(accelerator):
     with lowtide.fit(model, batch, budget="40%") as fit:
         before = dict(accelerator.pinned)
         fit.add(torch.randn(511, 64))
-        tiers = {id(planned.tape.tiers["host"]) for planned in fit._planned}
+        tiers = {id(planned.tape.tiers["host"]) for planned in fit._watcher.shelf.plans}
 
     assert len(fit.plans) == 2 and len(tiers) == 1 and accelerator.pinned.keys() >= before.keys()
     assert sum(accelerator.pinned.values()) < 1.5 * sum(before.values())

@@ -20,10 +20,8 @@ from lowtide.tracing.tracer import run_step
 def dear(monkeypatch):
     """Ops that take a millisecond and a link that takes none, so that something moves on any machine."""
 
-    def costs(graph, *, tiers=(), scratch_dir=None):
-        return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
-
-    monkeypatch.setattr("lowtide.planner.measure", costs)
+    monkeypatch.setattr("lowtide.runtime.rehearsal.measure", lambda graph: Costs((1.0,) * len(graph.ops)))
+    monkeypatch.setattr("lowtide.runtime.shared_tiers.measured_link", lambda *of: Link(1e12, 1e12))
 
 
 def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -66,7 +64,7 @@ def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept(dear):
     with lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(disk_budget="1MiB")) as fit:
         model(batch).square().mean().backward()
         moved = sum(d.bytes for d in fit.plan.decisions if d.action == "disk_offload")
-        space = fit._planned[0].tape.tiers["disk"].space if moved else None
+        space = fit._watcher.shelf.plans[0].tape.tiers["disk"].space if moved else None
 
     assert 0 < moved <= 2**20 and space.budget_bytes == 2**20
 
@@ -78,18 +76,22 @@ def test_without_being_asked_nothing_moves():
         assert fit.plan.tiers == frozenset() and fit.costs.links == {}
 
 
-def test_a_new_input_shape_moves_too():
+def test_a_new_input_shape_moves_too(dear):
     model, batch = mlp(8, 64), torch.randn(512, 64)
-    other = torch.randn(256, 64)
+    other = torch.randn(768, 64)
+    budget = lowtide.trace(model, other).resident_bytes + 3 * 2**20
 
-    with lowtide.fit(model, batch, budget=int(2.5 * 2**20), offload=lowtide.Offload(disk_budget="1GiB")) as fit:
-        theirs = plain(model, other)
-        torch.manual_seed(7)
-        model.zero_grad()
-        loss, _ = run_step(model, other, None)
-        loss.backward()
+    with lowtide.fit(model, batch, budget=budget, offload=lowtide.Offload(disk_budget="1GiB")) as fit:
+        for _ in range(2):
+            theirs = plain(model, other)
+            torch.manual_seed(7)
+            model.zero_grad()
+            loss, _ = run_step(model, other, None)
+            loss.backward()
+            fit.wait()
+            assert differing(theirs, outcome(model, loss)) == []
 
-    assert len(fit.plans) == 2 and differing(theirs, outcome(model, loss)) == []
+        assert fit.status().in_force and len(fit.plans) == 2
 
 
 @pytest.mark.parametrize(

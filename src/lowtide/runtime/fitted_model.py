@@ -1,0 +1,246 @@
+"""A fitted model: its real steps are watched, planned beside training or beforehand, and checked as they run."""
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Self
+
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.options import FitOptions
+from lowtide.plan import Plan
+from lowtide.reports.summary import TrainingCounts
+from lowtide.reports.terminal import fit_report
+from lowtide.runtime import backward_entry
+from lowtide.runtime.budget import StepBudget
+from lowtide.runtime.call_shapes import shape_of_call
+from lowtide.runtime.planned_step import PlannedStep
+from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.rehearsal import Rehearsal
+from lowtide.runtime.shared_tiers import SharedTiers
+from lowtide.runtime.status import Status
+from lowtide.runtime.step_watcher import StepWatcher
+from lowtide.tracing import module_calls
+from lowtide.tracing.batches import batch_tensors, call_of
+from lowtide.tracing.tracer import Step, check_supported, device_of
+from lowtide.verifier import Verification, suspended, verify_in
+
+_HELD_BATCH = 0.01  # of the plain peak: a batch up to this size is kept for ``verify``
+
+
+class Fit:
+    """A model whose steps keep a budget. The training loop stays as it is; ``remove`` gives the model back as it was.
+
+    Attributes:
+        plan, graph, costs: The plan that was used last, and what it was solved from.
+        plans: At most ``max_plans``, the one used last at the end.
+        warnings: What you should know, one line each.
+    """
+
+    def __init__(self, model: nn.Module, options: FitOptions, capacities: dict[str, int], batch: Any = None) -> None:
+        check_supported(model)
+        self._model = weakref.ref(model)
+        self._options = options
+        self._budget = StepBudget(model, options.budget, options.optimizer)
+        self._planner = PlannerProcess()
+        self._batch: Any = None  # of ``_first``
+        self._first: PlannedStep | None = None
+        self._verification: Verification | None = None
+        self._reasons = Reasons()
+        tiers = SharedTiers(device_of(model).type, options.offload, capacities, self._reasons.say)
+        self._watcher = StepWatcher(model, options, self._budget, self._planner, tiers, self._reasons)
+        self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
+        if batch is None:
+            self._budget.check()
+            self._planner.start()
+        else:
+            try:
+                self._plan_first(model, batch)
+            except BaseException:
+                self._watcher.close()
+                raise
+        self._undo: list[Any] = [
+            backward_entry.observe(self._watcher),
+            module_calls.install(model, self._watcher),
+        ]
+
+    def _plan_first(self, model: nn.Module, batch: Any) -> None:
+        self._watcher.checkpointing.switch_off()
+        first = self._first = self._rehearsal.planned(batch, self._options.step)
+        self._watcher.put(first)
+        size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
+        self._batch = batch if size < _HELD_BATCH * first.plan.plain_peak_bytes else None
+        say = self._reasons.say
+        if not model.training:
+            off = "dropout and BatchNorm are off in this plan"
+            say(f"the model is in eval mode: {off}. Call model.train() first to train")
+        if not first.shapes:
+            say("the step never calls the model itself: only what runs inside fit.step_region() is taped")
+        if compiled := module_calls.compiled_parts(model):
+            shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+            say(f"compiled code runs as it is and is saved whole: {shown}")
+
+    # -- what was decided -----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise LowtideError("the fitted model is gone: nothing holds it any more.")
+        return model
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [planned.plan for planned in self._watcher.shelf.plans]
+
+    @property
+    def _latest(self) -> PlannedStep:
+        planned = self._watcher.latest
+        if planned is None:
+            raise LowtideError("there is no plan yet.\nRun a training step, then call fit.wait().")
+        return planned
+
+    @property
+    def plan(self) -> Plan:
+        return self._latest.plan
+
+    @property
+    def graph(self) -> StepGraph:
+        return self._latest.graph
+
+    @property
+    def costs(self) -> Costs:
+        return self._latest.costs
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(self._reasons.lines)
+
+    def wait(self, timeout_s: float | None = None) -> Self:
+        """Wait until the plan for what was seen is in force.
+
+        Raises:
+            LowtideError: no step has been seen yet. TimeoutError: there is no plan after ``timeout_s``.
+        """
+        if not self._watcher.counters.steps and self._first is None:
+            raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
+        self._watcher.shelf.wait(timeout_s)
+        return self
+
+    def add(self, batch: Any) -> Plan:
+        """Plan for a batch of another shape now, by rehearsal, not when the first one comes.
+
+        Of a sharded model every rank has to call it. A shape that was not added is saved whole there: planning in
+        mid-training would wait for ranks that have met no such batch.
+        """
+        model = self.model
+        with suspended(model):
+            planned = self._rehearsal.planned(batch, self._options.step)
+        self._watcher.put(planned)
+        return planned.plan
+
+    # -- what really ran ------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """What really ran so far."""
+        counters, shelf = self._watcher.counters, self._watcher.shelf
+        return Status(
+            in_force=counters.last_step_planned,
+            steps=counters.steps,
+            planned_steps=counters.planned_steps,
+            calls=counters.calls,
+            planned_calls=counters.planned_calls,
+            observed_peak_bytes=counters.observed_peak_bytes,
+            budget_bytes=self._budget.absolute_bytes,
+            shapes=len(shelf.seen),
+            plans=len(shelf.plans),
+            planning_s=shelf.planning_s,
+            reasons=tuple(self._reasons.lines),
+        )
+
+    def training_counts(self) -> TrainingCounts:
+        """What the tapes of the plans at hand met in training so far."""
+        plans = self._watcher.shelf.plans or [self._latest]
+        counts = [planned.tape.counts for planned in plans]
+        dropped = [op for op in self._latest.tape.program.ops if op.drops]
+        return TrainingCounts(
+            steps=sum(c.steps for c in counts),
+            mismatched_ops=sum(c.mismatched for c in counts),
+            unplanned_ops=sum(c.unplanned for c in counts),
+            audited_ops=sum(op.audited for op in dropped),
+            dropped_ops=len(dropped),
+            shapes=len({shape for planned in plans for shape in planned.shapes}),
+            trace_s=self._latest.trace_s,
+            measure_s=self._latest.measure_s,
+        )
+
+    def verify(self, batch: Any = None, *, step: Step | None = None, rounds: int = 3) -> Verification:
+        """Compare the planned with the plain step, bit by bit; see ``lowtide.verify``. Takes some steps' time.
+
+        A plan that was not in force in the last real step is not called proven: see ``Verification.in_force``.
+
+        Args:
+            batch: By default the one that ``fit`` was given.
+            step: By default the one that ``fit`` was given.
+        """
+        planned = self._first
+        if batch is None:
+            batch = self._batch
+        else:
+            planned = self._planned_for(batch)
+        if batch is None or planned is None:
+            why = "fit was given none" if self._first is None else "the batch was too large to hold on to"
+            raise LowtideError(f"{why}. Pass one: fit.verify(batch).")
+        tiers = planned.tape.tiers  # not another file, nor as much pinned memory again
+        step = step or self._options.step
+        found = verify_in(lambda _: tiers, self.model, batch, planned.plan, step=step, rounds=rounds)
+        status = self.status()
+        self._verification = replace(found, in_force=status.in_force if status.steps else None)
+        return self._verification
+
+    def _planned_for(self, batch: Any) -> PlannedStep:
+        """The plan made for calls like this batch's, else the latest."""
+        call = call_of(batch)
+        shape = shape_of_call(self.model, call.args, call.kwargs)
+        return next((p for p in self._watcher.shelf.plans if p.shapes[0] == shape), self._latest)
+
+    def report(self, *, measure: bool = True) -> str:
+        """What really ran, and what the plan used last decided and predicts; at most 100 columns.
+
+        Args:
+            measure: Verify first if that has not been done and a batch is at hand (ten steps, nothing of the training
+                state moves).
+        """
+        if measure and self._verification is None and self._batch is not None:
+            self.verify(rounds=2)
+        status = self.status()
+        if self._watcher.latest is None:
+            return str(status)
+        counts = self.training_counts()
+        report = fit_report(self.plan, self.graph, self._verification, counts, warnings=self.warnings)
+        return f"{status.headline}\n\n{report}"
+
+    def step_region(self) -> AbstractContextManager[None]:
+        """Tape all that runs forward inside as part of the step.
+
+        Needed only by a step that never calls the model itself, or that runs much before it does: what runs between
+        the model's call and backward is taped wherever the plan drops something there.
+        """
+        return self._watcher.region()
+
+    def remove(self) -> None:
+        """Detach: the model is as it was before ``fit``. Safe to call twice, and between forward and backward."""
+        while self._undo:
+            self._undo.pop()()
+        self._watcher.close()
+        self._planner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

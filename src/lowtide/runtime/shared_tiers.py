@@ -1,0 +1,46 @@
+"""The tiers that all plans of one model share: how fast their links are, how full they may get, what is open."""
+
+from collections.abc import Callable
+
+from lowtide.errors import TierError
+from lowtide.graph.costs import Link
+from lowtide.measurement.links import measured_link
+from lowtide.options import Offload
+from lowtide.plan import Plan
+from lowtide.tape.offload.open_tiers import open_tiers
+from lowtide.tape.offload.tiers import Tier, Tiers
+
+
+class SharedTiers:
+    """Tiers of one model.
+
+    Attributes:
+        capacities: Most bytes of each that plans may use; empty where there are none, or where they failed.
+    """
+
+    def __init__(self, device: str, policy: Offload, capacities: dict[str, int], say: Callable[[str], None]) -> None:
+        self._device, self._policy, self._say = device, policy, say
+        self.capacities = capacities
+        self._open: dict[str, Tier] = {}
+
+    def links(self) -> dict[str, Link]:
+        """The link to each tier, measured at first and then known. Raises: TierError: one cannot be used."""
+        return {tier: measured_link(tier, self._device, self._policy.scratch_dir) for tier in self.capacities}
+
+    def open_for(self, plan: Plan) -> Tiers:
+        """The tiers that ``plan`` offloads to. Raises: TierError: one cannot be used."""
+        tiers = open_tiers(plan, self._policy, self.capacities, self._open)
+        self._open.update(tiers)
+        return tiers
+
+    def give_up(self, error: TierError) -> None:
+        """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
+        if not self._policy.is_automatic or not self.capacities:
+            raise error
+        self.drop(error)
+
+    def drop(self, error: TierError) -> None:
+        """Plan without tiers from now on: one of them failed."""
+        self._say(f"planned without other tiers: {str(error).splitlines()[0]}")
+        self.capacities.clear()
+        self._open.clear()
