@@ -78,6 +78,7 @@ class PlanShelf:
         plans: The one used last at the end.
         seen: Shapes of the first calls of steps.
         planning_s: Seconds that the planner took in all.
+        least_bytes: By shape, the least budget there is, where the planner was asked for less.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PlanShelf:
         self.plans: list[PlannedStep] = []
         self.seen: set[CallShape] = set()
         self.planning_s = 0.0
+        self.least_bytes: dict[CallShape, int] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
@@ -147,10 +149,13 @@ class PlanShelf:
         self.plans.remove(planned)
         return True
 
-    def keep_within(self, budget_bytes: int) -> None:
-        """Let go of plans and requests for more than ``budget_bytes``."""
-        self.plans = [p for p in self.plans if p.plan.predicted_peak_bytes <= budget_bytes]
-        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in self._next]
+    def change_budget(self, budget_bytes: int) -> None:
+        """Let go of plans for more; have them made again, and those that could do with less recomputation."""
+        wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
+        self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
+        waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
+        waiting += [(p.shapes, self._request_for(p.graph, p.costs, budget_bytes)) for p in wrong]
+        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in waiting]
         self._asked = None
         self._ask_next()
 
@@ -158,12 +163,14 @@ class PlanShelf:
 
     def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
         """Have a step planned whose calls have these shapes."""
+        self._next.append((shapes, self._request_for(graph, costs, budget_bytes)))
+        self._ask_next()
+
+    def _request_for(self, graph: StepGraph, costs: Costs, budget_bytes: int) -> PlanRequest:
         options = self._options
-        request = PlanRequest(
+        return PlanRequest(
             graph, costs, budget_bytes, options.method, options=options.solver, cache_dir=PlanCache().directory
         )
-        self._next.append((shapes, request))
-        self._ask_next()
 
     def refuse(self, shape: CallShape, why: str) -> None:
         """There will be no plan for steps that start with a call of ``shape``: they run online."""
@@ -178,11 +185,19 @@ class PlanShelf:
             self._adopt_plans()
 
     def _ask_next(self) -> None:
-        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own."""
+        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own.
+
+        What has a plan stays asked for: that plan serves it, and nothing would ask again.
+        """
         if self._asked is not None or not self._next:
             return
         shapes, request = max(self._next, key=lambda entry: entry[0][0].sizes)
-        self._next = [entry for entry in self._next if entry[0][0] != shapes[0] and not shapes[0].covers(entry[0][0])]
+        planned = [p.shapes for p in self.plans]
+        self._next = [
+            entry
+            for entry in self._next
+            if entry[0] != shapes and (entry[0] in planned or not shapes[0].covers(entry[0][0]))
+        ]
         self._asked = _Asked(shapes, request, self._planner.submit(request))
 
     def _adopt_plans(self) -> None:
@@ -210,12 +225,11 @@ class PlanShelf:
                 f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
                 f"{format_bytes(error.least_bytes)}"
             )
+            self.least_bytes[asked.shapes[0]] = error.least_bytes
             self._next.append((asked.shapes, replace(asked.request, budget=error.least_bytes)))
         except LowtideError as error:
             self.refuse(asked.shapes[0], str(error).splitlines()[0])
         else:
-            if asked.first in self.plans:
-                self.plans.remove(asked.first)
             self._put_in_force(asked, plan)
             self._tell(plan, pending)
 
@@ -223,6 +237,7 @@ class PlanShelf:
         tape = Tape(program_of(plan), self._model)
         tape.proves_at_birth = self._on_difference
         planned = PlannedStep(plan, asked.request.graph, asked.request.costs, asked.shapes, tape)
+        self.plans = [p for p in self.plans if p.shapes != asked.shapes]
         self.plans.append(planned)
         del self.plans[: -self._options.max_plans]
         return planned
@@ -243,3 +258,12 @@ class PlanShelf:
             self._options.max_plans,
             plan.provenance.get("batch", "a step"),
         )
+
+
+def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:
+    return planned.plan.predicted_peak_bytes > budget_bytes
+
+
+def _is_tight(planned: PlannedStep, budget_bytes: int) -> bool:
+    """Whether a plan recomputes for a budget that was below ``budget_bytes``."""
+    return not planned.tape.program.keeps_everything and (planned.plan.budget_bytes or budget_bytes) < budget_bytes

@@ -10,7 +10,7 @@ Nothing here raises into the training loop: an error of lowtide's own becomes a 
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from lowtide.options import FitOptions
-from lowtide.runtime.budget import StepBudget, is_out_of_memory
+from lowtide.runtime.backward_entry import leaves_of
+from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
+from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
 from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
 from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
@@ -32,6 +35,7 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
+from lowtide.tracing.tracer import device_of
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
@@ -57,6 +61,7 @@ class StepWatcher:
     Attributes:
         shelf: The plans at hand.
         counters: What went by so far.
+        recovers: ``Recovery`` runs the present step, and sees to it when memory runs out.
     """
 
     lowtide = True  # how ``check_supported`` knows a fitted model
@@ -68,6 +73,10 @@ class StepWatcher:
         self._model, self._options, self._budget = model, options, budget
         self.shelf = PlanShelf(model, options, planner, self._say)
         self.counters = Counters()
+        self.recovers = False
+        self._pressure = MemoryPressure(model, budget)
+        self._times_out_of_memory = 0
+        self._latest: dict[str, str] = {}  # by subject: the reason that the next one takes the place of
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self._thread: int | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
@@ -107,7 +116,8 @@ class StepWatcher:
             with around:
                 return self._call(*args, **kwargs)
         except Exception as error:
-            self._note_out_of_memory(error)
+            if is_out_of_memory(error) and not self.recovers:
+                self.lower_budget(error)
             raise
 
     def _around(self, shape: CallShape, args: tuple, kwargs: dict) -> Any:
@@ -179,6 +189,7 @@ class StepWatcher:
     def _begin_step(self, shape: CallShape) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
+        self._follow_free_memory()
         self._step = self.shelf.plan_for(shape)
         if self._step is not None:
             self._step.tape.sizes_vary = False
@@ -192,14 +203,15 @@ class StepWatcher:
         self._seam = Seam(self._watch, (self._watch.pack, self._watch.unpack))
         self._seam.open()
 
-    def before_backward(self) -> None:
+    def before_backward(self, _: Iterable[Any]) -> None:
         self._gradients = [(id(p.grad), _version(p.grad)) for p in self._sampled]
 
-    def after_backward(self, error: BaseException | None) -> None:
+    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None:
         try:
             if self._shapes and self._thread == threading.get_ident():
                 self._spoiled |= error is not None
-                self._note_out_of_memory(error)
+                if error is not None and is_out_of_memory(error) and not self.recovers and self._trains(roots):
+                    self.lower_budget(error)
                 if self._watch is None or self._watch.num_claims == 0:
                     self._end_step()
             elif not self._shapes and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
@@ -261,14 +273,64 @@ class StepWatcher:
             self._say(reason)
         self._over_bytes, self._over_reason = over, reason
 
-    def _note_out_of_memory(self, error: BaseException | None) -> None:
-        """A step for which there was not enough memory: from the next one on the budget is lower, and plans with it."""
-        if error is not None and is_out_of_memory(error):
-            self._budget.lower()
-            budget_bytes = self._budget.absolute_bytes
-            if budget_bytes is not None:
-                self.shelf.keep_within(budget_bytes)
-                self._say(f"out of memory: the budget is {format_bytes(budget_bytes)} from the next step on")
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    def lower_budget(self, error: BaseException, attempt: int = 0) -> int | None:
+        """The present step ran out of memory: the budget is lower from now on, and plans with it.
+
+        Call it while the error's frames still hold what the step has made.
+
+        Args:
+            attempt: How often this step was lowered before.
+
+        Returns:
+            The budget in bytes; None: it was the least already, and stays.
+        """
+        budget = self._budget
+        used = budget.limit_bytes
+        if self._step is not None:
+            used = self._step.plan.predicted_peak_bytes
+        elif self._watch is not None:
+            used = budget.resident_bytes + self._watch.live.now + tried_bytes(error)
+        lowered = budget.lower(used, missing_bytes(error, device_of(self._model)), attempt)
+        least = self.shelf.least_bytes.get(self._shapes[0]) if self._shapes else None
+        if least is not None:
+            lowered = max(lowered, least)
+        if lowered <= budget.resident_bytes or lowered >= budget.limit_bytes:
+            return None
+        self._times_out_of_memory += 1
+        self.cap_budget(lowered)
+        return lowered
+
+    def cap_budget(self, budget_bytes: int) -> None:
+        """Steps take no more than that from now on."""
+        self._budget.cap(budget_bytes)
+        self.shelf.change_budget(budget_bytes)
+        times = "" if self._times_out_of_memory == 1 else f" {self._times_out_of_memory} times"
+        self._say_latest("out of memory", f"out of memory{times}: the budget is {format_bytes(budget_bytes)} now")
+
+    def spare_bytes(self) -> int:
+        """What the present step leaves of the budget, as far as a plan says."""
+        return 0 if self._step is None else self._budget.limit_bytes - self._step.plan.predicted_peak_bytes
+
+    def abandon_step(self) -> None:
+        """What has begun is no step: nobody runs its backward any more."""
+        if self._watch is not None:
+            self._close_watch(())
+        self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
+
+    def _trains(self, roots: Iterable[Any]) -> bool:
+        """Whether a backward from ``roots`` is one of this model."""
+        parameters = {id(p) for p in self._model.parameters()}
+        return any(id(leaf) in parameters for leaf in leaves_of(roots))
+
+    def _follow_free_memory(self) -> None:
+        moved = self._pressure.new_budget_bytes()
+        if moved is not None:
+            self._budget.move_to(moved)
+            self.shelf.change_budget(moved)
+            most = format_bytes(self._budget.most_bytes or moved)
+            self._say_latest("pressure", f"free memory has changed: the budget is {format_bytes(moved)} of {most}")
 
     # -- what went wrong ------------------------------------------------------------------------------------
 
@@ -276,6 +338,14 @@ class StepWatcher:
         if reason not in self.counters.reasons:
             self.counters.reasons.append(reason)
             logger.warning("lowtide: %s", reason)
+
+    def _say_latest(self, subject: str, reason: str) -> None:
+        """As ``_say``; what was said of ``subject`` before is no longer so."""
+        before = self._latest.get(subject)
+        if before in self.counters.reasons:
+            self.counters.reasons.remove(before)
+        self._latest[subject] = reason
+        self._say(reason)
 
     def _fail(self, error: Exception) -> None:
         """An error of our own: the step goes on without us."""
@@ -301,10 +371,8 @@ class StepWatcher:
 
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
-        if self._watch is not None:
-            self._close_watch(())
+        self.abandon_step()
         self.checkpointing.restore()
-        self._shapes, self._thread = [], None
 
 
 @contextmanager

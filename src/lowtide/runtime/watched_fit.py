@@ -1,6 +1,7 @@
 """``fit`` without a batch: the real steps are watched, planned beside training, and checked as they run."""
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -14,10 +15,13 @@ from lowtide.runtime import backward_entry
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.plan_shelf import PlannedStep
 from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.runtime.recovery import Recovery
 from lowtide.runtime.status import Status
 from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing import module_calls
 from lowtide.tracing.tracer import check_supported
+
+Result = TypeVar("Result")
 
 
 class WatchedFit:
@@ -30,10 +34,32 @@ class WatchedFit:
         self._planner = PlannerProcess()
         self._planner.start()
         self._watcher = StepWatcher(model, options, self._budget, self._planner)
+        self._recovery = Recovery(model, self._watcher)
         self._undo: list[Any] = [
             backward_entry.observe(self._watcher),
             module_calls.install(model, self._watcher),
         ]
+
+    def run(self, step: Callable[[Any, Any], Result], batch: Any) -> Result:
+        """Run ``step(model, batch)`` and return what it returns; where memory runs out, undo it and run it again.
+
+        Before each further run the budget is lowered: by what was missing where the allocator says it, else by a tenth.
+
+        What is undone: gradients, bitwise, also those of other tensors that the step trains, None again where it was
+        None; the model's buffers; the random generators of PyTorch, Python and NumPy. So ``step`` may run forward and
+        backward, several times too, and must not step the optimizer. Your own variables, other models' buffers and
+        writes through ``.data`` stay as the failed run left them.
+
+        What it costs: a copy of the model's buffers, and of every gradient that was there before, made right before
+        backward adds to it. On a CPU these copies are memory beyond the budget. On an accelerator they are in host
+        memory where the plan leaves no room for them.
+
+        Raises:
+            torch.OutOfMemoryError: the first one (on a CPU a RuntimeError), with a note of what was tried. There was
+                not enough memory even for the least budget, or the step cannot be undone: it wrote a parameter, the
+                batch or gradients by other means than backward, or other ranks take part.
+        """
+        return self._recovery.run(step, batch) if self._undo else step(self.model, batch)
 
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait until the plan for what was seen is in force.
