@@ -110,6 +110,10 @@ class StepBudget:
             off = max(missing_bytes, int(2**attempt * LEAST_LOWERED_BY * used))
         return self.resident_bytes + used - off
 
+    def a_tenth_below(self, limit_bytes: int) -> int:
+        """Of what a step may make, a tenth less."""
+        return limit_bytes - int(LOWERED_BY * max(0, limit_bytes - self.resident_bytes))
+
     def _resident(self, model: nn.Module) -> int:
         self._device = device_of(model)  # it may be moved after ``fit``
         state = getattr(self._optimizer, "state", None)

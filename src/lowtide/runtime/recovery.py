@@ -5,7 +5,6 @@ cannot be undone is looked for: then the step does not run again, and the error 
 """
 
 import gc
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from lowtide.runtime import backward_entry
 from lowtide.runtime.accumulated_gradients import GradientsBefore
+from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.out_of_memory import is_out_of_memory
 from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing.batches import batch_tensors
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 class Recovery:
     """Runs steps of one watched model."""
 
-    def __init__(self, model: nn.Module, watcher: StepWatcher) -> None:
-        self._model, self._watcher = model, watcher
+    def __init__(self, model: nn.Module, budget: StepBudget, watcher: StepWatcher) -> None:
+        self._model, self._budget, self._watcher = model, budget, watcher
         # Whether to look up what a backward adds to before it runs (2 ms for 3600 nodes). Where a step runs one, and
         # only for the model, the graph of the one that fails is enough. The first step tells; None: not yet.
         self._looks_ahead: bool | None = None
@@ -51,6 +51,7 @@ class Recovery:
     def _run(self, step: Callable[[], Result], before: "_StepBefore") -> Result:
         first: BaseException | None = None
         tried: list[int] = []  # budgets
+        limit = self._budget.limit_bytes
         while True:
             try:
                 return step()
@@ -61,23 +62,23 @@ class Recovery:
                 # Here, as the frames of the error still hold what the step has made.
                 lowered = self._watcher.lower_budget(error, attempt=len(tried))
             self._watcher.abandon_step()
-            _let_go_of_frames(failure)
+            why_not = before.restore()
             first = first or failure
+            if why_not or lowered is None:
+                break
+            tried.append(lowered)
+            _let_go_of_frames(failure)
             del failure
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            why_not = before.restore()
-            if why_not or lowered is None:
-                break
-            tried.append(lowered)
-        if len(tried) > 1:  # less did not help: later steps, which may need less memory, are not to pay for it
-            self._watcher.cap_budget(tried[0])
+        if tried:  # less did not help: later steps, which may need less memory, are not to pay for it
+            self._watcher.cap_budget(self._budget.a_tenth_below(limit))
         first.add_note(_note(tried, why_not))
         try:
-            raise first
+            raise first.with_traceback(failure.__traceback__)
         finally:
-            del first  # its traceback holds this frame
+            del first, failure  # the traceback holds this frame
 
 
 class _StepBefore:
@@ -152,9 +153,9 @@ def _has_other_ranks() -> bool:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Free the locals of the frames that ``error`` came through: they hold the step's tensors."""
+    """Free what the step has made. Clearing the frames' locals is not enough: functions in them have closures."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 

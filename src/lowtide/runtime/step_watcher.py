@@ -210,8 +210,11 @@ class StepWatcher:
         try:
             if self._shapes and self._thread == threading.get_ident():
                 self._spoiled |= error is not None
-                if error is not None and is_out_of_memory(error) and not self.recovers and self._trains(roots):
-                    self.lower_budget(error)
+                if error is not None and is_out_of_memory(error):
+                    if self.recovers:
+                        return
+                    if self._trains(roots):
+                        self.lower_budget(error)
                 if self._watch is None or self._watch.num_claims == 0:
                     self._end_step()
             elif not self._shapes and [(id(p.grad), _version(p.grad)) for p in self._sampled] != self._gradients:
@@ -286,6 +289,17 @@ class StepWatcher:
         Returns:
             The budget in bytes; None: it was the least already, and stays.
         """
+        try:
+            lowered = self._lowered_for(error, attempt)
+            if lowered is not None:
+                self._times_out_of_memory += 1
+                self.cap_budget(lowered)
+            return lowered
+        except Exception as own:
+            self._fail(own)
+            return None
+
+    def _lowered_for(self, error: BaseException, attempt: int) -> int | None:
         budget = self._budget
         used = budget.limit_bytes
         if self._step is not None:
@@ -296,11 +310,7 @@ class StepWatcher:
         least = self.shelf.least_bytes.get(self._shapes[0]) if self._shapes else None
         if least is not None:
             lowered = max(lowered, least)
-        if lowered <= budget.resident_bytes or lowered >= budget.limit_bytes:
-            return None
-        self._times_out_of_memory += 1
-        self.cap_budget(lowered)
-        return lowered
+        return lowered if budget.resident_bytes < lowered < budget.limit_bytes else None
 
     def cap_budget(self, budget_bytes: int) -> None:
         """Steps take no more than that from now on."""

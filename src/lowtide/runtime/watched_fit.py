@@ -34,7 +34,7 @@ class WatchedFit:
         self._planner = PlannerProcess()
         self._planner.start()
         self._watcher = StepWatcher(model, options, self._budget, self._planner)
-        self._recovery = Recovery(model, self._watcher)
+        self._recovery = Recovery(model, self._budget, self._watcher)
         self._undo: list[Any] = [
             backward_entry.observe(self._watcher),
             module_calls.install(model, self._watcher),
