@@ -1,5 +1,6 @@
 """Available memory under control groups and limits of the address space."""
 
+import platform
 import resource
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def test_available_bytes_respects_an_address_space_limit():
         limit = psutil.Process().memory_info().vms + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         left = available_bytes("cpu") - unused_heap_bytes()
-        assert room - 64 * 2**20 < left <= room, left
+        assert room - 64 * 2**20 < left <= room + 2**20, left
     """)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
@@ -29,7 +30,13 @@ def test_available_bytes_without_limits_is_at_most_the_free_ram():
     assert 0 < available_bytes("cpu") < 2**50
 
 
-def test_what_malloc_keeps_for_this_process_is_available():
+def test_what_malloc_keeps_for_this_process_is_available(monkeypatch):
+    monkeypatch.setattr("lowtide.measurement.device.unused_heap_bytes", lambda: 2**50)
+    assert available_bytes("cpu") > 2**50
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells")
+def test_malloc_tells_what_it_keeps_after_a_step():
     script = textwrap.dedent("""
         import torch
         from lowtide.measurement.device import unused_heap_bytes
