@@ -54,7 +54,7 @@ def fit(
         batch: One batch of the training data; None: watch the steps that really run.
         budget: Peak allocated device memory for forward and backward, weights and gradients included: ``"6GiB"``, an
             int in bytes, ``"40%"`` of the plain step's activation memory, or ``"auto"``: what is free now, less a
-            tenth.
+            tenth; without a batch it shrinks when others take memory.
         optimizer: Counts the state it has or will have. An ``Optimizer``, also as Accelerate or DeepSpeed wrap it,
             or a name such as ``"adamw"``.
         step: ``(model, batch) -> loss`` where the loss is not the model's own output.
@@ -69,7 +69,7 @@ def fit(
         **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
     Returns:
-        A ``Fit``: ``status()``, ``wait()``, ``plan``, ``report()``, ``verify()``, ``remove()``.
+        A ``Fit``: ``status()``, ``run()``, ``wait()``, ``plan``, ``report()``, ``verify()``, ``remove()``.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; raised before anything runs.

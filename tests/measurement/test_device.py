@@ -1,5 +1,6 @@
 """Available memory under control groups and limits of the address space."""
 
+import platform
 import resource
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from lowtide.measurement.device import available_bytes, cgroup_available_bytes
 def test_available_bytes_respects_an_address_space_limit():
     script = textwrap.dedent("""
         import resource, psutil
-        from lowtide.measurement.device import available_bytes
+        from lowtide.measurement.device import available_bytes, unused_heap_bytes
         room = 256 * 2**20
         limit = psutil.Process().memory_info().vms + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        left = available_bytes("cpu")
-        assert room - 64 * 2**20 < left <= room, left
+        left = available_bytes("cpu") - unused_heap_bytes()
+        assert room - 64 * 2**20 < left <= room + 2**20, left
     """)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
@@ -27,6 +28,25 @@ def test_available_bytes_respects_an_address_space_limit():
 def test_available_bytes_without_limits_is_at_most_the_free_ram():
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     assert 0 < available_bytes("cpu") < 2**50
+
+
+def test_what_malloc_keeps_for_this_process_is_available(monkeypatch):
+    monkeypatch.setattr("lowtide.measurement.device.unused_heap_bytes", lambda: 2**50)
+    assert available_bytes("cpu") > 2**50
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells")
+def test_malloc_tells_what_it_keeps_after_a_step():
+    script = textwrap.dedent("""
+        import torch
+        from lowtide.measurement.device import unused_heap_bytes
+        layers = [torch.nn.Linear(64, 64) for _ in range(32)]
+        before = unused_heap_bytes()
+        for _ in range(2):  # 8 MiB a tensor: on the heap from the second time on
+            torch.nn.Sequential(*layers)(torch.randn(32768, 64)).sum().backward()
+        assert unused_heap_bytes() - before > 64 * 2**20
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def group(folder, **files):

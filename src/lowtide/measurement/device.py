@@ -1,5 +1,6 @@
 """The name of a device, and the bytes that can still be allocated on it."""
 
+import ctypes
 import platform
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def available_bytes(device: str | torch.device = "cpu") -> int:
     """Return the bytes that PyTorch can still allocate on ``device`` now.
 
     On CUDA: free on the device, plus what the caching allocator holds unused. On CPU the least of: RAM available
-    without swapping, what the control groups (v1 or v2) leave, what the address-space limit leaves.
+    without swapping, what the control groups (v1 or v2) leave, what the address-space limit leaves; plus what malloc
+    holds unused.
     """
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -36,7 +38,26 @@ def available_bytes(device: str | torch.device = "cpu") -> int:
     limits = [psutil.virtual_memory().available, cgroup_available_bytes()]
     if resource is not None and (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         limits.append(limit - psutil.Process().memory_info().vms)
-    return max(0, min(left for left in limits if left is not None))
+    return max(0, min(left for left in limits if left is not None)) + unused_heap_bytes()
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What glibc's function returns; ``free`` is its ``fordblks``."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("last", ctypes.c_size_t))
+
+
+def unused_heap_bytes() -> int:
+    """Return what this process has freed and malloc keeps for it; 0 where the C library does not tell (not glibc).
+
+    After a step on CPU that may be most of what the step took: tensors below 32 MiB lie on the heap.
+    """
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    return int(mallinfo2().free)
 
 
 def cgroup_available_bytes(

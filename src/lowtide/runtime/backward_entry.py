@@ -6,10 +6,11 @@ and ``autograd.grad`` all go through one Python function, which is wrapped while
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.autograd as autograd
 import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
@@ -18,10 +19,10 @@ _NAME = "_engine_run_backward"  # in both modules
 
 
 class BackwardObserver(Protocol):
-    """Is told of each outermost backward, on the thread that runs it. Must not raise."""
+    """Is told of each outermost backward and its roots, on the thread that runs it. Must not raise."""
 
-    def before_backward(self) -> None: ...
-    def after_backward(self, error: BaseException | None) -> None: ...
+    def before_backward(self, roots: Iterable[Any]) -> None: ...
+    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None: ...
 
 
 _observers: list[weakref.ref[BackwardObserver]] = []  # weak: this list must not keep a fitted model alive
@@ -57,7 +58,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _entry(*args, **kwargs)
     observers = [observer for reference in _observers if (observer := reference()) is not None]
     for observer in observers:
-        observer.before_backward()
+        observer.before_backward(args[0])
     failure: BaseException | None = None
     try:
         return _entry(*args, **kwargs)
@@ -66,4 +67,20 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         for observer in observers:
-            observer.after_backward(failure)
+            observer.after_backward(args[0], failure)
+
+
+def leaves_of(roots: Iterable[Any]) -> list[torch.Tensor]:
+    """The leaves that a backward from ``roots`` (tensors or graph edges) gives gradients to. About 0.5 us a node."""
+    todo = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    seen, leaves = set(), [root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if following := node.next_functions:
+            todo += [edge[0] for edge in following]
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+    return leaves

@@ -1,5 +1,7 @@
 """The budget of a step in bytes: fixed once, and what of it is left for what the step makes."""
 
+import sys
+
 import torch
 from torch import nn
 
@@ -15,27 +17,24 @@ from lowtide.units import format_bytes, parse_budget
 
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
 
-LOWERED_BY = 0.1  # of what the step may make, each time memory runs out
+LOWERED_BY = 0.1  # of what the step may make, when memory has run out and nothing says how much was missing
+LEAST_LOWERED_BY = 1 / 32  # where something does: an allocator also needs room for what it cannot fill
+_MOST_AT_ONCE = 0.5  # of what the step may make: somebody else may have taken the memory for a moment
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator has refused: a device's, or the CPU's, which has no error class of its own."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def _in_steps(size: int) -> int:
+def in_steps(size: int) -> int:
     """``size`` less at most a thirty-second: free memory differs from run to run, and a kept plan is for one budget."""
     step = 1 << max(size.bit_length() - 6, 0)
     return size // step * step
 
 
 class StepBudget:
-    """What ``fit`` was asked for, as bytes.
+    """What ``fit`` was asked for, as bytes. All of them include resident memory.
 
     Attributes:
-        absolute_bytes: Resident memory included; None as long as a percentage waits for the first step's graph.
+        absolute_bytes: None as long as a percentage waits for the first step's graph.
+        limit_bytes: What the present step may take: the same, or what was free where that is None.
+        most_bytes: Never more than that: what an automatic budget was at first, and where memory ran out.
         resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at.
     """
 
@@ -45,11 +44,13 @@ class StepBudget:
         self.resident_bytes = self._resident(model)
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
-        if parsed == "auto":
-            free = available_bytes(device_of(model))
-            self.absolute_bytes = self.resident_bytes + _in_steps(int((1 - AUTO_MARGIN) * free))
+        self.is_automatic = parsed == "auto"
+        if self.is_automatic:
+            self.absolute_bytes = self.resident_bytes + in_steps(self.free_bytes())
         elif isinstance(parsed, int):
             self.absolute_bytes = parsed
+        self.most_bytes = self.absolute_bytes
+        self.limit_bytes = self.absolute_bytes or 0
 
     def check(self) -> None:
         """Raises: BudgetInfeasibleError: what is there before the step is more than the budget."""
@@ -63,25 +64,62 @@ class StepBudget:
                 least_bytes=least_bytes,
             )
 
+    def free_bytes(self) -> int:
+        """What a step may take of the memory that is free now."""
+        return int((1 - AUTO_MARGIN) * available_bytes(self.device))
+
+    def look(self, model: nn.Module) -> None:
+        """Note the resident memory of a step that starts now."""
+        self.resident_bytes = self._resident(model)
+
     def for_step(self, model: nn.Module) -> int:
         """Bytes for what a step makes that starts now."""
-        self.resident_bytes = self._resident(model)
+        self.look(model)
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
-            return int((1 - AUTO_MARGIN) * available_bytes(device_of(model)))
-        return max(0, self.absolute_bytes - self.resident_bytes)
+            free = self.resident_bytes + self.free_bytes()
+            self.limit_bytes = free if self.most_bytes is None else min(free, self.most_bytes)
+        return max(0, self.limit_bytes - self.resident_bytes)
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:
-        """The budget in bytes, resident memory included; a percentage is of this graph's plain step, once for all."""
+        """The budget in bytes; a percentage is of this graph's plain step, once for all."""
         if self.absolute_bytes is None:
-            self.absolute_bytes = absolute_bytes(graph, costs, self._asked)
+            self.move_to(min(absolute_bytes(graph, costs, self._asked), self.most_bytes or sys.maxsize))
+        assert self.absolute_bytes is not None
         return self.absolute_bytes
 
-    def lower(self) -> None:
-        """Of what the step may make, a tenth less: there was not enough memory for it."""
+    def move_to(self, budget_bytes: int) -> None:
+        """Another budget from now on."""
+        self.absolute_bytes = self.limit_bytes = budget_bytes
+
+    def cap(self, budget_bytes: int) -> None:
+        """As ``move_to``; it never grows above that again. A percentage that is not known yet will not either."""
+        self.most_bytes = self.limit_bytes = budget_bytes
         if self.absolute_bytes is not None:
-            self.absolute_bytes -= int(LOWERED_BY * max(0, self.absolute_bytes - self.resident_bytes))
+            self.absolute_bytes = budget_bytes
+
+    def lower(self, used_bytes: int, missing_bytes: int | None, attempt: int = 0) -> int:
+        """The budget for a step that ran out of memory.
+
+        By what was missing where that is known, else by a tenth of what the step may make.
+
+        Args:
+            used_bytes: What the step took when memory ran out, or would have taken: the budget may be far above.
+            attempt: How often this very step was lowered before; what is taken off doubles with each.
+        """
+        room = max(0, self.limit_bytes - self.resident_bytes)
+        used = min(room, max(used_bytes - self.resident_bytes, int(_MOST_AT_ONCE * room)))
+        if missing_bytes is None:
+            off = int(2**attempt * LOWERED_BY * used)
+        else:
+            off = max(missing_bytes, int(2**attempt * LEAST_LOWERED_BY * used))
+        return self.resident_bytes + used - off
+
+    def a_tenth_below(self, limit_bytes: int) -> int:
+        """Of what a step may make, a tenth less."""
+        return limit_bytes - int(LOWERED_BY * max(0, limit_bytes - self.resident_bytes))
 
     def _resident(self, model: nn.Module) -> int:
+        self.device = device_of(model)  # it may be moved after ``fit``
         state = getattr(self._optimizer, "state", None)
         tensors = [
             *model.parameters(),
@@ -89,6 +127,5 @@ class StepBudget:
             *(p.grad for p in model.parameters() if p.grad is not None),
             *(tensors_in(list(state.values())) if isinstance(state, dict) else ()),
         ]
-        device = device_of(model)
         storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
-        return sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == device)
+        return sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)

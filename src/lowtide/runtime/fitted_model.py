@@ -1,9 +1,10 @@
 """A fitted model: its real steps are watched, planned beside training or beforehand, and checked as they run."""
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from lowtide.runtime.call_shapes import shape_of_call
 from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.recovery import Recovery
 from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Status
@@ -29,6 +31,7 @@ from lowtide.tracing.batches import batch_tensors, call_of
 from lowtide.tracing.tracer import Step, check_supported, device_of
 from lowtide.verifier import Verification, suspended, verify_in
 
+Result = TypeVar("Result")
 _HELD_BATCH = 0.01  # of the plain peak: a batch up to this size is kept for ``verify``
 
 
@@ -53,6 +56,7 @@ class Fit:
         self._reasons = Reasons()
         tiers = SharedTiers(device_of(model).type, options.offload, capacities, self._reasons.say)
         self._watcher = StepWatcher(model, options, self._budget, self._planner, tiers, self._reasons)
+        self._recovery = Recovery(model, self._budget, self._watcher)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         if batch is None:
             self._budget.check()
@@ -119,6 +123,27 @@ class Fit:
     @property
     def warnings(self) -> list[str]:
         return list(self._reasons.lines)
+
+    def run(self, step: Callable[[Any, Any], Result], batch: Any) -> Result:
+        """Run ``step(model, batch)`` and return what it returns; where memory runs out, undo it and run it again.
+
+        Before each further run the budget is lowered: by what was missing where the allocator says it, else by a tenth.
+
+        What is undone: gradients, bitwise, also those of other tensors that the step trains, None again where it was
+        None; the model's buffers; the random generators of PyTorch, Python and NumPy. So ``step`` may run forward and
+        backward, several times too, and must not step the optimizer. Your own variables, other models' buffers and
+        writes through ``.data`` stay as the failed run left them.
+
+        What it costs: a copy of the model's buffers, and of every gradient that was there before, made right before
+        backward adds to it. On a CPU these copies are memory beyond the budget. On an accelerator they are in host
+        memory where the plan leaves no room for them.
+
+        Raises:
+            torch.OutOfMemoryError: the first one (on a CPU a RuntimeError), with a note of what was tried. There was
+                not enough memory even for the least budget, or the step cannot be undone: it wrote a parameter, the
+                batch or gradients by other means than backward, or other ranks take part.
+        """
+        return self._recovery.run(step, batch) if self._undo else step(self.model, batch)
 
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait until the plan for what was seen is in force.

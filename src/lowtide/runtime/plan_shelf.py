@@ -53,6 +53,7 @@ class PlanShelf:
         seen: Shapes of the first calls of steps.
         planning_s: Seconds that the planner took in all.
         can_watch: Not a sharded model, whose ranks cannot plan alone: only plans that were put here are used.
+        least_bytes: By shape, the least budget there is, where the planner was asked for less.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PlanShelf:
         self.plans: list[PlannedStep] = []
         self.seen: set[CallShape] = set()
         self.planning_s = 0.0
+        self.least_bytes: dict[CallShape, int] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
         self.can_watch = not wrapped_parameters(model)  # ranks of a sharded model cannot plan alone
@@ -130,17 +132,21 @@ class PlanShelf:
         self.plans.remove(planned)
         return True
 
-    def keep_within(self, budget_bytes: int) -> None:
-        """Let go of plans and requests for more than ``budget_bytes``."""
-        self.plans = [p for p in self.plans if p.plan.predicted_peak_bytes <= budget_bytes]
-        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in self._next]
+    def change_budget(self, budget_bytes: int) -> None:
+        """Let go of plans for more; have them made again, and those that could do with less recomputation."""
+        wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
+        self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
+        waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
+        waiting += [(p.shapes, self._request_for(p.graph, p.costs, budget_bytes)) for p in wrong]
+        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in waiting]
         self._asked = None
         self._ask_next()
 
     def put(self, planned: PlannedStep) -> None:
-        """Put a plan in force; the one that was used least recently goes if there are too many."""
+        """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
         self._refused -= set(planned.shapes)
         planned.tape.proves_at_birth = self._reasons.say_saved
+        self.plans = [p for p in self.plans if p.shapes != planned.shapes]
         self.plans.append(planned)
         del self.plans[: -self._options.max_plans]
 
@@ -148,13 +154,15 @@ class PlanShelf:
 
     def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
         """Have a step planned whose calls have these shapes."""
+        self._next.append((shapes, self._request_for(graph, costs, budget_bytes)))
+        self._ask_next()
+
+    def _request_for(self, graph: StepGraph, costs: Costs, budget_bytes: int) -> PlanRequest:
         options, tiers = self._options, self._tiers.capacities
         costs = replace(costs, links=self._tiers.links())
-        request = PlanRequest(
+        return PlanRequest(
             graph, costs, budget_bytes, options.method, tiers, options.solver, cache_dir=PlanCache().directory
         )
-        self._next.append((shapes, request))
-        self._ask_next()
 
     def refuse(self, shape: CallShape, why: str) -> None:
         """There will be no plan for steps that start with a call of ``shape``."""
@@ -170,11 +178,19 @@ class PlanShelf:
             self._adopt_plans()
 
     def _ask_next(self) -> None:
-        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own."""
+        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own.
+
+        What has a plan stays asked for: that plan serves it, and nothing would ask again.
+        """
         if self._asked is not None or not self._next:
             return
         shapes, request = max(self._next, key=lambda entry: entry[0][0].sizes)
-        self._next = [entry for entry in self._next if entry[0][0] != shapes[0] and not shapes[0].covers(entry[0][0])]
+        planned = [p.shapes for p in self.plans]
+        self._next = [
+            entry
+            for entry in self._next
+            if entry[0] != shapes and (entry[0] in planned or not shapes[0].covers(entry[0][0]))
+        ]
         self._asked = _Asked(shapes, request, self._planner.submit(request))
 
     def _adopt_plans(self) -> None:
@@ -202,6 +218,7 @@ class PlanShelf:
                 f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
                 f"{format_bytes(error.least_bytes)}"
             )
+            self.least_bytes[asked.shapes[0]] = error.least_bytes
             self._next.append((asked.shapes, replace(asked.request, budget=error.least_bytes)))
         except TierError as error:
             self._tiers.drop(error)
@@ -209,8 +226,6 @@ class PlanShelf:
         except LowtideError as error:
             self.refuse(asked.shapes[0], str(error).splitlines()[0])
         else:
-            if asked.first in self.plans:
-                self.plans.remove(asked.first)
             self._tell(planned.plan, pending)
 
     def _put_in_force(self, asked: _Asked, plan: Plan) -> PlannedStep:
@@ -234,3 +249,12 @@ class PlanShelf:
             self._options.max_plans,
             plan.provenance.get("batch", "a step"),
         )
+
+
+def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:
+    return planned.plan.predicted_peak_bytes > budget_bytes
+
+
+def _is_tight(planned: PlannedStep, budget_bytes: int) -> bool:
+    """Whether a plan recomputes for a budget that was below ``budget_bytes``."""
+    return not planned.tape.program.keeps_everything and (planned.plan.budget_bytes or budget_bytes) < budget_bytes

@@ -16,12 +16,21 @@ class Reasons:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._latest: dict[str, str] = {}
 
     def say(self, reason: str) -> None:
         """Log it as a warning, the first time."""
         if reason not in self.lines:
             self.lines.append(reason)
             logger.warning("lowtide: %s", reason)
+
+    def say_latest(self, subject: str, reason: str) -> None:
+        """As ``say``; what was said of ``subject`` before is no longer so."""
+        before = self._latest.get(subject)
+        if before in self.lines:
+            self.lines.remove(before)
+        self._latest[subject] = reason
+        self.say(reason)
 
     def correct(self, before: str, reason: str) -> None:
         """The same with another number, which is not told again."""

@@ -11,7 +11,7 @@ Nothing here raises into the training loop: an error of lowtide's own becomes a 
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,15 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
-from lowtide.runtime.budget import StepBudget, is_out_of_memory
+from lowtide.runtime.backward_entry import leaves_of
+from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
+from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
 from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.shared_tiers import SharedTiers
@@ -61,6 +64,7 @@ class StepWatcher:
     Attributes:
         shelf: The plans at hand.
         counters: What went by so far.
+        recovers: ``Recovery`` runs the present step, and sees to it when memory runs out.
     """
 
     lowtide = True  # how ``check_supported`` knows a fitted model
@@ -77,10 +81,13 @@ class StepWatcher:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self._options, self._budget = weakref.ref(model), options, budget
-        self._say, self._correct = reasons.say, reasons.correct
+        self._reasons, self._say, self._say_latest = reasons, reasons.say, reasons.say_latest
         self.shelf = PlanShelf(model, options, planner, tiers, reasons)
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
+        self.recovers = False
+        self._pressure = MemoryPressure(budget)
+        self._times_out_of_memory = 0
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self._thread: int | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
@@ -141,7 +148,8 @@ class StepWatcher:
             with around:
                 return call(*args, **kwargs)
         except Exception as error:
-            self._note_out_of_memory(error)
+            if is_out_of_memory(error) and not self.recovers:
+                self.lower_budget(error)
             raise
 
     def _around(self, model: nn.Module, shape: CallShape, args: tuple, kwargs: dict) -> AbstractContextManager[None]:
@@ -246,6 +254,7 @@ class StepWatcher:
     def _begin_step(self, model: nn.Module, shape: CallShape) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
+        self._follow_free_memory(model)
         self._step = self.shelf.plan_for(shape)
         if self._step is not None:
             self._last = self._step
@@ -275,7 +284,7 @@ class StepWatcher:
         finally:
             self._paused = before
 
-    def before_backward(self) -> None:
+    def before_backward(self, _: Iterable[Any]) -> None:
         if self._paused:
             return
         self._leave_plan()
@@ -285,13 +294,17 @@ class StepWatcher:
         parameters = (reference() for reference in self._sampled)
         return [(id(p.grad), _version(p.grad)) for p in parameters if p is not None]
 
-    def after_backward(self, error: BaseException | None) -> None:
+    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None:
         if self._paused:
             return
         try:
             if (self._shapes or self._step is not None) and self._thread == threading.get_ident():
                 self._spoiled |= error is not None
-                self._note_out_of_memory(error)
+                if error is not None and is_out_of_memory(error):
+                    if self.recovers:
+                        return
+                    if self._trains(roots):
+                        self.lower_budget(error)
                 if self._watch is None or self._watch.num_claims == 0:
                     self._end_step()
             elif self._awaited:
@@ -351,19 +364,80 @@ class StepWatcher:
             "that letting go and making again could reach"
         )
         if self._over_bytes:  # one reason, whatever the number: every step may have another
-            self._correct(self._over_reason, reason)
+            self._reasons.correct(self._over_reason, reason)
         else:
             self._say(reason)
         self._over_bytes, self._over_reason = over, reason
 
-    def _note_out_of_memory(self, error: BaseException | None) -> None:
-        """A step for which there was not enough memory: from the next one on the budget is lower, and plans with it."""
-        if error is not None and is_out_of_memory(error):
-            self._budget.lower()
-            budget_bytes = self._budget.absolute_bytes
-            if budget_bytes is not None:
-                self.shelf.keep_within(budget_bytes)
-                self._say(f"out of memory: the budget is {format_bytes(budget_bytes)} from the next step on")
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    def lower_budget(self, error: BaseException, attempt: int = 0) -> int | None:
+        """The present step ran out of memory: the budget is lower from now on, and plans with it.
+
+        Call it while the error's frames still hold what the step has made.
+
+        Args:
+            attempt: How often this step was lowered before.
+
+        Returns:
+            The budget in bytes; None: it was the least already, and stays.
+        """
+        try:
+            lowered = self._lowered_for(error, attempt)
+            if lowered is not None:
+                self._times_out_of_memory += 1
+                self.cap_budget(lowered)
+            return lowered
+        except Exception as own:
+            self._fail(own)
+            return None
+
+    def _lowered_for(self, error: BaseException, attempt: int) -> int | None:
+        budget = self._budget
+        used = budget.limit_bytes
+        if self._step is not None:
+            used = self._step.plan.predicted_peak_bytes
+        elif self._watch is not None:
+            used = budget.resident_bytes + self._watch.live.now + tried_bytes(error)
+        lowered = budget.lower(used, missing_bytes(error, budget.device), attempt)
+        least = self.shelf.least_bytes.get(self._shapes[0]) if self._shapes else None
+        if least is not None:
+            lowered = max(lowered, least)
+        return lowered if budget.resident_bytes < lowered < budget.limit_bytes else None
+
+    def cap_budget(self, budget_bytes: int) -> None:
+        """Steps take no more than that from now on."""
+        self._budget.cap(budget_bytes)
+        self.shelf.change_budget(budget_bytes)
+        times = "" if self._times_out_of_memory == 1 else f" {self._times_out_of_memory} times"
+        self._say_latest("out of memory", f"out of memory{times}: the budget is {format_bytes(budget_bytes)} now")
+
+    def spare_bytes(self) -> int:
+        """What the present step leaves of the budget, as far as a plan says."""
+        return 0 if self._step is None else self._budget.limit_bytes - self._step.plan.predicted_peak_bytes
+
+    def abandon_step(self) -> None:
+        """What has begun is no step: nobody runs its backward any more."""
+        if self._watch is not None:
+            self._close_watch(())
+        self._leave_plan()
+        self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
+
+    def _trains(self, roots: Iterable[Any]) -> bool:
+        """Whether a backward from ``roots`` is one of this model."""
+        model = self._model()
+        if model is None:
+            return False
+        parameters = {id(p) for p in model.parameters()}
+        return any(id(leaf) in parameters for leaf in leaves_of(roots))
+
+    def _follow_free_memory(self, model: nn.Module) -> None:
+        moved = self._pressure.new_budget_bytes(model)
+        if moved is not None:
+            self._budget.move_to(moved)
+            self.shelf.change_budget(moved)
+            most = format_bytes(self._budget.most_bytes or moved)
+            self._say_latest("pressure", f"free memory has changed: the budget is {format_bytes(moved)} of {most}")
 
     # -- what went wrong ------------------------------------------------------------------------------------
 
@@ -393,11 +467,8 @@ class StepWatcher:
 
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
-        if self._watch is not None:
-            self._close_watch(())
-        self._leave_plan()
+        self.abandon_step()
         self.checkpointing.restore()
-        self._shapes, self._thread = [], None
 
 
 def _version(gradient: torch.Tensor | None) -> int:

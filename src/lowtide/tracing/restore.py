@@ -2,7 +2,7 @@
 
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,46 @@ from lowtide.tracing.operators import storage_of
 from lowtide.tracing.subclasses import plain_tensors
 
 
+class TrainingState:
+    """What a step may move besides gradients, as it is now: random generators, buffers, where parameters lie.
+
+    Args:
+        others: Tensors whose contents are copied as those of the buffers are.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+        parameters = list(model.parameters())
+        gpus = range(torch.cuda.device_count()) if any(p.is_cuda for p in parameters) else []
+        self._generator = torch.get_rng_state()
+        self._gpu_generators = [(gpu, torch.cuda.get_rng_state(gpu)) for gpu in gpus]
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        # A step may give a parameter other memory (``p.data = ...``).
+        self._homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
+        # It may also assign another tensor to a buffer.
+        self._bound = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+        tensors = [t for t in plain_tensors(*model.buffers(), *others) if storage_of(t) is not None]
+        with torch.no_grad():
+            self._contents = [(t, t.detach().clone()) for t in tensors]
+
+    def restore(self) -> None:
+        """Put all of it back, bitwise. May be called again."""
+        for p, home in self._homes:
+            if p.data_ptr() != home.data_ptr():
+                p.data = home
+        for buffers, names in self._bound:
+            if any(buffers.get(n) is not b for n, b in names.items()):
+                buffers.update(names)
+        with torch.no_grad():
+            for tensor, old in self._contents:
+                if not same_bits(tensor, old):  # writing only what moved keeps version counters still
+                    tensor.copy_(old)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._generator)
+        for gpu, state in self._gpu_generators:
+            torch.cuda.set_rng_state(state, gpu)
+
+
 @contextmanager
 def preserve_training_state(
     model: nn.Module, batch: Any, *, zero_grads: bool = True, written_parameters: Collection[str] = ()
@@ -29,22 +69,13 @@ def preserve_training_state(
     Args:
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
     """
-    gpus = range(torch.cuda.device_count()) if any(p.is_cuda for p in model.parameters()) else []
-    with preserve_ddp_state(model), preserve_fsdp_state(model), torch.random.fork_rng(devices=gpus):
-        python, legacy = random.getstate(), numpy.random.get_state()
+    with preserve_ddp_state(model), preserve_fsdp_state(model):
         parameters = list(model.parameters())
         hooks = [p._post_accumulate_grad_hooks for p in parameters]
         leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in (*parameters, *leaves)]
         written = (p for n, p in model.named_parameters() if n in written_parameters)
-        moved = plain_tensors(*model.buffers(), *batch_tensors(batch), *written)
-        data = [t for t in moved if storage_of(t) is not None]
-        # A step may give a parameter other memory (``p.data = ...``).
-        homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
-        # It may also assign another tensor to a buffer.
-        bound = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-        with torch.no_grad():
-            before = [t.detach().clone() for t in data]
+        before = TrainingState(model, (*batch_tensors(batch), *written))
         anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
         try:
@@ -59,20 +90,9 @@ def preserve_training_state(
             torch.autograd.set_detect_anomaly(*anomaly)
             for p, hook in zip(parameters, hooks, strict=True):
                 p._post_accumulate_grad_hooks = hook
-            for p, home in homes:
-                if p.data_ptr() != home.data_ptr():
-                    p.data = home
-            for buffers, names in bound:
-                if any(buffers.get(n) is not b for n, b in names.items()):
-                    buffers.update(names)
-            with torch.no_grad():
-                for tensor, old in zip(data, before, strict=True):
-                    if not same_bits(tensor, old):  # writing only what moved keeps version counters still
-                        tensor.copy_(old)
+            before.restore()
             for t, grad in grads:
                 t.grad = grad
-            random.setstate(python)
-            numpy.random.set_state(legacy)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

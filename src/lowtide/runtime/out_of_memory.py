@@ -1,0 +1,49 @@
+"""An allocator's refusal: how it is known, and how much was missing."""
+
+import re
+
+import torch
+
+from lowtide.measurement.device import available_bytes
+from lowtide.units import parse_budget
+
+# What errors say that have no class of their own: the CPU's allocator, cuBLAS and cuDNN, other backends.
+_REFUSALS = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+_TRIED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
+_FREE = re.compile(r"of which ([\d.]+ ?\w+) is free")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator has refused."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(refusal in str(error) for refusal in _REFUSALS)
+
+
+def missing_bytes(error: BaseException, device: torch.device) -> int | None:
+    """By how much the refused allocation was larger than what was free; None where that is not known.
+
+    From the allocator's message; where it does not say what was free, that is read now. So ask while the error's
+    frames still hold what the step had made.
+    """
+    tried = _bytes_in(_TRIED.search(str(error)))
+    if tried is None:
+        return None
+    free = _bytes_in(_FREE.search(str(error)))
+    missing = tried - (available_bytes(device) if free is None else free)
+    return missing if missing > 0 else None  # else memory was in pieces, or somebody has freed some since
+
+
+def tried_bytes(error: BaseException) -> int:
+    """Bytes of the refused allocation; 0 where the message does not say."""
+    return _bytes_in(_TRIED.search(str(error))) or 0
+
+
+def _bytes_in(found: re.Match[str] | None) -> int | None:
+    if found is None:
+        return None
+    try:
+        parsed = parse_budget(found[1].replace("bytes", "B"))
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, int) else None
