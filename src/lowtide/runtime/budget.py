@@ -37,12 +37,13 @@ class StepBudget:
     Attributes:
         absolute_bytes: Resident memory included; None as long as a percentage waits for the first step's graph.
         resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at.
+        batch_bytes: Of the last step without a plan: what is beside these when it starts.
     """
 
     def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None) -> None:
         self._asked = budget
         self._optimizer = optimizer
-        self.resident_bytes = self._resident(model)
+        self.resident_bytes, self.batch_bytes = self._resident(model), 0
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
         if parsed == "auto":
@@ -59,12 +60,13 @@ class StepBudget:
                     least_bytes=self.resident_bytes,
                 )
 
-    def for_step(self, model: nn.Module) -> int:
-        """Bytes for what a step makes that starts now."""
+    def for_step(self, model: nn.Module, batch: object) -> int:
+        """Bytes for what a step makes that starts now, on ``batch``."""
         self.resident_bytes = self._resident(model)
+        self.batch_bytes = self._resident(model, batch) - self.resident_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
             return int((1 - AUTO_MARGIN) * available_bytes(device_of(model)))
-        return max(0, self.absolute_bytes - self.resident_bytes)
+        return max(0, self.absolute_bytes - self.resident_bytes - self.batch_bytes)
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:
         """The budget in bytes, resident memory included; a percentage is of this graph's plain step, once for all."""
@@ -77,13 +79,14 @@ class StepBudget:
         if self.absolute_bytes is not None:
             self.absolute_bytes -= int(LOWERED_BY * max(0, self.absolute_bytes - self.resident_bytes))
 
-    def _resident(self, model: nn.Module) -> int:
+    def _resident(self, model: nn.Module, batch: object = ()) -> int:
         state = getattr(self._optimizer, "state", None)
         tensors = [
             *model.parameters(),
             *model.buffers(),
             *(p.grad for p in model.parameters() if p.grad is not None),
             *(tensors_in(list(state.values())) if isinstance(state, dict) else ()),
+            *tensors_in(batch),
         ]
         device = device_of(model)
         storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
