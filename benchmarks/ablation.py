@@ -269,7 +269,7 @@ PARTS: dict[str, Part] = {
     "decomposition": Part({"exact:ExactSearch._columns": nothing}, DECOMPOSED, telling=False, later=2),
     # One model
     "monolithic MILP": Part(
-        {"tuning:MONOLITHIC_SIZE": -1, "tuning:MONOLITHIC_FEW_REPEATS_SIZE": -1}, MONOLITHIC, telling=False
+        {"tuning:MONOLITHIC_SIZE": -1, "tuning:MONOLITHIC_NO_REPEATS_SIZE": -1}, MONOLITHIC, telling=False
     ),
     "monolithic MILP: rounding": Part(
         {"milp.monolithic:MonolithicSearch._round_relaxation": lambda self, *_: ([], self.context.floor_ms)},

@@ -46,6 +46,18 @@ def test_every_step_keeps_the_budget(model, budget):
     assert max(peaks[3:]) <= allowed
 
 
+def test_the_batch_is_in_the_budget_of_a_watched_step(model):
+    x = batch_of(512)
+    budget = resident_bytes(model) + x.nbytes + int(0.5 * activation_bytes(model, x))
+    allowed = budget - resident_bytes(model) - x.nbytes
+    with lowtide.fit(model, budget=budget) as fit:
+        peak = peak_bytes(lambda: model(x).square().mean().backward())
+        seen = fit.status().observed_peak_bytes
+
+    assert peak <= allowed + x.nbytes / 2
+    assert budget - 0.1 * allowed <= seen <= budget + x.nbytes / 2
+
+
 def test_a_percentage_is_of_the_first_step_and_fixed_once(model):
     with lowtide.fit(model, budget="60%") as fit:
         assert fit.status().budget_bytes is None

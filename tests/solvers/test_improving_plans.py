@@ -12,6 +12,7 @@ from support.toy_graphs import unit_costs
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulation.simulator import simulate, simulate_actions
 from lowtide.solvers.dispatch import solve
+from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.improving_plans import improving_plans
 from lowtide.solvers.milp.highs import LinearProgram
 
@@ -40,6 +41,29 @@ def test_the_first_plan_solves_no_program_with_whole_decisions_and_is_within_two
 
     assert first.predicted_step_ms <= 1.02 * best_ms
     assert first.predicted_peak_bytes <= first.budget_bytes
+
+
+@pytest.mark.parametrize("case", ("chain48", "toy"))
+def test_near_the_least_peak_there_is_a_first_plan_before_the_search_for_it_ends(case, monkeypatch):
+    graph, costs = load_case(case)
+    with pytest.raises(BudgetInfeasibleError) as error:
+        solve(graph, costs, graph.resident_bytes)
+    budget = error.value.least_bytes + (error.value.least_bytes - graph.resident_bytes) // 20
+    graph, costs = load_case(case)
+    monkeypatch.setattr(ExactSearch, "within", None)
+
+    first = next(improving_plans(graph, costs, budget))
+
+    assert first.predicted_peak_bytes <= budget
+
+
+def test_a_step_that_is_one_model_has_a_first_plan_within_two_percent(monkeypatch):
+    graph, costs = load_case("unet")
+    best_ms = solve(graph, costs, "40%").predicted_step_ms
+    graph, costs = load_case("unet")
+    monkeypatch.setattr(LinearProgram, "minimise", None)
+
+    assert next(improving_plans(graph, costs, "40%")).predicted_step_ms <= 1.02 * best_ms
 
 
 @settings(max_examples=60, deadline=None)

@@ -36,12 +36,13 @@ class StepBudget:
         limit_bytes: What the present step may take: the same, or what was free where that is None.
         most_bytes: Never more than that: what an automatic budget was at first, and where memory ran out.
         resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at.
+        batch_bytes: Of the last step without a plan: what is beside these when it starts.
     """
 
     def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None) -> None:
         self._asked = budget
         self._optimizer = optimizer
-        self.resident_bytes = self._resident(model)
+        self.resident_bytes, self.batch_bytes = self._resident(model), 0
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
         self.is_automatic = parsed == "auto"
@@ -72,13 +73,15 @@ class StepBudget:
         """Note the resident memory of a step that starts now."""
         self.resident_bytes = self._resident(model)
 
-    def for_step(self, model: nn.Module) -> int:
-        """Bytes for what a step makes that starts now."""
+    def for_step(self, model: nn.Module, batch: object) -> int:
+        """Bytes for what a step makes that starts now, on ``batch``."""
         self.look(model)
+        self.batch_bytes = self._resident(model, batch) - self.resident_bytes
+        there = self.resident_bytes + self.batch_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
-            free = self.resident_bytes + self.free_bytes()
+            free = there + self.free_bytes()
             self.limit_bytes = free if self.most_bytes is None else min(free, self.most_bytes)
-        return max(0, self.limit_bytes - self.resident_bytes)
+        return max(0, self.limit_bytes - there)
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:
         """The budget in bytes; a percentage is of this graph's plain step, once for all."""
@@ -118,7 +121,7 @@ class StepBudget:
         """Of what a step may make, a tenth less."""
         return limit_bytes - int(LOWERED_BY * max(0, limit_bytes - self.resident_bytes))
 
-    def _resident(self, model: nn.Module) -> int:
+    def _resident(self, model: nn.Module, batch: object = ()) -> int:
         self.device = device_of(model)  # it may be moved after ``fit``
         state = getattr(self._optimizer, "state", None)
         tensors = [
@@ -126,6 +129,7 @@ class StepBudget:
             *model.buffers(),
             *(p.grad for p in model.parameters() if p.grad is not None),
             *(tensors_in(list(state.values())) if isinstance(state, dict) else ()),
+            *tensors_in(batch),
         ]
         storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
         return sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)

@@ -155,11 +155,11 @@ class StepWatcher:
     def _around(self, model: nn.Module, shape: CallShape, args: tuple, kwargs: dict) -> AbstractContextManager[None]:
         """What surrounds this call: a planned tape, or the watch."""
         if not self._shapes:
-            self._begin_step(model, shape)
+            self._begin_step(model, shape, (args, kwargs))
         elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
             self._shapes = []
-            self._begin_step(model, shape)
+            self._begin_step(model, shape, (args, kwargs))
         position = len(self._shapes)
         self._shapes.append(shape)
         if self._step is not None:
@@ -251,7 +251,7 @@ class StepWatcher:
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def _begin_step(self, model: nn.Module, shape: CallShape) -> None:
+    def _begin_step(self, model: nn.Module, shape: CallShape, batch: object) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
         self._follow_free_memory(model)
@@ -264,7 +264,7 @@ class StepWatcher:
             self.shelf.refuse(shape, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
             return
         self.checkpointing.switch_off()
-        budget_bytes = self._budget.for_step(model)
+        budget_bytes = self._budget.for_step(model, batch)
         records = self.shelf.wants_graph(shape)
         self._watch = (WatchedStep if records else OnlineTape)(model, budget_bytes, self._expected)
         self._watch.begin_step()
@@ -353,7 +353,7 @@ class StepWatcher:
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs))
 
     def _note_peak(self, watch: OnlineTape) -> None:
-        peak = self._budget.resident_bytes + watch.live.peak
+        peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
         self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)
         # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
         over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))

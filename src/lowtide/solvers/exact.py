@@ -17,7 +17,11 @@ Known weaknesses: plans that replay an op more than once are found by local sear
 peak of large graphs.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 
 import highspy
 
@@ -31,13 +35,35 @@ from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments, windows
 from lowtide.solvers.graph_queries import ops_worth_replaying
 from lowtide.solvers.infeasible import infeasible_error
-from lowtide.solvers.local_search import Evaluated, reduce_peak
+from lowtide.solvers.local_search import Evaluated, descent
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
 from lowtide.solvers.published.methods import fixed_actions, lazy_candidates
 from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
+
+
+class _Descent:
+    """Candidates with ever lower peaks, searched for as far as somebody asks; the path is the same however it is."""
+
+    def __init__(self, path: Iterator[Evaluated]) -> None:
+        self._path = path
+        self._found: list[Evaluated] = []
+
+    def within(self, budget_bytes: int, most_steps: int | None = None) -> list[Evaluated]:
+        """The first that needs no more than ``budget_bytes``, if there is one among the first ``most_steps``."""
+        return list(islice((e for e in islice(self._all(), most_steps) if e.peak_bytes <= budget_bytes), 1))
+
+    @property
+    def last(self) -> Evaluated:
+        return list(self._all())[-1]
+
+    def _all(self) -> Iterator[Evaluated]:
+        yield from self._found
+        for evaluated in self._path:
+            self._found.append(evaluated)
+            yield evaluated
 
 
 class ExactSearch:
@@ -50,7 +76,7 @@ class ExactSearch:
         self.context = SearchContext(graph, costs, limits, per_op=coarse is not None and coarse.per_op)
         self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
         columns = None if coarse is not None and coarse.size <= tuning.MONOLITHIC_SIZE else self._columns(coarse)
-        if columns is None and (coarse is None or coarse.size > tuning.MONOLITHIC_FEW_REPEATS_SIZE):
+        if columns is None and (coarse is None or coarse.size > tuning.MONOLITHIC_NO_REPEATS_SIZE):
             coarse = self._coarse_by_segment()
         self.decomposed = DecomposedSearch(self.context, columns) if columns is not None else None
         self.monolithic = MonolithicSearch(self.context, coarse) if coarse is not None else None
@@ -61,9 +87,9 @@ class ExactSearch:
         if found is None or len(found) < tuning.MIN_SEGMENTS:
             return None
         columns = ColumnGeneration(self.graph, self.costs, self._segment_of, found)
-        few_repeats = 2 * len(columns.distinct_pools) > len(found) + 1
-        small = coarse is not None and coarse.size <= tuning.MONOLITHIC_FEW_REPEATS_SIZE
-        return None if few_repeats and small else columns
+        all_differ = len(columns.distinct_pools) == len(found)
+        small = coarse is not None and coarse.size <= tuning.MONOLITHIC_NO_REPEATS_SIZE
+        return None if all_differ and small else columns
 
     def _coarse_by_segment(self) -> CoarseGraph:
         """The model in which replays stay inside their segment."""
@@ -96,13 +122,31 @@ class ExactSearch:
     def first(self, budget_bytes: int) -> Candidate | None:
         """A good candidate in a small part of the time of ``within``, which then goes on from there; None: none found.
 
-        The fastest of what the published methods and the first columns give.
+        The fastest of what the published methods and the first columns, or the rounded relaxation, give. Where they
+        give nothing, the budget is near the least peak: the first on the way there, or a schedule of the chain methods.
         """
         found = [e for e in (self.plain, *self.published) if e.peak_bytes <= budget_bytes]
-        if self.decomposed is not None and self.plain not in found:
-            found += self.decomposed.first(budget_bytes)
-        best = min(found, key=lambda e: e.rank, default=None)
-        return None if best is None else self._candidate(best, "feasible", self.context.floor_ms)
+        if self.plain not in found:
+            model = self.decomposed or self.monolithic
+            assert model is not None
+            found += model.first(budget_bytes)
+            if not found and self.decomposed is not None:  # what ``fastest`` begins with
+                best = self.decomposed.by_single_segments(budget_bytes).best
+                found += [] if best is None else [best]
+        if not found and budget_bytes >= bound_peak(self.graph):
+            found = self._chain_within(budget_bytes)
+            # With a schedule at hand, only what is found without a descent; where the step is one model, not even that.
+            most_steps = 1 if found else None
+            for path in self._descents if self.decomposed is not None or not found else ():
+                found += path.within(budget_bytes, most_steps)
+                if found and most_steps is None:
+                    break
+        fastest = min(found, key=lambda e: e.rank, default=None)
+        return None if fastest is None else self._candidate(fastest, "feasible", self.context.floor_ms)
+
+    def step_ms(self, candidate: Candidate) -> float:
+        """The simulated step time of ``candidate``."""
+        return self.context.evaluate(candidate.actions, candidate.replays).timeline.step_ms
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """What the models find."""
@@ -124,10 +168,8 @@ class ExactSearch:
         """
         known = [e for e in self.published if e.peak_bytes <= budget_bytes]
         for path in self._descents:
-            known += [e for e in path if e.peak_bytes <= budget_bytes][:1]
-        chain = fastest_within(self.graph, self.costs, self._chain_schedules, budget_bytes)
-        if chain is not None:
-            known.append(self.context.evaluate(chain.actions, chain.replays))
+            known += path.within(budget_bytes)
+        known += self._chain_within(budget_bytes)
         if not known:
             least = self.min_peak
             if least.peak_bytes > budget_bytes:
@@ -141,6 +183,11 @@ class ExactSearch:
         if self.monolithic is not None:
             evaluated = self.monolithic.lower_peak(evaluated)
         return self.context.save_what_fits(evaluated, budget_bytes)
+
+    def _chain_within(self, budget_bytes: int) -> list[Evaluated]:
+        """The fastest schedule of the chain methods within the budget, if there is one."""
+        chain = fastest_within(self.graph, self.costs, self._chain_schedules, budget_bytes)
+        return [] if chain is None else [self.context.evaluate(chain.actions, chain.replays)]
 
     @cached_property
     def _chain_schedules(self) -> list[LazyCandidate]:
@@ -158,7 +205,7 @@ class ExactSearch:
     @cached_property
     def min_peak(self) -> Evaluated:
         """The least peak found; it does not depend on earlier searches, so asking for it succeeds."""
-        known = [self.plain, *self.published, *(path[-1] for path in self._descents)]
+        known = [self.plain, *self.published, *(path.last for path in self._descents)]
         chain = least_peak(self.graph, self.costs, self._chain_schedules)
         if chain is not None:
             known.append(self.context.evaluate(chain.actions, chain.replays))
@@ -169,13 +216,14 @@ class ExactSearch:
         return found
 
     @cached_property
-    def _descents(self) -> list[list[Evaluated]]:
+    def _descents(self) -> list[_Descent]:
         """Local searches for the least peak: from the models' least, and from the least of the published methods."""
-        model = self.decomposed or self.monolithic
+        small = self.monolithic is not None and self.monolithic.coarse.size <= tuning.MONOLITHIC_NO_REPEATS_SIZE
+        model = self.monolithic if small else self.decomposed or self.monolithic
         assert model is not None
         starts = [model.min_peak(), min((self.plain, *self.published), key=lambda e: (e.peak_bytes, *e.rank))]
         events = tuning.MIN_PEAK_EVENTS
-        return [reduce_peak(self.graph, self.costs, start, events=events) for start in starts if start is not None]
+        return [_Descent(descent(self.graph, self.costs, s, events=events)) for s in starts if s is not None]
 
     def _candidate(self, evaluated: Evaluated, status: str, bound_ms: float) -> Candidate:
         solver = {"solver": f"HiGHS {highspy.Highs().version()}"}

@@ -76,10 +76,29 @@ def reduce_peak(
     Returns:
         ``start``, and what was found, by falling peak; the last has at most ``target_bytes`` if that was reached.
     """
-    path, current = [start], start
+    return list(descent(
+        graph, costs, start, target_bytes=target_bytes, max_ms_per_byte=max_ms_per_byte, max_ms=max_ms,
+        least_ms_per_byte=least_ms_per_byte, events=events,
+    ))  # fmt: skip
+
+
+def descent(
+    graph: StepGraph,
+    costs: Costs,
+    start: Evaluated,
+    *,
+    target_bytes: int = 0,
+    max_ms_per_byte: float = math.inf,
+    max_ms: float = math.inf,
+    least_ms_per_byte: float = 0.0,
+    events: int,
+) -> Iterator[Evaluated]:
+    """What ``reduce_peak`` finds, one after the other."""
+    yield start
+    current, lowest_bytes = start, start.peak_bytes
     for _ in range(tuning.MAX_DESCENT_STEPS):
         expected_ms = current.timeline.step_ms + least_ms_per_byte * (current.peak_bytes - target_bytes)
-        if path[-1].peak_bytes <= target_bytes or expected_ms > max_ms or events <= 0:
+        if lowest_bytes <= target_bytes or expected_ms > max_ms or events <= 0:
             break
         best: tuple[tuple[bool, float, float, int], Evaluated] | None = None
         peak_bytes = current.peak_bytes
@@ -107,9 +126,9 @@ def reduce_peak(
         if best is None:
             break
         current = best[1]
-        if current.peak_bytes < path[-1].peak_bytes:
-            path.append(current)
-    return path
+        if current.peak_bytes < lowest_bytes:
+            lowest_bytes = current.peak_bytes
+            yield current
 
 
 class _Change(NamedTuple):

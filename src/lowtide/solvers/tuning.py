@@ -21,7 +21,7 @@ SAVE_WHAT_FITS_EVENTS: Final = 400_000  # To save again what the budget has room
 
 # Which search plans a step (exact.py)
 MONOLITHIC_SIZE: Final = 2000  # Steps up to this size are one model; larger MILPs take too long.
-MONOLITHIC_FEW_REPEATS_SIZE: Final = 6000  # Where segments hardly repeat: U-Net +7.0, decomposed +12.7 % (2026-11-20).
+MONOLITHIC_NO_REPEATS_SIZE: Final = 6000  # Where no segments are equal: U-Net +7.0, decomposed +12.7 % (2026-11-20).
 MONOLITHIC_OPS: Final = 300  # Ops worth replaying: above, one model is not even built, to save time. By trial.
 MIN_SEGMENTS: Final = 3  # Fewer are not decomposed. By trial.
 MIN_PEAK_EVENTS: Final = 1_500_000  # Local search for the least peak, each start. At 700,000: chain48 +710 to +1420 %.

@@ -18,14 +18,12 @@ class MonolithicSearch:
     def __init__(self, context: SearchContext, coarse: CoarseGraph) -> None:
         self.context, self.coarse = context, coarse
         self.graph, self.costs, self.limits = context.graph, context.costs, context.limits
+        self._last: tuple[int, tuple[PeakModel, list[Evaluated], float]] | None = None  # by budget
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """The faster of the rounded relaxation and, where that is not near enough to the bound, the MILP's answer."""
-        model = PeakModel(self.coarse, budget_bytes)
-        found: list[Evaluated] = []
-        bound_ms = self.context.floor_ms
-        if not self.context.per_op:
-            found, bound_ms = self._round_relaxation(model, budget_bytes)
+        model, rounded, bound_ms = self._rounded(budget_bytes)
+        found = list(rounded)
         if found and self.context.within_tolerance(found[-1], bound_ms):
             return SearchResult(found[-1], True, bound_ms)
         answer = self._minimise(model, time.perf_counter() + self.limits.time_limit_s, nodes=self.limits.node_limit)
@@ -39,6 +37,21 @@ class MonolithicSearch:
             found += reduce_peak(self.graph, self.costs, best, target_bytes=budget_bytes, events=events)[-1:]
         within = [e for e in found if e.peak_bytes <= budget_bytes]
         return SearchResult(min(within, key=lambda e: e.rank, default=None), proven, bound_ms)
+
+    def first(self, budget_bytes: int) -> list[Evaluated]:
+        """What is found before branch and bound, the best last; ``fastest`` goes on from there."""
+        return self._rounded(budget_bytes)[1]
+
+    def _rounded(self, budget_bytes: int) -> tuple[PeakModel, list[Evaluated], float]:
+        """The model, candidates rounded from its relaxation, the best last, and the bound so far; looked for once."""
+        if self._last is None or self._last[0] != budget_bytes:
+            model = PeakModel(self.coarse, budget_bytes)
+            found: list[Evaluated] = []
+            bound_ms = self.context.floor_ms
+            if not self.context.per_op:
+                found, bound_ms = self._round_relaxation(model, budget_bytes)
+            self._last = budget_bytes, (model, found, bound_ms)
+        return self._last[1]
 
     def _round_relaxation(self, model: PeakModel, budget_bytes: int) -> tuple[list[Evaluated], float]:
         """Candidates rounded from the relaxation and brought within the budget; and the relaxation's bound."""

@@ -7,29 +7,39 @@ proof serves them; and nothing is dropped on trust. Before its memory goes, a va
 The sum of its words is kept as a seal and compared when it goes and whenever it is made again.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
 from lowtide.errors import ReplayError
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
-from lowtide.tape.online.replays import Made, chain_of, pinned_bytes, run_chain, transient_bytes
+from lowtide.tape.online.replays import (
+    Made,
+    chain_of,
+    inputs_locked,
+    made_bytes,
+    pinned_bytes,
+    run_chain,
+    transient_bytes,
+)
 from lowtide.tape.online.values import MARK, StoredValue
 from lowtide.tape.recipes import changed_unseen
 from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
 
 _LEAST_BYTES = 4096  # smaller values are not worth a recipe
 _SLACK = 0.03  # of the budget: a release makes so much more room than was asked for, so that one scan serves many ops
-_PROOF_SHARE = 0.1  # of the budget at most is left free for what proofs take themselves
+_PROOF_SHARE = 0.4  # of the budget at most is left free for what proofs take themselves
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
 _LONGEST_CHAIN = 3000  # ops; a longer replay for one value costs more than any release is worth
 _MOST_PRICED = 400  # absent ancestors that are added up; beyond, the price is doubled instead
 _REPLAYS_PER_OP = 20  # so many replays for each op of the forward pass, and the step is thrashing
 _EARLY_SHARE = 0.5  # of the budget: once so much lives, each layer is proven when it ends
-_IDLE_SHARE = 0.01  # of the budget: after a vain scan, live bytes must grow by so much before the next
+_IDLE_SHARE = 0.004  # of the budget: after a vain scan, so much more must be wanted before the next
 
 
 class Releaser:
@@ -53,7 +63,7 @@ class Releaser:
         self.proof_s = self.replay_s = 0.0
         self.num_ops = 0  # of the forward pass so far: the clock of ``last_use``, and the measure of thrashing
         self._blocked: set[int] = set()  # ids of held values that cannot go
-        self._proof_bytes = 0.0  # what a proof or one op took, at most
+        self._proof_bytes = 0.0  # what the proof of a held value takes, at most
         self._idle_until = 0.0
         self._proving = False
         self._busy = False
@@ -83,25 +93,53 @@ class Releaser:
 
     def make_room(self, extra: int) -> None:
         """Release until ``extra`` bytes more fit, as far as that is possible."""
-        limit = self.budget_bytes - (0 if self._proving else self._proof_bytes)
-        if self._live.now + extra <= limit:
+        if self._fits_beside_proofs(extra):
             return
-        if self._live.now >= self._idle_until and not self.thrashing and not self._still:
+        wanted = self._live.now + extra
+        if wanted > self._idle_until and not self.thrashing and not self._still:
+            self._prove_while_there_is_room(extra)
             tried: set[int] = set()
-            while (excess := self._live.now + extra - limit) > 0:
+            while not self._fits_beside_proofs(extra):
+                excess = self._live.now + extra - self._limit_bytes
                 chosen = self._choose(excess + _SLACK * self.budget_bytes, tried)
                 if not chosen:
-                    self._release_what_does_not_fit(extra - limit)
+                    self._release_what_does_not_fit(extra)
                     break
                 tried.update(id(v) for v in chosen)
                 self._release(chosen)
-            if self._live.now + extra > limit:
-                self._idle_until = self._live.now + max(_IDLE_SHARE * self.budget_bytes, 1)
+            if not self._fits_beside_proofs(extra):
+                wanted = self._live.now + extra
+                self._idle_until = wanted + _IDLE_SHARE * self.budget_bytes
+                if wanted <= self.budget_bytes:  # only proofs do not fit
+                    self._idle_until = min(self._idle_until, self.budget_bytes)
         self.over_bytes = max(self.over_bytes, self._live.now + extra - self.budget_bytes)
 
-    def reserve_for(self, made: int) -> None:
-        """An op has made so many bytes: the proof of one like it will."""
-        self._proof_bytes = max(self._proof_bytes, min(made, _PROOF_SHARE * self.budget_bytes))
+    @property
+    def _limit_bytes(self) -> float:
+        """What may live: what is not proven yet can be proven beside it."""
+        return self.budget_bytes - (0 if self._proving else min(self._proof_bytes, _PROOF_SHARE * self.budget_bytes))
+
+    def _fits_beside_proofs(self, extra: int) -> bool:
+        return self._live.now + extra <= self._limit_bytes
+
+    def reserve_for(self, value: StoredValue) -> None:
+        """``value`` is held from now on: its proof will take room."""
+        if not value.proven and self._may_be_proven(value):
+            self._proof_bytes = max(self._proof_bytes, _room_for_proof(value))
+
+    def _prove_while_there_is_room(self, extra: int) -> None:
+        """Prove what takes most for it, until ``extra`` bytes fit beside the other proofs: nothing is let go for it."""
+        rooms = [(room, v) for v in self._unproven() if (room := _room_for_proof(v)) < math.inf]
+        rooms.sort(key=lambda found: (found[0], found[1].number))
+        while rooms and not self._proving:
+            self._proof_bytes = rooms[-1][0]
+            if self._fits_beside_proofs(extra) or self._live.now + self._proof_bytes > self.budget_bytes:
+                return
+            self._prove([rooms.pop()[1]])
+        self._proof_bytes = 0.0
+
+    def _unproven(self) -> list[StoredValue]:
+        return [v for v in self._holdings if not v.proven and self._may_be_proven(v)]
 
     def _choose(self, excess: float, tried: set[int]) -> list[StoredValue]:
         candidates = [v for v in self._holdings if id(v) not in tried and self._may_go(v)]
@@ -144,10 +182,17 @@ class Releaser:
                 self._prove([value])
                 self._drop(value)
 
-    def _release_what_does_not_fit(self, beyond: float) -> None:
-        """The last resort: proofs that take more than there is, for a moment, until ``beyond`` bytes more fit."""
+    def _release_what_does_not_fit(self, extra: int) -> None:
+        """The last resort: proofs that take more than there is, for a moment.
+
+        In forward, where more is to come: until proofs are out of the way. In backward no more than is missing anyway.
+        """
+        in_backward = graph_task() != -1
+        limit = self.budget_bytes if in_backward else self._limit_bytes
         for value in sorted((v for v in self._holdings if self._may_go(v)), key=_room_for_proof):
-            if self._live.now + beyond <= 0:
+            missing = self._live.now + extra - limit
+            over = self._live.now + _room_for_proof(value) - self.budget_bytes
+            if missing <= 0 or (in_backward and over > max(missing, self.over_bytes)):
                 break
             self._prove([value])
             self._drop(value)
@@ -177,14 +222,14 @@ class Releaser:
         """
         if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
-        made = [v for v in self._holdings if v.layer == layer and not v.proven and self._may_be_proven(v)]
-        values = [v for v in made if chain_of([v]) is not None]
-        if self._fits(values):
-            self._prove(values)
+        values = [v for v in self._unproven() if v.layer == layer and chain_of([v]) is not None]
+        for part in [values] if self._fits(values) else [[v] for v in values]:
+            if self._fits(part):
+                self._prove(part)
 
     def _prove(self, values: list[StoredValue]) -> None:
         """Make each again beside what it replaces and compare; those that differ stay for good."""
-        values = [v for v in values if not v.proven]
+        values = [v for v in _with_siblings(values) if not v.proven and self._may_be_proven(v)]
         chain = chain_of(values) if values else None
         if chain is None:
             self._blocked.update(id(v) for v in values)
@@ -228,6 +273,8 @@ class Releaser:
         chain = chain_of([target])
         if chain is None:
             raise ReplayError("a released tensor cannot be made again.\nThis is a bug in lowtide.")
+        with inputs_locked(chain):  # while it runs, hardly anything may go
+            self.make_room(transient_bytes(chain, ()))
 
         def take(value: StoredValue, made: Made) -> Made:
             later: Made = []
@@ -264,7 +311,7 @@ class Releaser:
 
     def _before_replay(self, value: StoredValue) -> None:
         if not self._proving:
-            self.make_room(value.bytes)
+            self.make_room(made_bytes(value))
 
 
 def _seconds_to_make(value: StoredValue) -> float:
@@ -281,6 +328,15 @@ def _seconds_to_make(value: StoredValue) -> float:
     return total
 
 
+def _with_siblings(values: Iterable[StoredValue]) -> list[StoredValue]:
+    """``values`` and what else their ops have made: one run proves all of an op's outputs."""
+    found = {id(v): v for v in values}
+    for value in list(found.values()):
+        if value.recipe is not None:
+            found |= {id(o): o for _, reference in value.recipe.outputs if (o := reference()) is not None}
+    return list(found.values())
+
+
 def _room_for_proof(value: StoredValue) -> float:
     chain = chain_of([value])
-    return float("inf") if chain is None else transient_bytes(chain, [value])
+    return math.inf if chain is None else transient_bytes(chain, [value])

@@ -1,8 +1,8 @@
 """Making stored values again: in program order, each absent one once, dropped after its last reader."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # where ops were recorded
@@ -34,6 +34,11 @@ def chain_of(values: Iterable[StoredValue]) -> list[StoredValue] | None:
     return sorted(found.values(), key=lambda v: v.number)
 
 
+def made_bytes(value: StoredValue) -> int:
+    """What making ``value`` allocates: its op's other outputs too."""
+    return value.bytes if value.recipe is None else value.recipe.made_bytes
+
+
 def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) -> int:
     """Most bytes that live at once while ``chain`` runs and each target goes as soon as it is made."""
     wanted = {id(v) for v in targets}
@@ -41,7 +46,7 @@ def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) ->
     live = peak = 0
     held: dict[int, int] = {}
     for value in chain:
-        peak = max(peak, live + value.bytes)
+        peak = max(peak, live + made_bytes(value))
         if id(value) not in wanted and left.get(id(value)):
             held[id(value)] = value.bytes
             live += value.bytes
@@ -73,11 +78,8 @@ def run_chain(
     run_anyway = {id(v) for v in targets}
     left = _reader_counts(chain)
     transient: dict[StoredValue, Tensor] = {}
-    locked = deque(read for value in chain for read in value.inputs)
-    for read in locked:
-        read.locked += 1
     with ExitStack() as stack:
-        stack.callback(_unlock, locked)
+        locked = stack.enter_context(inputs_locked(chain))
         stack.enter_context(below_autograd())
         stack.enter_context(no_autocast())
         for value in chain:
@@ -99,9 +101,17 @@ def run_chain(
                     transient.pop(read, None)
 
 
-def _unlock(values: Iterable[StoredValue]) -> None:
-    for value in values:
-        value.locked -= 1
+@contextmanager
+def inputs_locked(chain: list[StoredValue]) -> Iterator[deque[StoredValue]]:
+    """What ``chain`` reads stays; taken from the left of the deque, one is free again."""
+    locked = deque(read for value in chain for read in value.inputs)
+    for read in locked:
+        read.locked += 1
+    try:
+        yield locked
+    finally:
+        for read in locked:
+            read.locked -= 1
 
 
 def _reader_counts(chain: list[StoredValue]) -> dict[int, int]:

@@ -201,7 +201,6 @@ class OnlineTape(TorchDispatchMode):
         size = sum(value.bytes for _, value in made)
         self._expected.learn(op.key, size)
         self._key = op.key
-        self.releaser.reserve_for(size)
         if op.backward or self._pauses:
             return
         if op.written:
@@ -221,6 +220,7 @@ class OnlineTape(TorchDispatchMode):
                 value.why_kept = why or op.unreadable
             return
         recipe.outputs = [(position, weakref.ref(value)) for position, value in made]
+        recipe.made_bytes = sum(value.bytes for _, value in made)
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
         self._note_reads(recipe)
@@ -319,6 +319,7 @@ class OnlineTape(TorchDispatchMode):
         if claim is None:
             claim = Claim(value, self._holdings.end_claim)
             self._holdings.claim(value, claim, _memory_of(tensor))
+            self.releaser.reserve_for(value)
         value.num_reads += 1
         value.last_use = self._number
         return self.handle(claim, tensor)
