@@ -29,6 +29,7 @@ PLAIN_MODULES = tuple(
         "block_rounding",
         "shape_family",
         "derived_costs",
+        "plain_peak",
         "plan_transfer",
         "buckets",
     )

@@ -1,167 +1,107 @@
 """Buckets: the few shapes to make plans for, so that batches of every length seen recompute little.
 
 A plan serves every shape that its own shape covers, at the price of recomputing what a shorter batch has room to keep.
-So lengths are cut into buckets, and each bucket is planned for its largest shape. Shapes that fit without a plan need
-none.
+So lengths fall into buckets, and each bucket is planned for its largest shape. Which lengths come is learnt on the way:
+each time the one plan is made that is expected to save most. Where there is no room, the one goes that is missed least.
 
 What a plan costs is estimated, since solving for every shape would take minutes: a plan has to drop the share of its
-shape's activation memory that is above the budget, and a batch served by it recomputes that share of its own.
+shape's activation memory that is above the budget, and a batch served by it recomputes that share of its own. A plan
+whose shape fits the budget drops nothing.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import inf, prod
+from functools import cached_property
+from math import inf
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.runtime.dimensions import Vector, covers, join
-from lowtide.runtime.shape_family import ShapeFamily
-from lowtide.simulation.simulator import simulate_actions
 
-_MOST_SHAPES = 24  # that are told apart; of more, neighbours are taken together: each costs a simulation
+_MOST_TOPS = 24  # that are looked at; of more shapes, each of so many groups has one
+_LEAST_GAIN = 0.01  # of the activation memory of all batches seen: less is not worth a plan
+
+_ONLINE_SHARE = 4.0  # a step without a plan: as if it were recomputed several times
+
+PlainBytes = Callable[[Vector], tuple[int, int] | None]  # plain peak and resident bytes; None where unknown
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """Which shapes to plan for.
-
-    Attributes:
-        plain: Shapes that fit without a plan, and so does all that they cover; none of them covers another.
-        planned: Shapes to plan for, by rising plain peak.
-        unknown: Shapes seen that the family cannot derive yet.
-        expected_share: Share of the activation memory of all seen batches that is recomputed, by the estimate; inf
-            where ``max_plans`` plans cannot serve them all.
-    """
-
-    plain: tuple[Vector, ...]
-    planned: tuple[Vector, ...]
-    unknown: tuple[Vector, ...]
-    expected_share: float
-
-    def fits_plain(self, dimensions: Vector) -> bool:
-        """Whether a batch of ``dimensions`` is known to need no plan."""
-        return any(covers(shape, dimensions) for shape in self.plain)
-
-    def serving(self, dimensions: Vector) -> Vector | None:
-        """The shape whose plan serves ``dimensions`` with the least recompute; None if no plan covers it."""
-        return next((shape for shape in self.planned if covers(shape, dimensions)), None)
-
-
-def plan_buckets(family: ShapeFamily, dimensions_seen: Iterable[Vector], budget_bytes: int, max_plans: int) -> Buckets:
-    """Choose at most ``max_plans`` shapes to plan for, so that the least recompute is expected.
+class Expected:
+    """What the batches seen so far recompute, by the estimate.
 
     Args:
-        dimensions_seen: Of each batch so far; how often a shape comes counts.
-        budget_bytes: Absolute peak.
-
-    Raises:
-        ValueError: ``max_plans`` is not positive, or nothing was seen.
+        counts: How often each shape came.
+        plain_bytes: Of any shape. Shapes that it does not know do not count.
     """
-    counts = Counter(dimensions_seen)
-    if max_plans < 1:
-        raise ValueError(f"max_plans={max_plans}: no shape could be planned for. Allow 1 or more.")
-    if not counts:
-        raise ValueError("dimensions_seen is empty: nothing says what to plan for. Pass the shapes of some batches.")
-    memory = _PlainMemory(family, budget_bytes)
-    fitting: list[Vector] = []
-    unknown: list[Vector] = []
-    tight: list[_Group] = []
-    total_bytes = 0
-    for shapes in _quantiles(sorted(counts, key=lambda shape: (prod(shape), shape))):
-        if memory.of(join(shapes)) is None:
-            unknown += (missing := [shape for shape in shapes if memory.of(shape) is None])
-            shapes = [shape for shape in shapes if shape not in missing]
-        elif not memory.fits(join(shapes)) and memory.fits(shapes[0]):  # the limit lies between them
-            fitting += (small := [shape for shape in shapes if memory.fits(shape)])
-            shapes = [shape for shape in shapes if shape not in small]
-        if not shapes:
-            continue
-        top = join(shapes)
-        group = _Group(top, memory.activation_bytes(top) * sum(counts[shape] for shape in shapes))
-        total_bytes += group.bytes
-        if memory.fits(top):
-            fitting += shapes
-        else:
-            tight.append(group)
-    recomputed_bytes, planned = _best_partition(tight, memory, max_plans)
-    return Buckets(
-        plain=tuple(sorted(s for s in fitting if not any(covers(other, s) and other != s for other in fitting))),
-        planned=tuple(sorted(planned, key=memory.order)),
-        unknown=tuple(sorted(unknown)),
-        expected_share=recomputed_bytes / total_bytes if total_bytes else 0.0,
-    )
 
-
-@dataclass(frozen=True)
-class _Group:
-    """Neighbouring shapes that one plan will serve; ``bytes``: activation memory of all their batches together."""
-
-    top: Vector
-    bytes: int
-
-
-class _PlainMemory:
-    """Plain peaks of derived shapes, each simulated once."""
-
-    def __init__(self, family: ShapeFamily, budget_bytes: int) -> None:
-        self._family = family
-        self._budget_bytes = budget_bytes
-        self._known: dict[Vector, tuple[int, int] | None] = {}
-
-    def of(self, shape: Vector) -> tuple[int, int] | None:
-        """Plain peak and resident bytes; None where the family does not determine the graph."""
-        if shape not in self._known:
-            derived = self._family.derive(shape)
-            self._known[shape] = None if derived is None else _plain_peak(derived.graph)
-        return self._known[shape]
-
-    def activation_bytes(self, shape: Vector) -> int:
-        peak, resident = self.of(shape) or (0, 0)
-        return peak - resident
-
-    def fits(self, shape: Vector) -> bool:
-        return self.share(shape) <= 0.0
+    counts: Mapping[Vector, int]
+    plain_bytes: PlainBytes
+    budget_bytes: int
 
     def share(self, shape: Vector) -> float:
-        """Of its activation memory what a plan for ``shape`` has to drop; at most 0 if it fits; inf where unknown."""
-        known = self.of(shape)
+        """Of the activation memory of a batch that a plan for ``shape`` serves, what it recomputes; inf if unknown."""
+        known = self.plain_bytes(shape)
         if known is None:
             return inf
         peak, resident = known
-        return (peak - self._budget_bytes) / max(peak - resident, 1)
+        return max(0.0, (peak - self.budget_bytes) / max(peak - resident, 1))
 
-    def order(self, shape: Vector) -> tuple[int, Vector]:
-        known = self.of(shape)
-        return (0 if known is None else known[0]), shape
+    @cached_property
+    def weights(self) -> dict[Vector, int]:
+        """Activation bytes of all batches of each known shape, the shapes in order of their plain peaks."""
+        known = [(found, shape) for shape in self.counts if (found := self.plain_bytes(shape)) is not None]
+        return {shape: (peak - resident) * self.counts[shape] for (peak, resident), shape in sorted(known)}
+
+    def served(self, tops: Sequence[Vector]) -> dict[Vector, float]:
+        """The share that each known shape recomputes under the best of the plans for ``tops``."""
+        shares = [(min(self.share(top), _ONLINE_SHARE), top) for top in tops]
+        return {
+            shape: min((s for s, top in shares if covers(top, shape)), default=_ONLINE_SHARE) for shape in self.weights
+        }
+
+    def recomputed_bytes(self, tops: Sequence[Vector]) -> float:
+        return sum(self.weights[shape] * share for shape, share in self.served(tops).items())
 
 
-def _plain_peak(graph: StepGraph) -> tuple[int, int]:
-    no_time = Costs(op_ms=(0.0,) * len(graph.ops))
-    return simulate_actions(graph, no_time, {}).peak_bytes, graph.resident_bytes
+def least_missed(expected: Expected, tops: Sequence[Vector], new: Sequence[Vector] = ()) -> int:
+    """Which of ``tops`` may go: without it the least more is recomputed beside ``new``. Of equal ones the first."""
+    costs = [expected.recomputed_bytes([*tops[:at], *tops[at + 1 :], *new]) for at in range(len(tops))]
+    return costs.index(min(costs))
 
 
-def _quantiles(shapes: list[Vector]) -> list[list[Vector]]:
-    """At most ``_MOST_SHAPES`` groups of neighbours, about equally many shapes in each."""
-    num_groups = min(len(shapes), _MOST_SHAPES)
-    cuts = [len(shapes) * i // num_groups for i in range(num_groups + 1)]
-    return [shapes[a:b] for a, b in pairwise(cuts)]
+def next_bucket(expected: Expected, tops: Sequence[Vector], max_plans: int) -> Vector | None:
+    """The shape that is most worth another plan; None where none is worth it.
+
+    Args:
+        tops: Those that are planned for. Where they are ``max_plans``, one of them goes.
+
+    Raises:
+        ValueError: ``max_plans`` is not positive.
+    """
+    if max_plans < 1:
+        raise ValueError(f"max_plans={max_plans}: no shape could be planned for. Allow 1 or more.")
+    weights = expected.weights
+    now = expected.recomputed_bytes(tops)
+    kept = list(tops)
+    while len(kept) >= max_plans:
+        del kept[least_missed(expected, kept)]
+    served = expected.served(kept)
+    best, most = None, _LEAST_GAIN * sum(weights.values())
+    for top in _tops(list(weights)):
+        share = expected.share(top)
+        with_it = sum(
+            weight * (min(share, served[shape]) if covers(top, shape) else served[shape])
+            for shape, weight in weights.items()
+        )
+        if top not in tops and now - with_it > most:
+            best, most = top, now - with_it
+    return best
 
 
-def _best_partition(groups: list[_Group], memory: _PlainMemory, max_plans: int) -> tuple[float, list[Vector]]:
-    """The least recomputed bytes, and the shapes to plan for, of all cuts of ``groups`` into ``max_plans`` runs."""
-    # best[end]: the same for the first ``end`` groups.
-    best: list[tuple[float, list[Vector]]] = [(0.0, []), *((inf, []) for _ in groups)]
-    for _ in range(max_plans):
-        longer = list(best)
-        for end in range(1, len(groups) + 1):
-            for start in range(end):
-                before, chosen = best[start]
-                run = groups[start:end]
-                top = join(group.top for group in run)
-                recomputed = before + memory.share(top) * sum(group.bytes for group in run)
-                if recomputed < longer[end][0]:
-                    longer[end] = recomputed, [*chosen, top]
-        best = longer
-    return best[-1]
+def _tops(shapes: list[Vector]) -> list[Vector]:
+    """Shapes that cover all before them, for about equally many of ``shapes`` each."""
+    num = min(len(shapes), _MOST_TOPS)
+    ends = [len(shapes) * (n + 1) // num for n in range(num)]
+    found: list[Vector] = []
+    for start, end in zip([0, *ends], ends):
+        found.append(join([*found[-1:], *shapes[start:end]]))
+    return list(dict.fromkeys(found))

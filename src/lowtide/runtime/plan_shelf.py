@@ -1,8 +1,9 @@
 """The plans at hand, by shape: asked for, put in force when they come back, given up when steps turn out otherwise.
 
 A plan serves every shape that its own shape covers (``plan_transfer.py`` says why the budget holds). So the largest
-shape so far is planned first. While there is room for more plans, shapes much smaller than what serves them get plans
-of their own: a short batch should recompute little, and one that fits plain nothing.
+shape so far is planned first. A short batch should recompute little, and one that fits plain nothing. Where a shape's
+graph follows from those of watched shapes (``shape_book.py``), plans are made for a few buckets of shapes, without
+watching them. Elsewhere a shape that is much smaller than what serves it is watched and gets a plan of its own.
 """
 
 import logging
@@ -19,12 +20,15 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape
+from lowtide.runtime.dimensions import join
 from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
 from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
 from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.shape_book import ShapeBook
 from lowtide.runtime.shared_tiers import SharedTiers
+from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.subclasses import wrapped_parameters
@@ -76,6 +80,11 @@ class PlanShelf:
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
+        self._book = ShapeBook()
+        self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
+        self._budget_bytes: int | None = None  # None before the first watched step
+        self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
+        self._num_steps = 0
 
     # -- which plan -----------------------------------------------------------------------------------------
 
@@ -83,10 +92,19 @@ class PlanShelf:
         """The plan for a step that starts with a call of ``shape``; None: there is none, or it wants another watch."""
         self._adopt_plans()
         self.seen.add(shape)
+        self._num_steps += 1
+        self._book.saw(shape)
+        if shape in self._doubted and shape not in self._refused:
+            return None
         found = self._serving(shape)
         if found is not None and self.can_watch and found.has_drifted() and not self._keep_drifted(found):
             found = self._serving(shape)
-        if found is None or (found.shapes[0] != shape and self.can_watch and self._wants_own_plan(shape, found)):
+        if found is None or found.shapes[0] != shape:
+            if self._is_family_shape(shape):
+                found = self._plan_unwatched(shape, found)
+            elif found is not None and self.can_watch and self._wants_own_plan(shape, found):
+                return None
+        if found is None:
             return None
         found.last_served = shape
         self.plans.remove(found)
@@ -95,19 +113,21 @@ class PlanShelf:
 
     def wants_graph(self, shape: CallShape) -> bool:
         """Whether a watched step of ``shape`` should be recorded."""
-        if shape in self._refused:
-            return False
+        return shape not in self._refused and (not self._is_waiting_for(shape) or self._book.wants(shape))
+
+    def _is_waiting_for(self, shape: CallShape) -> bool:
+        """Whether a plan that will serve ``shape`` is asked for."""
         waiting = [shapes[0] for shapes, _ in self._next] + ([self._asked.shapes[0]] if self._asked else [])
-        return not any(s == shape if shape in self._alone else s.covers(shape) for s in waiting)
+        return any(s == shape if shape in self._alone else s.covers(shape) for s in waiting)
 
     def _serving(self, shape: CallShape) -> PlannedStep | None:
-        """The plan of ``shape``, or of the smallest shape that covers it."""
+        """The plan of ``shape``, or of those whose shape covers it the one that recomputes least."""
         exact = next((p for p in self.plans if p.shapes[0] == shape), None)
         if exact is not None or shape in self._alone:
             return exact
         # What travels to other tiers has to be of the planned size.
         covering = [p for p in self.plans if not p.plan.tiers and p.shapes[0].covers(shape)]
-        return min(covering, key=lambda p: p.shapes[0].sizes, default=None)
+        return min(covering, key=lambda p: (p.plan.predicted_overhead, p.shapes[0].sizes), default=None)
 
     def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
         """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
@@ -130,10 +150,15 @@ class PlanShelf:
             return False
         self._replans[shape] += 1
         self.plans.remove(planned)
+        if planned.is_derived:
+            self._doubted.add(shape)  # the next watch tells what is different
+        else:
+            self._book.forget(shape)
         return True
 
     def change_budget(self, budget_bytes: int) -> None:
         """Let go of plans for more; have them made again, and those that could do with less recomputation."""
+        self._budget_bytes = budget_bytes
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
         self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
         waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
@@ -148,12 +173,96 @@ class PlanShelf:
         planned.tape.proves_at_birth = self._reasons.say_saved
         self.plans = [p for p in self.plans if p.shapes != planned.shapes]
         self.plans.append(planned)
-        del self.plans[: -self._options.max_plans]
+        self._make_room()
+
+    # -- shapes that nobody has watched -----------------------------------------------------------------------
+
+    def _is_family_shape(self, shape: CallShape) -> bool:
+        """Whether the graph of ``shape`` follows from others. What to plan for is estimated for method exact alone."""
+        return self._options.method == "exact" and shape not in self._alone | self._refused and self._book.knows(shape)
+
+    def _plan_unwatched(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
+        """The plan for ``shape``, whose graph follows from others; what is worth another plan is asked for.
+
+        Args:
+            found: The best plan so far.
+        """
+        assert self._budget_bytes is not None  # the watched steps came with it
+        if found is not None and found.keeps_everything:
+            return found
+        if self._book.fits_plain(shape, self._budget_bytes):
+            kept = [p.shapes[0] for p in self.plans if p.keeps_everything]
+            sizes = [s.sizes for s in kept if s.pattern == shape.pattern]
+            together = shape._replace(sizes=join([shape.sizes, *sizes]))
+            if sizes and (planned := self._keep_everything(together)):  # it replaces the smaller one
+                return planned
+            if len(self.plans) < self._options.max_plans and (planned := self._keep_everything(shape)):
+                return planned
+        wanted: CallShape | None = None
+        if found is None:  # larger than all that is planned for: a plan for all that came so far
+            seen = [s for s in self.seen if s.pattern == shape.pattern and self._book.knows(s)]
+            largest = shape._replace(sizes=join(s.sizes for s in seen))
+            wanted = next((s for s in (largest, shape) if self._book.knows(s)), None)
+        elif self._asked is None and self._num_steps >= self._choice_after:
+            tops = [p.shapes[0].sizes for p in self.plans if p.shapes[0].pattern == shape.pattern]
+            wanted = self._book.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
+            if wanted is None:
+                self._choice_after = self._num_steps + 1 + self._num_steps // 10
+        if wanted is None or wanted in self._refused or self._is_waiting_for(wanted):
+            return found
+        if kept_plan := self._keep_everything(wanted):
+            return kept_plan if wanted.covers(shape) else found
+        if (derived := self._book.derive(wanted)) is not None:
+            shapes, known = derived
+            assert known.costs is not None  # watched steps have times
+            self._ask(shapes, known.graph, known.costs, self._budget_bytes)
+        return found
+
+    def _keep_everything(self, shape: CallShape) -> PlannedStep | None:
+        """A plan for ``shape`` that recomputes nothing, if it fits: no planner is asked for it."""
+        assert self._budget_bytes is not None
+        derived = self._book.derive(shape) if self._book.fits_plain(shape, self._budget_bytes) else None
+        if derived is None:
+            return None
+        shapes, known = derived
+        assert known.costs is not None
+        plan = replace(solve(known.graph, known.costs, method="none"), budget_bytes=self._budget_bytes)
+        self.plans = [
+            p for p in self.plans if not (p.keeps_everything and shape.covers(p.shapes[0]))
+        ]  # fmt: skip
+        planned = self._put_in_force(shapes, known.graph, known.costs, plan)
+        self._tell(plan, "a shape that follows from others: fits without recompute, not planned")
+        return planned
+
+    def _make_room(self) -> None:
+        """Let go of a plan, if there are too many: of the one that is missed least, as far as that is known."""
+        while len(self.plans) > self._options.max_plans:
+            *before, new = (p.shapes[0] for p in self.plans)
+            gone = 0  # used least recently
+            if self._budget_bytes is not None and all(s.pattern == new.pattern and self._book.knows(s) for s in before):
+                gone = self._book.least_missed(new, [shape.sizes for shape in before], self._budget_bytes)
+            del self.plans[gone]
 
     # -- asking ---------------------------------------------------------------------------------------------
 
     def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
-        """Have a step planned whose calls have these shapes."""
+        """A step was watched whose calls have these shapes: have it planned, unless a plan for it is on its way."""
+        self._budget_bytes = budget_bytes
+        self._doubted.discard(shapes[0])
+        if reason := self._book.note(shapes, graph, costs):
+            self._reasons.say(f"a step was not as derived from other lengths, so such steps are watched: {reason}")
+            self._let_go_of_derived(shapes[0])
+        if not self._is_waiting_for(shapes[0]):
+            self._ask(shapes, graph, costs, budget_bytes)
+
+    def _let_go_of_derived(self, like: CallShape) -> None:
+        """Plans from derived graphs of this way to call the model, and what is asked for."""
+        self.plans = [p for p in self.plans if not p.is_derived or p.shapes[0].pattern != like.pattern]
+        self._next = [entry for entry in self._next if entry[0][0].pattern != like.pattern]
+        if self._asked is not None and self._asked.shapes[0].pattern == like.pattern:
+            self._asked = None
+
+    def _ask(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
         self._next.append((shapes, self._request_for(graph, costs, budget_bytes)))
         self._ask_next()
 
@@ -167,6 +276,7 @@ class PlanShelf:
     def refuse(self, shape: CallShape, why: str) -> None:
         """There will be no plan for steps that start with a call of ``shape``."""
         self._refused.add(shape)
+        self._doubted.discard(shape)
         how = "they run online" if self.can_watch else "all is saved in them"
         self._reasons.say(f"no plan for steps like this one, {how}: {why}")
 
@@ -204,7 +314,7 @@ class PlanShelf:
             self._ask_next()
         elif asked.pending.first_done() and asked.first is None:
             with suppress(LowtideError):  # the final answer tells
-                asked.first = self._put_in_force(asked, asked.pending.first())
+                asked.first = self._adopted(asked, asked.pending.first())
 
     def _adopt(self, asked: _Asked) -> None:
         pending = asked.pending
@@ -212,7 +322,7 @@ class PlanShelf:
         if pending.reason:
             self._reasons.say(pending.reason)
         try:
-            planned = self._put_in_force(asked, pending.plan())
+            planned = self._adopted(asked, pending.plan())
         except BudgetInfeasibleError as error:
             self._reasons.say(
                 f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
@@ -226,22 +336,25 @@ class PlanShelf:
         except LowtideError as error:
             self.refuse(asked.shapes[0], str(error).splitlines()[0])
         else:
-            self._tell(planned.plan, pending)
+            made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
+            whose = "a shape that follows from others: " if planned.is_derived else ""
+            self._tell(planned.plan, f"{whose}{made} in {pending.planning_s:.1f} s")
 
-    def _put_in_force(self, asked: _Asked, plan: Plan) -> PlannedStep:
+    def _adopted(self, asked: _Asked, plan: Plan) -> PlannedStep:
+        return self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
+
+    def _put_in_force(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:
         model = self._model()
         assert model is not None  # it is being called
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
-        planned = PlannedStep(plan, asked.request.graph, asked.request.costs, asked.shapes, tape)
+        planned = PlannedStep(plan, graph, costs, shapes, tape)
         self.put(planned)
         return planned
 
-    def _tell(self, plan: Plan, pending: PendingPlan) -> None:
-        made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
+    def _tell(self, plan: Plan, made: str) -> None:
         logger.warning(
-            "lowtide: %s in %.1f s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
+            "lowtide: %s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
             made,
-            pending.planning_s,
             format_bytes(plan.predicted_peak_bytes),
             format_bytes(plan.budget_bytes or plan.predicted_peak_bytes),
             100 * plan.predicted_overhead,
@@ -257,4 +370,4 @@ def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:
 
 def _is_tight(planned: PlannedStep, budget_bytes: int) -> bool:
     """Whether a plan recomputes for a budget that was below ``budget_bytes``."""
-    return not planned.tape.program.keeps_everything and (planned.plan.budget_bytes or budget_bytes) < budget_bytes
+    return not planned.keeps_everything and (planned.plan.budget_bytes or budget_bytes) < budget_bytes

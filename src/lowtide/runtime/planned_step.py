@@ -35,6 +35,11 @@ class PlannedStep:
     mismatched: int = 0
 
     @property
+    def is_derived(self) -> bool:
+        """Nobody has watched a step of its shape."""
+        return "derived" in self.graph.provenance
+
+    @property
     def calls(self) -> list[TapedCall]:
         return self.tape.program.root.children.get("", [])
 

@@ -23,8 +23,10 @@ from lowtide.runtime.block_rounding import estimate_in_blocks
 from lowtide.runtime.derived_costs import interpolated_costs
 from lowtide.runtime.dimensions import Vector
 from lowtide.runtime.interpolation import Estimate, Interpolation
+from lowtide.runtime.plain_peak import PlainPeak
 
 BLOCK_BYTES = 512  # of an accelerator's allocator
+_NO_SIZES_OF_THE_SHAPE = ("batch", "optimizer", "other")  # resident parts: of the inputs, or of how far training is
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class DerivedGraph:
     def check(self, graph: StepGraph) -> str:
         """What the real ``graph`` of these dimensions has otherwise, in words; "" where all is as derived.
 
-        Compared are structure, bytes of storages, workspaces and resident bytes, but for what nobody owns (``other``).
+        Compared are structure, bytes of storages, workspaces and resident bytes, but for what training adds.
         The batch's are those of its storages. A size in blocks may lie in its range, or a block beside it.
         """
         beside = 0 if graph.device == "cpu" else BLOCK_BYTES
@@ -83,6 +85,8 @@ class ShapeFamily:
     def __init__(self) -> None:
         self._examples: list[Example] = []
         self._interpolation: Interpolation | None = None
+        self._sizes: _SizeTable | None = None
+        self._plain_peak: PlainPeak | None = None
 
     @property
     def examples(self) -> tuple[Example, ...]:
@@ -99,8 +103,7 @@ class ShapeFamily:
             ValueError: another structure or number of dimensions, or other sizes at dimensions seen before.
         """
         if not self._examples:
-            self._examples.append(Example(dimensions, graph, costs))
-            self._interpolation = Interpolation([dimensions])
+            self._take(Example(dimensions, graph, costs))
             return
         self._check_length(dimensions)
         first = self._examples[0].graph
@@ -114,8 +117,45 @@ class ShapeFamily:
                         "watch each step of this model."
                     )
                 return
-        self._examples.append(Example(dimensions, graph, costs))
-        self._interpolation = Interpolation([example.dimensions for example in self._examples])
+        self._take(Example(dimensions, graph, costs))
+
+    def _take(self, example: Example) -> None:
+        self._examples.append(example)
+        self._interpolation = Interpolation([e.dimensions for e in self._examples])
+        self._sizes = _SizeTable(self._examples, self._interpolation)
+        self._plain_peak = None
+
+    def confirms(self, dimensions: Vector) -> bool:
+        """Whether ``derive`` gives a confirmed graph, without making it."""
+        if any(example.dimensions == dimensions for example in self._examples):
+            return True
+        if self._why_unvaried(dimensions):
+            return False
+        assert self._sizes is not None
+        return all(e is not None and e.confirmed and e.value >= 0 for e in self._sizes.at(dimensions))
+
+    def plain_bytes(self, dimensions: Vector) -> tuple[int, int] | None:
+        """Peak of the plain step and resident bytes, as of the derived graph, in a fraction of a millisecond.
+
+        None where the examples do not determine them.
+        """
+        if self._why_unvaried(dimensions):
+            return None
+        assert self._sizes is not None
+        estimates = self._sizes.at(dimensions)
+        if any(e is None or e.value < 0 for e in estimates):
+            return None
+        sizes = [e.value for e in estimates if e is not None]
+        graph = self._examples[0].graph
+        of_all = [sizes[n] for n in self._sizes.class_of]
+        num_storages = len(graph.storages)
+        if self._plain_peak is None:
+            self._plain_peak = PlainPeak(graph, self._sizes.class_of)
+        resident = sum(of_all[num_storages + len(graph.ops) :])
+        resident += sum(size for size, s in zip(of_all, graph.storages) if s.kind == "input")
+        for part in ("optimizer", "other"):
+            resident += max(e.graph.resident.get(part, 0) for e in self._examples)
+        return resident + self._plain_peak.activation_bytes(sizes), resident
 
     def derive(self, dimensions: Vector) -> DerivedGraph | None:
         """The graph of ``dimensions``; None where the examples do not determine it (``why_not`` says why).
@@ -143,49 +183,96 @@ class ShapeFamily:
             if example.dimensions == dimensions:
                 least = tuple(_sizes(example.graph))
                 return DerivedGraph(dimensions, example.graph, True, 0, False, least, example.costs)
+        if reason := self._why_unvaried(dimensions):
+            return reason
+        assert self._sizes is not None
+        return _Derivation(self._examples, self._interpolation, self._sizes, dimensions).result()
+
+    def _why_unvaried(self, dimensions: Vector) -> str:
+        if self._interpolation is None:
+            return "no shape was watched yet: watch one"
         for at, value in self._interpolation.unvaried.items():
             if dimensions[at] != value:
                 return f"dimension {at} was {value} in every example: watch {dimensions}"
-        return _Derivation(self._examples, self._interpolation, dimensions).result()
+        return ""
+
+
+class _SizeTable:
+    """The sizes of a graph in every example. Many are equal in all of them: those are one class.
+
+    Attributes:
+        class_of: Of each entry of ``_sizes``.
+    """
+
+    def __init__(self, examples: Sequence[Example], interpolation: Interpolation) -> None:
+        graph = examples[0].graph
+        self._interpolation = interpolation
+        num_in_blocks = 0 if graph.device == "cpu" else len(graph.storages) + len(graph.ops)
+        columns = zip(*(_sizes(e.graph) for e in examples), strict=True)
+        keys = [(values, at < num_in_blocks) for at, values in enumerate(columns)]
+        number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        self._classes = list(number)
+        self.class_of = [number[key] for key in keys]
+        self._at: tuple[Vector, list[Estimate | None]] = (), []
+
+    def at(self, dimensions: Vector) -> list[Estimate | None]:
+        """The size of each class; None where the examples leave it open."""
+        if self._at[0] != dimensions or not self._at[1]:
+            self._at = dimensions, [self._estimate(values, b, dimensions) for values, b in self._classes]
+        return self._at[1]
+
+    def _estimate(self, values: tuple[int, ...], in_blocks: bool, dimensions: Vector) -> Estimate | None:
+        if in_blocks:
+            return estimate_in_blocks(self._interpolation, values, dimensions, BLOCK_BYTES)
+        return self._interpolation.estimate(values, dimensions)
 
 
 class _Derivation:
     """One graph on its way; ``unconfirmed`` counts sizes that the examples do not confirm."""
 
-    def __init__(self, examples: Sequence[Example], interpolation: Interpolation, dimensions: Vector) -> None:
+    def __init__(
+        self, examples: Sequence[Example], interpolation: Interpolation, sizes: _SizeTable, dimensions: Vector
+    ) -> None:
         self._examples = examples
         self._interpolation = interpolation
+        self._sizes = sizes
         self._dimensions = dimensions
-        self._in_blocks: dict[tuple[int, ...], Estimate | None] = {}
-        self._nearest_at = min(range(len(examples)), key=lambda at: _distance(examples[at].dimensions, dimensions))
+        self._integers: dict[tuple[int, ...], Estimate | None] = {}  # in arguments: few differ
+        self._nearest_at = min(range(len(examples)), key=lambda at: distance(examples[at].dimensions, dimensions))
         self._nearest = examples[self._nearest_at].graph
 
     def result(self) -> DerivedGraph | str:
         base = self._nearest
-        found, least, unconfirmed = [], [], 0
-        for at, values in enumerate(zip(*(_sizes(e.graph) for e in self._examples))):
-            estimate = self._size(at, values)
+        found: list[int] = []
+        least: list[int] = []
+        unconfirmed = 0
+        estimates = self._sizes.at(self._dimensions)
+        for at, number in enumerate(self._sizes.class_of):
+            estimate = estimates[number]
             if estimate is None or estimate.value < 0:
+                values = [_sizes(e.graph)[at] for e in self._examples]
                 return (
-                    f"{_size_name(base, at)} has {list(values)} bytes in the examples, which leaves open what it has "
+                    f"{_size_name(base, at)} has {values} bytes in the examples, which leaves open what it has "
                     f"here: watch {self._dimensions}"
                 )
             unconfirmed += not estimate.confirmed
             found.append(estimate.value)
             least.append(estimate.least)
         num_storages, num_ops = len(base.storages), len(base.ops)
-        storages = tuple(replace(s, bytes=size) for s, size in zip(base.storages, found))
+        storages = tuple(s if s.bytes == size else replace(s, bytes=size) for s, size in zip(base.storages, found))
         signatures, numbers, recorded_ms = self._signatures()
         workspaces = found[num_storages : num_storages + num_ops]
         ops = tuple(
-            replace(op, workspace_bytes=workspace, signature=number)
+            op
+            if (op.workspace_bytes, op.signature) == (workspace, number)
+            else replace(op, workspace_bytes=workspace, signature=number)
             for op, workspace, number in zip(base.ops, workspaces, numbers)
         )
         resident = dict(zip(_parts_of_a_size(base), found[num_storages + num_ops :]))
         if "batch" in base.resident:
             resident["batch"] = self._batch_bytes(storages)
-        if "other" in base.resident:  # whatever else the process held: no function of the shape
-            resident["other"] = max(e.graph.resident["other"] for e in self._examples)
+        for part in ("optimizer", "other"):  # what the process held besides: no function of the shape
+            resident[part] = max(e.graph.resident.get(part, 0) for e in self._examples)
         graph = replace(
             base,
             resident={part: resident[part] for part in base.resident},
@@ -211,12 +298,10 @@ class _Derivation:
         estimate = self._interpolation.estimate(known, self._dimensions)
         return max(known) if estimate is None else estimate.value
 
-    def _size(self, at: int, values: tuple[int, ...]) -> Estimate | None:
-        """Entry ``at`` of ``_sizes``."""
-        in_blocks = self._nearest.device != "cpu" and at < len(self._nearest.storages) + len(self._nearest.ops)
-        if in_blocks and values not in self._in_blocks:
-            self._in_blocks[values] = estimate_in_blocks(self._interpolation, values, self._dimensions, BLOCK_BYTES)
-        return self._in_blocks[values] if in_blocks else self._interpolation.estimate(values, self._dimensions)
+    def _integer(self, values: tuple[int, ...]) -> Estimate | None:
+        if values not in self._integers:
+            self._integers[values] = self._interpolation.estimate(values, self._dimensions)
+        return self._integers[values]
 
     def _signatures(self) -> tuple[tuple[dict, ...], list[int], dict[int, float]]:
         """The ops' signatures, the number of each op's, and the recorded times; ops equal in all examples share one."""
@@ -242,7 +327,7 @@ class _Derivation:
         if isinstance(base, list) and all(isinstance(v, list) and len(v) == len(base) for v in found):
             return [self._merged(values, nearest) for values in zip(*found)]
         if all(type(v) is int for v in found):
-            estimate = self._interpolation.estimate(found, self._dimensions)
+            estimate = self._integer(found)
             return base if estimate is None else estimate.value
         return base
 
@@ -273,8 +358,8 @@ def _sizes(graph: StepGraph) -> list[int]:
 
 
 def _parts_of_a_size(graph: StepGraph) -> list[str]:
-    """Resident parts that have a size of their own: the batch's follows from its storages."""
-    return [part for part in sorted(graph.resident) if part not in ("batch", "other")]
+    """Resident parts that are functions of the shape, and not only of the storages of its inputs."""
+    return [part for part in sorted(graph.resident) if part not in _NO_SIZES_OF_THE_SHAPE]
 
 
 def _difference_in_sizes(ranges: Sequence[tuple[int, int]], graph: StepGraph) -> str:
@@ -301,6 +386,6 @@ def _size_name(graph: StepGraph, at: int) -> str:
     return f"resident {_parts_of_a_size(graph)[at - len(graph.ops)]}"
 
 
-def _distance(a: Vector, b: Vector) -> float:
+def distance(a: Vector, b: Vector) -> float:
     """0 for equal vectors; a factor of two in one dimension is one."""
     return sum(max(x, y) / max(min(x, y), 1) - 1 for x, y in zip(a, b, strict=True))

@@ -1,0 +1,161 @@
+"""Shapes that nobody has watched get plans too, and what was derived wrong is noticed."""
+
+import copy
+
+import pytest
+import torch
+from support.watched_training import Layered, activation_bytes, batch_of, reasons_of, resident_bytes, same, train
+
+import lowtide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WATCHED = (96, 112, 128)  # each larger than what was planned before: none is served by a plan
+
+
+class Jumping(Layered):
+    """Rows of some numbers are padded further: the same ops, other sizes."""
+
+    def __init__(self, jumps) -> None:
+        super().__init__()
+        self.jumps = jumps
+
+    def forward(self, x):
+        padding = 16 if self.jumps(len(x)) else 1
+        return super().forward(torch.nn.functional.pad(x, (0, 0, 0, padding)))[: len(x)]
+
+
+@pytest.fixture
+def budget(model):
+    """A budget in which something has to go; gradients are there besides."""
+    return budget_of(model, 128)
+
+
+def budget_of(model, rows):
+    return 2 * resident_bytes(model) + int(0.6 * activation_bytes(model, batch_of(rows)))
+
+
+def learn(model, fit, rows=WATCHED):
+    for n in rows:
+        train(model, [batch_of(n)])
+    fit.wait()
+
+
+def test_a_short_batch_that_fits_plain_recomputes_nothing_from_its_first_step_on(model, budget):
+    plain = copy.deepcopy(model)
+    with lowtide.fit(model, budget=budget) as fit:
+        for n in WATCHED:
+            train(plain, [batch_of(n)])
+        learn(model, fit)
+        for rows in (32, 48, 24):
+            assert same(train(plain, [batch_of(rows)]), train(model, [batch_of(rows)]))
+            assert fit.plan.counts["recompute"] == 0
+        status = fit.status()
+
+    assert status.planned_steps == 3
+    assert fit.graph.provenance["batch"] == "0: torch.float32 [48, 64]"
+
+
+def test_a_shape_that_comes_often_is_planned_without_being_watched(model, budget):
+    with lowtide.fit(model, budget=budget) as fit:
+        learn(model, fit)
+        for _ in range(6):
+            train(model, [batch_of(80)])
+            fit.wait()
+        status = fit.status()
+
+        assert status.steps - status.planned_steps == len(WATCHED)
+        assert fit.graph.provenance["batch"] == "0: torch.float32 [80, 64]"
+        assert 0 < fit.plan.counts["recompute"] < max(plan.counts["recompute"] for plan in fit.plans)
+        assert fit.plan.predicted_peak_bytes <= budget
+
+
+def test_a_larger_shape_is_planned_from_its_derived_graph_while_it_is_watched(model, budget):
+    with lowtide.fit(model, budget=budget) as fit:
+        learn(model, fit)
+        train(model, [batch_of(160)])
+        fit.wait()
+        train(model, [batch_of(160)])
+
+        assert fit.status().in_force
+        assert "derived" in fit.graph.provenance
+        assert fit.status().reasons == ()
+
+
+def test_a_larger_shape_that_is_not_as_derived_is_told_and_planned_as_it_is():
+    ours = Jumping(lambda rows: rows > 150)
+    plain = copy.deepcopy(ours)
+    budget = budget_of(ours, 160)
+    with lowtide.fit(ours, budget=budget) as fit:
+        learn(ours, fit, (64, 80, 96))
+        for n in (64, 80, 96):
+            train(plain, [batch_of(n)])
+        for _ in range(2):
+            assert same(train(plain, [batch_of(160)]), train(ours, [batch_of(160)]))
+            fit.wait()
+
+        assert "not as derived from other lengths" in reasons_of(fit)
+        assert fit.status().in_force
+        assert "derived" not in fit.graph.provenance
+
+        train(ours, [batch_of(176)])
+        fit.wait()
+        train(ours, [batch_of(176)])
+        assert fit.status().in_force
+        assert "derived" not in fit.graph.provenance
+
+
+def test_what_is_larger_than_all_watched_steps_is_watched_even_where_it_should_fit():
+    ours = Jumping(lambda rows: rows > 150)
+    with lowtide.fit(ours, budget=10 * budget_of(ours, 160)) as fit:
+        learn(ours, fit, (64, 80, 96))
+        train(ours, [batch_of(160)])
+
+        assert not fit.status().in_force
+        assert "not as derived from other lengths" in reasons_of(fit)
+
+
+def test_a_plan_from_a_wrong_graph_is_given_up_and_nothing_is_derived_any_more():
+    ours = Jumping(lambda rows: rows == 90)
+    budget = budget_of(ours, 128)
+    with lowtide.fit(ours, budget=budget) as fit:
+        learn(ours, fit, (80, 96, 112, 128))
+        for _ in range(8):
+            train(ours, [batch_of(90)])
+            fit.wait()
+        assert "not as derived from other lengths" in reasons_of(fit)
+        assert fit.status().in_force
+        assert "derived" not in fit.graph.provenance
+
+        watched = fit.status().steps - fit.status().planned_steps
+        train(ours, [batch_of(24)])
+        assert fit.status().steps - fit.status().planned_steps == watched + 1
+
+
+def test_there_are_never_more_than_max_plans_and_the_largest_stays(model, budget):
+    with lowtide.fit(model, budget=budget, max_plans=2) as fit:
+        learn(model, fit)
+        for rows in (88, 88, 88, 88, 40, 128, 72, 88, 40):
+            train(model, [batch_of(rows)])
+            fit.wait()
+            assert fit.status().plans <= 2
+        train(model, [batch_of(128)])
+        assert fit.status().in_force
+        assert fit.status().steps - fit.status().planned_steps == len(WATCHED)
+
+
+def test_where_nothing_follows_the_plan_used_least_recently_goes(model, budget):
+    calls = [{}, {"scale": torch.ones(())}, {"scale": torch.ones(1)}]  # three ways to call it
+
+    def step(kwargs):
+        return train(model, [batch_of()], lambda model, x: model(x, **kwargs))
+
+    with lowtide.fit(model, budget=budget, max_plans=2) as fit:
+        for kwargs in (calls[0], calls[1], calls[0], calls[2]):
+            step(kwargs)
+            fit.wait()
+        planned = []
+        for kwargs in (calls[0], calls[2], calls[1]):
+            step(kwargs)
+            planned.append(fit.status().in_force)
+
+    assert planned == [True, True, False]
