@@ -6,8 +6,8 @@ of their own: a short batch should recompute little, and one that fits plain not
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,44 +21,16 @@ from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape
 from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
+from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
-from lowtide.tape.program import TapedCall, TapedOp, program_of
+from lowtide.tape.program import TapedOp, program_of
 from lowtide.tape.tape import Tape
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
-_DRIFT = 0.02  # of the dropped tensors: so many ops that did not come as planned are worth another plan
+_STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
-
-
-@dataclass
-class PlannedStep:
-    """A plan at hand, and the tape that carries it out.
-
-    Attributes:
-        shapes: Of each call of the model in the step, in order.
-        last_served: Shape of the first call of the step that ran under it last.
-        mismatched: Ops that did not come as planned, when last looked at.
-    """
-
-    plan: Plan
-    graph: StepGraph
-    costs: Costs
-    shapes: tuple[CallShape, ...]
-    tape: Tape
-    last_served: CallShape | None = None
-    mismatched: int = 0
-
-    @property
-    def calls(self) -> list[TapedCall]:
-        return self.tape.program.root.children.get("", [])
-
-    def has_drifted(self) -> bool:
-        """Many ops since the last look did not come as planned."""
-        new = self.tape.counts.mismatched - self.mismatched
-        self.mismatched = self.tape.counts.mismatched
-        return new > _DRIFT * max(1, sum(bool(op.drops) for op in self.tape.program.ops))
 
 
 @dataclass
@@ -89,8 +61,12 @@ class PlanShelf:
         self.planning_s = 0.0
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
+        # Of the last planned steps of each pattern: did they run other ops?
+        self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
+        self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
+        self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
         self._replans: Counter[CallShape] = Counter()
 
     # -- which plan -----------------------------------------------------------------------------------------
@@ -100,7 +76,7 @@ class PlanShelf:
         self._adopt_plans()
         self.seen.add(shape)
         found = self._serving(shape)
-        if found is not None and found.has_drifted() and not self._keep_drifted(found):
+        if found is not None and found.diverged and not self._keep_diverged(found):
             found = self._serving(shape)
         if found is None or (found.shapes[0] != shape and self._wants_own_plan(shape, found)):
             return None
@@ -111,13 +87,15 @@ class PlanShelf:
 
     def wants_graph(self, shape: CallShape) -> bool:
         """Whether a watched step of ``shape`` should be recorded."""
-        if shape in self._refused:
+        if shape in self._refused or shape.pattern in self._unsteady:
             return False
         waiting = [shapes[0] for shapes, _ in self._next] + ([self._asked.shapes[0]] if self._asked else [])
         return not any(s == shape if shape in self._alone else s.covers(shape) for s in waiting)
 
     def _serving(self, shape: CallShape) -> PlannedStep | None:
         """The plan of ``shape``, or of the smallest shape that covers it."""
+        if shape.pattern in self._unsteady:
+            return None
         exact = next((p for p in self.plans if p.shapes[0] == shape), None)
         if exact is not None or shape in self._alone:
             return exact
@@ -130,22 +108,39 @@ class PlanShelf:
             return False
         return len(self.plans) < self._options.max_plans and shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
-    def _keep_drifted(self, planned: PlannedStep) -> bool:
-        """Steps under ``planned`` ran other ops than it knows: whether it is still the best there is."""
-        shape = planned.last_served
-        if shape is not None and shape != planned.shapes[0]:
+    def note_step(self, planned: PlannedStep, *, diverged: bool) -> None:
+        """A step has ended that began under ``planned``; ``diverged``: it ran other ops."""
+        planned.diverged = diverged
+        self._diverged[planned.shapes[0].pattern].append(diverged)
+
+    def _keep_diverged(self, planned: PlannedStep) -> bool:
+        """The last step under ``planned`` ran other ops: whether it is still the best there is."""
+        planned.diverged = False
+        shape, own = planned.last_served, planned.shapes[0]
+        steps = self._diverged[own.pattern]
+        out_of_replans = self._replans[own] >= _MAX_REPLANS
+        if (out_of_replans or len(steps) == _STEPS_REMEMBERED) and 2 * sum(steps) > len(steps):
+            self._run_online(own.pattern)
+            return False
+        if shape is not None and shape != own:
             self._alone.add(shape)
             return False
-        return not self.give_up(planned)
-
-    def give_up(self, planned: PlannedStep) -> bool:
-        """Plan again from another watched step; False where that has not helped before."""
-        shape = planned.shapes[0]
-        if self._replans[shape] >= _MAX_REPLANS or planned not in self.plans:
-            return False
-        self._replans[shape] += 1
+        if out_of_replans:
+            return True
+        self._replans[own] += 1
         self.plans.remove(planned)
-        return True
+        return False
+
+    def _run_online(self, pattern: str) -> None:
+        """Steps that start with calls of ``pattern`` have no plan from now on."""
+        steps = self._diverged[pattern]
+        self._unsteady.add(pattern)
+        self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
+        self._say(
+            f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned (skipped layers, "
+            "experts or branches that depend on data), so steps like these run online from now on: within the budget, "
+            "and slower than under a plan. For a plan, let every step run the same ops"
+        )
 
     def keep_within(self, budget_bytes: int) -> None:
         """Let go of plans and requests for more than ``budget_bytes``."""
@@ -156,8 +151,16 @@ class PlanShelf:
 
     # -- asking ---------------------------------------------------------------------------------------------
 
-    def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
-        """Have a step planned whose calls have these shapes."""
+    def request(
+        self,
+        shapes: tuple[CallShape, ...],
+        graph: StepGraph,
+        costs: Costs,
+        budget_bytes: int,
+        num_nodes: Mapping[int, int],
+    ) -> None:
+        """Have a step planned whose calls have these shapes, and made so many autograd nodes each."""
+        self._num_nodes[shapes] = num_nodes
         options = self._options
         request = PlanRequest(
             graph, costs, budget_bytes, options.method, options=options.solver, cache_dir=PlanCache().directory
@@ -222,7 +225,9 @@ class PlanShelf:
     def _put_in_force(self, asked: _Asked, plan: Plan) -> PlannedStep:
         tape = Tape(program_of(plan), self._model)
         tape.proves_at_birth = self._on_difference
+        tape.matches_all = any(self._diverged[asked.shapes[0].pattern])
         planned = PlannedStep(plan, asked.request.graph, asked.request.costs, asked.shapes, tape)
+        planned.num_nodes = self._num_nodes[asked.shapes]
         self.plans.append(planned)
         del self.plans[: -self._options.max_plans]
         return planned

@@ -2,6 +2,7 @@
 
     call of the model -> a plan for its shape?  yes: its tape, around this call
                                                 no:  an online tape, from here to the end of the backward that follows
+    another op than planned -> an online tape from there on, in what the plan's part of the step leaves of the budget
     end of a backward -> the step is over: a recorded graph goes to the planner
     next step's first call -> plans that have come back are put in force
 
@@ -22,7 +23,8 @@ from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget, is_out_of_memory
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
-from lowtide.runtime.plan_shelf import PlannedStep, PlanShelf
+from lowtide.runtime.plan_shelf import PlanShelf
+from lowtide.runtime.planned_step import PlannedStep, num_nodes
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.watched_step import WatchedStep
@@ -30,7 +32,6 @@ from lowtide.tape import attach
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
-from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.units import format_bytes
 
@@ -48,6 +49,7 @@ class Counters:
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
     last_step_planned: bool = False
+    diverged_steps: int = 0  # begun under a plan, with other ops
     reasons: list[str] = field(default_factory=list)
 
 
@@ -77,7 +79,8 @@ class StepWatcher:
         self._expected = ExpectedBytes()
         self._seam: Seam | None = None
         self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
-        self._spoiled = False  # the watched step failed, or mixes with another: no plan comes of it
+        self._spoiled = False  # the step failed, or mixes with another: no plan comes of it
+        self._made_nodes: dict[int, int] = {}  # of autograd, by each call of the present step
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
         self._gradients: list[Any] = []
@@ -114,23 +117,21 @@ class StepWatcher:
         """What surrounds this call: a planned tape, or the watch."""
         if not self._shapes:
             self._begin_step(shape)
-        elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
+        elif self._watch is not None and (self._spoiled or (self._step is None and self._watch.num_claims == 0)):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
             self._shapes = []
             self._begin_step(shape)
         position = len(self._shapes)
         self._shapes.append(shape)
         if self._step is not None:
+            if self._watch is not None:
+                return self._watched(self._watch)
             call = self._planned_call(position, shape)
             if call is None:
-                planned, self._step = self._step, None
-                if self.shelf.give_up(planned):
-                    self._say("a plan was given up: its steps call the model otherwise than planned")
-                return _nothing()
+                self._go_online(self._step.last_op_before(position))
+                return _nothing() if self._watch is None else self._watched(self._watch)
             self._planned_calls += 1
-            if self._step.tape.program.keeps_everything:
-                return _nothing()
-            return self._taped(self._step.tape, call)
+            return self._taped(self._step, position, call)
         if self._watch is None:
             return _nothing()
         if isinstance(self._watch, WatchedStep):
@@ -147,13 +148,33 @@ class StepWatcher:
         return step.calls[at] if at < len(step.calls) else TapedCall()
 
     @contextmanager
-    def _taped(self, tape: Tape, call: TapedCall) -> Iterator[None]:
-        with attach.taped_region(tape, call, whole_step=False):
-            yield
+    def _taped(self, step: PlannedStep, position: int, call: TapedCall) -> Iterator[None]:
+        before = num_nodes()
+        try:
+            if step.tape.program.keeps_everything and not step.tape.matches_all:
+                yield
+            else:
+                step.tape.on_divergence = self._go_online
+                with attach.taped_region(step.tape, call, whole_step=False):
+                    yield
+        except BaseException:
+            self._spoiled = True
+            raise
+        self._made_nodes[position] = num_nodes() - before
+
+    def _go_online(self, last_op: int) -> OnlineTape | None:
+        """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
+        planned = self._step
+        assert planned is not None
+        try:
+            self._open_watch(OnlineTape, unseen_bytes=planned.made_bytes_after(last_op))
+        except Exception as error:  # the step goes on without us
+            self._fail(error)
+        return self._watch
 
     @contextmanager
     def _watched(self, watch: OnlineTape) -> Iterator[None]:
-        state = module_calls.thread_state
+        state, before, position = module_calls.thread_state, num_nodes(), len(self._shapes) - 1
         state.observer = watch
         watch.enter("")
         try:
@@ -164,6 +185,7 @@ class StepWatcher:
         finally:
             watch.leave()
             state.observer = None
+        self._made_nodes[position] = num_nodes() - before
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -180,15 +202,16 @@ class StepWatcher:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
         self._step = self.shelf.plan_for(shape)
+        self._spoiled, self._made_nodes = False, {}
         if self._step is not None:
             self._step.tape.sizes_vary = False
             return
         self.checkpointing.switch_off()
-        budget_bytes = self._budget.for_step(self._model)
-        records = self.shelf.wants_graph(shape)
-        self._watch = (WatchedStep if records else OnlineTape)(self._model, budget_bytes, self._expected)
-        self._watch.begin_step()
-        self._spoiled = False
+        self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape)
+
+    def _open_watch(self, kind: type[OnlineTape], unseen_bytes: int = 0) -> None:
+        self._watch = kind(self._model, self._budget.for_step(self._model), self._expected)
+        self._watch.begin_step(unseen_bytes)
         self._seam = Seam(self._watch, (self._watch.pack, self._watch.unpack))
         self._seam.open()
 
@@ -211,7 +234,17 @@ class StepWatcher:
     def _end_step(self) -> None:
         counters = self.counters
         counters.steps += 1
-        counters.last_step_planned = self._step is not None and self._planned_calls == len(self._shapes)
+        step, diverged = self._step, self._watch is not None
+        if step is not None:
+            if not diverged and step.makes_other_nodes(self._made_nodes):
+                diverged = True
+                self._say(
+                    "a step ran other ops than its plan where that keeps everything, which shows only at the end: it "
+                    "may have taken more than the budget. Ops of such plans are followed one by one from now on"
+                )
+            counters.diverged_steps += diverged
+            self.shelf.note_step(step, diverged=diverged)
+        counters.last_step_planned = step is not None and not diverged
         counters.planned_steps += counters.last_step_planned
         counters.planned_calls += self._planned_calls
         shapes, self._shapes, self._planned_calls, self._thread = tuple(self._shapes), [], 0, None
@@ -241,7 +274,7 @@ class StepWatcher:
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
         graph, costs = watch.graph_and_costs(self._model, self._options.optimizer)
-        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs))
+        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
     def _note_peak(self, watch: OnlineTape) -> None:
         peak = self._budget.resident_bytes + watch.live.peak
@@ -251,7 +284,7 @@ class StepWatcher:
         if over <= self._over_bytes:
             return
         reason = (
-            f"a step without a plan took up to {format_bytes(over)} more than the budget: it is the least "
+            f"a step that ran online took up to {format_bytes(over)} more than the budget: it is the least "
             "that letting go and making again could reach"
         )
         if self._over_bytes:  # one reason, whatever the number: every step may have another

@@ -12,7 +12,7 @@ from lowtide.plan import Plan
 from lowtide.reports.terminal import fit_report
 from lowtide.runtime import backward_entry
 from lowtide.runtime.budget import StepBudget
-from lowtide.runtime.plan_shelf import PlannedStep
+from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.status import Status
 from lowtide.runtime.step_watcher import StepWatcher

@@ -2,7 +2,8 @@
 
 A dispatch mode sees each op below autograd and autocast, and leaves a recipe where the plan drops an output. A pair of
 saved-tensor hooks gives autograd a placeholder for each dropped tensor, and each kept tensor with its version. Ops are
-matched by name and order within their module call; an op that does not match is saved and counted.
+matched by name and order within their module call; an op that does not match is saved and counted, or, where somebody
+goes on without the plan (``on_divergence``), the rest of the region is theirs.
 """
 
 import threading
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _push_mode as push_mode
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
+from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import Audit, PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import unpacked
@@ -84,12 +86,13 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "next", "planned", "unhooked", "unwatched")
+    __slots__ = ("calls", "next", "num_calls", "planned", "unhooked", "unwatched")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
         self.unwatched = self.unhooked = False  # mode or hooks are away while it runs
         self.next = 0  # index of the planned op that is expected next
+        self.num_calls = 0  # module calls in it so far
         self.calls: dict[str, int] | None = None  # how often each child module has been called
 
 
@@ -102,6 +105,10 @@ class Tape(TorchDispatchMode):
         proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
             the same bits; called with the ops that differ.
         comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
+        on_divergence: If set, called once in a region that runs other ops than planned, with the number of the last
+            planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
+            returns, which is in place when it returns, sees it. Where it returns None, it is saved.
+        matches_all: Every op is matched, also where nothing is to be done.
         free: Held while a call of the model is taped: one forward pass at a time.
     """
 
@@ -125,6 +132,10 @@ class Tape(TorchDispatchMode):
         self.comparison_bytes = 0
         self.sizes_vary = False
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
+        self.on_divergence: Callable[[int], OnlineTape | None] | None = None
+        self.matches_all = False
+        self._diverged_after: int | None = None  # the last op that ran as planned
+        self._told = False  # ``on_divergence`` has been called
         self.free = threading.Lock()
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
@@ -151,12 +162,15 @@ class Tape(TorchDispatchMode):
             self._call = self._callers.pop()
         if not failed and not self._backward_began:
             self._close(self._call)
+            if self._diverged_after is not None:
+                self._leave_plan()
         self.end()
         self._outer_hooks = None
 
     def begin(self, call: TapedCall) -> None:
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
+        self._region, self._diverged_after, self._told = call, None, False
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._next_number = 0
         self._backward_began = False
@@ -186,13 +200,20 @@ class Tape(TorchDispatchMode):
             if called is None:
                 called = caller.calls = {}
             ordinal = called.get(path, 0)
-            called[path] = ordinal + 1
             calls = caller.planned.children.get(path)
             if calls is not None and ordinal < len(calls):
                 planned = calls[ordinal]
+            if (planned is None or planned.position != caller.num_calls) and self._diverge():
+                planned = None
+            called[path] = ordinal + 1
+            caller.num_calls += 1
+        if self._diverged_after is not None:
+            self._leave_plan()
         self._callers.append(caller)
         self._call = call = _OpenCall(planned)
-        if planned is not None and not (planned.has_actions_inside or self._wrapped or self._pauses):
+        if planned is not None and not (
+            planned.has_actions_inside or self._wrapped or self._pauses or self.matches_all
+        ):
             self._stop_watching(call, planned)
 
     def leave(self) -> None:
@@ -223,9 +244,51 @@ class Tape(TorchDispatchMode):
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
         planned = call.planned
-        if planned is not None and planned.has_actions and call.next < len(planned.ops):
+        if planned is None or call.unwatched:
+            return
+        if (planned.has_actions or self.matches_all) and call.next < len(planned.ops):
+            self._diverge()
             self.counts.mismatched += sum(bool(op.drops or op.moves) for op in planned.ops[call.next :])
             call.next = len(planned.ops)
+        elif call.num_calls != planned.num_calls:
+            self._diverge()
+
+    # -- other ops than planned ---------------------------------------------------------------------------------
+
+    def _diverge(self) -> bool:
+        """The region runs other ops than planned: whether the plan ends here."""
+        if self.on_divergence is None:
+            return False
+        if self._diverged_after is None:
+            self._diverged_after = self._last_op()
+            for call in (*self._callers, self._call):
+                call.planned = None
+        return True
+
+    def _last_op(self) -> int:
+        """The number of the last planned op that has run."""
+        region = self._region
+        last = region.first_op - 1 if region.last_op >= 0 else len(self.program.ops) - 1
+        open_calls = [*self._callers, self._call]
+        for call, inner in zip(open_calls, [*open_calls[1:], None]):
+            if call.planned is None:
+                continue
+            last = max([last, *(op.number for op in call.planned.ops[: call.next])])
+            for path, count in (call.calls or {}).items():
+                begun = call.planned.children.get(path, ())[:count]
+                last = max([last, *(c.last_op for c in begun if inner is None or c is not inner.planned)])
+        return last
+
+    def _leave_plan(self) -> None:
+        """What runs from here on is seen by the online tape, if somebody has one; what was dropped stays ours."""
+        if self._told or self.on_divergence is None or self._diverged_after is None:
+            return
+        self._told = True
+        online = self.on_divergence(self._diverged_after)
+        if online is not None:
+            if module_calls.thread_state.observer is self:
+                module_calls.thread_state.observer = online
+            self._outer_hooks = self._outer_hooks or (online.pack, online.unpack)
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: its operators are not seen, and what autograd stores of it is kept."""
@@ -268,7 +331,7 @@ class Tape(TorchDispatchMode):
         call = self._call
         planned = call.planned
         if planned is not None:
-            if not planned.has_actions:
+            if not planned.has_actions and not self.matches_all:
                 return func(*args, **kwargs) if kwargs else func(*args)
             if call.next < len(planned.ops):
                 op = planned.ops[call.next]
@@ -285,8 +348,11 @@ class Tape(TorchDispatchMode):
                     return result
             if func.namespace == "profiler":  # FSDP's labels are no ops of the step
                 return func(*args, **(kwargs or {}))
-            self._close(call)  # other ops than planned: the rest of this module call is saved
+            self._diverge()
+            self._close(call)  # the rest of this module call is saved
         self.counts.unplanned += 1
+        if self._diverged_after is not None:
+            self._leave_plan()
         unmark_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -298,6 +364,7 @@ class Tape(TorchDispatchMode):
         dropped = op.num_dropped_inputs
         if dropped and (len(recipe.inputs) < dropped or (dropped > 1 and len(set(recipe.inputs)) < dropped)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as freed
+            self._diverge()
             return op.kernel(*args, **kwargs)
         if op.random and draws_random_numbers(op.func, args, kwargs):
             created_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor argument
@@ -320,6 +387,7 @@ class Tape(TorchDispatchMode):
                 or (use_count(storage._cdata) > _UNSHARED_REFERENCES and _is_memory_of_argument(storage, args))
             ):
                 self.counts.mismatched += 1
+                self._diverge()
                 continue
             if single:
                 value: Value = recipe
@@ -368,6 +436,7 @@ class Tape(TorchDispatchMode):
         # Whoever holds the Value (users) must get the tensor as it is now.
         if value is None or value.users or not isinstance(recipe, Recipe) or recipe.inputs_later_than(args[1:], kwargs):
             self.counts.mismatched += 1
+            self._diverge()
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
         second = None
@@ -396,6 +465,7 @@ class Tape(TorchDispatchMode):
             alias = not op.moves_completed and _is_memory_of_argument(storage, args)
             if other_size or alias or MARK in storage.__dict__ or self._transfers is None:
                 self.counts.mismatched += 1
+                self._diverge()
                 continue
             copy = OffloadedTensor(self._next_number, move, self._run)
             self._next_number += 1

@@ -1,0 +1,70 @@
+"""A plan that is in force for steps of some shapes, and how it is told that a step ran other ops."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch._C._autograd import _get_sequence_nr
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.plan import Plan
+from lowtide.runtime.call_shapes import CallShape
+from lowtide.simulation.simulator import simulate
+from lowtide.tape.program import TapedCall
+from lowtide.tape.tape import Tape
+
+_OTHER_NODES = 0.02  # of a call's autograd nodes: fewer more or less hold little
+
+
+def num_nodes() -> int:
+    """How many nodes autograd has made on this thread."""
+    return int(_get_sequence_nr())
+
+
+@dataclass
+class PlannedStep:
+    """A plan at hand, and the tape that carries it out.
+
+    Attributes:
+        shapes: Of each call of the model in the step, in order.
+        last_served: Shape of the first call of the step that ran under it last.
+        diverged: That step ran other ops than planned.
+        num_nodes: Of autograd, by each call: what the watched step made.
+    """
+
+    plan: Plan
+    graph: StepGraph
+    costs: Costs
+    shapes: tuple[CallShape, ...]
+    tape: Tape
+    last_served: CallShape | None = None
+    diverged: bool = False
+    num_nodes: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[TapedCall]:
+        return self.tape.program.root.children.get("", [])
+
+    @cached_property
+    def _made_bytes(self) -> list[int]:
+        """What the step has made and still holds after each of its forward ops, under the plan."""
+        live_bytes = simulate(self.graph, self.costs, self.plan).live_bytes
+        at = {number: event for event, (kind, number) in enumerate(self.graph.events) if kind == RUN}
+        return [live_bytes[at[op.id]] - self.graph.resident_bytes for op in self.graph.forward_ops]
+
+    def made_bytes_after(self, op: int) -> int:
+        """What a step as planned has made and still holds after forward op ``op``; 0 before the first."""
+        return self._made_bytes[op] if op >= 0 else 0
+
+    def last_op_before(self, position: int) -> int:
+        """The last planned op before the step's call at ``position``; -1: there is none."""
+        at = position % len(self.shapes)  # calls whose backward never came may be among them
+        return max((call.last_op for call in self.calls[:at]), default=-1)
+
+    def makes_other_nodes(self, made: dict[int, int]) -> bool:
+        """Whether calls of a step made more or fewer autograd nodes than in the step that was watched.
+
+        Where a plan has nothing to do the tape sees no ops, and this shows that they were others.
+        """
+        return any(abs(n - self.num_nodes.get(at, n)) > _OTHER_NODES * n for at, n in made.items())
