@@ -229,6 +229,11 @@ class PlanShelf:
         planned = PlannedStep(plan, asked.request.graph, asked.request.costs, asked.shapes, tape)
         planned.num_nodes = self._num_nodes[asked.shapes]
         self.plans.append(planned)
+        if any(op.dynamic for op in plan.ops):
+            self._say(
+                "some sizes depend on data (tokens of an expert, nonzero): a planned step in which they are larger than "
+                "in the watched one takes more than the budget. Leave room for that"
+            )
         del self.plans[: -self._options.max_plans]
         return planned
 

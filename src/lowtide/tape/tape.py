@@ -32,7 +32,7 @@ from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import Audit, PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
-from lowtide.tape.replay import unpacked
+from lowtide.tape.replay import recipes_of, replay_readers, unpacked
 from lowtide.tape.storage_bits import sum_of_words
 from lowtide.tape.values import (
     MARK,
@@ -55,6 +55,8 @@ from lowtide.tracing.operators import (
     is_wrapper_type,
     omitted_in_replay,
     storage_of,
+    written_arguments,
+    written_tensors,
 )
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
@@ -136,6 +138,7 @@ class Tape(TorchDispatchMode):
         self.matches_all = False
         self._diverged_after: int | None = None  # the last op that ran as planned
         self._told = False  # ``on_divergence`` has been called
+        self._recipes: list[weakref.ref] | None = None  # of the present forward pass, once somebody has looked
         self.free = threading.Lock()
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
@@ -170,7 +173,7 @@ class Tape(TorchDispatchMode):
     def begin(self, call: TapedCall) -> None:
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
-        self._region, self._diverged_after, self._told = call, None, False
+        self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._next_number = 0
         self._backward_began = False
@@ -353,8 +356,18 @@ class Tape(TorchDispatchMode):
         self.counts.unplanned += 1
         if self._diverged_after is not None:
             self._leave_plan()
+            if written_arguments(func):
+                self._replay_what_reads(written_tensors(func, args, kwargs or {}))
         unmark_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _replay_what_reads(self, targets: list[torch.Tensor]) -> None:
+        """``targets`` are about to be written, of which the plan knows nothing: what it dropped may be made of them."""
+        if self._recipes is None:
+            self._recipes = recipes_of(self._run)
+        for target in targets:
+            if (storage := storage_of(target)) is not None:
+                replay_readers(storage, self._recipes)
 
     def _record(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op`` and leave a recipe in place of the outputs to drop."""
