@@ -231,7 +231,7 @@ class PlanShelf:
         self.plans.append(planned)
         if any(op.dynamic for op in plan.ops):
             self._say(
-                "some sizes depend on data (tokens of an expert, nonzero): a planned step in which they are larger than "
+                "some sizes depend on data (tokens of an expert): a planned step in which they are larger than "
                 "in the watched one takes more than the budget. Leave room for that"
             )
         del self.plans[: -self._options.max_plans]

@@ -65,6 +65,10 @@ class TapedCall:
         self.position = self.num_calls = 0  # which of its caller's module calls it is, and how many it makes itself
         self.first_op, self.last_op = 0, -1  # numbers of its ops and of those inside it
 
+    def call_at(self, position: int) -> "TapedCall | None":
+        """Which module call it makes at ``position``."""
+        return next((c for calls in self.children.values() for c in calls if c.position == position), None)
+
 
 class PlanProgram:
     """A plan's decisions, and what audits have taught about them."""

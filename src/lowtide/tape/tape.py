@@ -276,7 +276,12 @@ class Tape(TorchDispatchMode):
         for call, inner in zip(open_calls, [*open_calls[1:], None]):
             if call.planned is None:
                 continue
-            last = max([last, *(op.number for op in call.planned.ops[: call.next])])
+            if call.planned.has_actions or self.matches_all:
+                ran = call.planned.ops[: call.next]
+            else:  # its ops were not followed: those before the call that runs, or that was to come next
+                upcoming = inner.planned if inner is not None else call.planned.call_at(call.num_calls)
+                ran = [op for op in call.planned.ops if upcoming is None or op.number < upcoming.first_op]
+            last = max([last, *(op.number for op in ran)])
             for path, count in (call.calls or {}).items():
                 begun = call.planned.children.get(path, ())[:count]
                 last = max([last, *(c.last_op for c in begun if inner is None or c is not inner.planned)])
