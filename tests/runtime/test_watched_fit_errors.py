@@ -96,7 +96,7 @@ def test_a_step_that_fails_half_way_makes_no_plan(model, budget):
         assert len(fit.graph.calls) == 1
 
 
-def test_other_ops_than_planned_are_saved_and_watched_again(model, budget, monkeypatch):
+def test_other_ops_than_planned_go_on_online_and_are_watched_again(model, budget, monkeypatch):
     plain = copy.deepcopy(model)
     with lowtide.fit(model, budget=budget) as fit:
         train(model, [batch_of()])

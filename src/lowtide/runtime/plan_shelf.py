@@ -8,7 +8,8 @@ watching them. Elsewhere a shape that is much smaller than what serves it is wat
 
 import logging
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
+_STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
 
 
@@ -77,6 +79,10 @@ class PlanShelf:
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
         self.can_watch = not wrapped_parameters(model)  # ranks of a sharded model cannot plan alone
+        # Of the last planned steps of each pattern: did they run other ops?
+        self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
+        self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
+        self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
@@ -97,7 +103,7 @@ class PlanShelf:
         if shape in self._doubted and shape not in self._refused:
             return None
         found = self._serving(shape)
-        if found is not None and self.can_watch and found.has_drifted() and not self._keep_drifted(found):
+        if found is not None and self.can_watch and found.diverged and not self._keep_diverged(found):
             found = self._serving(shape)
         if found is None or found.shapes[0] != shape:
             if self._is_family_shape(shape):
@@ -113,7 +119,9 @@ class PlanShelf:
 
     def wants_graph(self, shape: CallShape) -> bool:
         """Whether a watched step of ``shape`` should be recorded."""
-        return shape not in self._refused and (not self._is_waiting_for(shape) or self._book.wants(shape))
+        if shape in self._refused or shape.pattern in self._unsteady:
+            return False
+        return not self._is_waiting_for(shape) or self._book.wants(shape)
 
     def _is_waiting_for(self, shape: CallShape) -> bool:
         """Whether a plan that will serve ``shape`` is asked for."""
@@ -122,6 +130,8 @@ class PlanShelf:
 
     def _serving(self, shape: CallShape) -> PlannedStep | None:
         """The plan of ``shape``, or of those whose shape covers it the one that recomputes least."""
+        if shape.pattern in self._unsteady:
+            return None
         exact = next((p for p in self.plans if p.shapes[0] == shape), None)
         if exact is not None or shape in self._alone:
             return exact
@@ -135,26 +145,43 @@ class PlanShelf:
             return False
         return len(self.plans) < self._options.max_plans and shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
-    def _keep_drifted(self, planned: PlannedStep) -> bool:
-        """Steps under ``planned`` ran other ops than it knows: whether it is still the best there is."""
-        shape = planned.last_served
-        if shape is not None and shape != planned.shapes[0]:
+    def note_step(self, planned: PlannedStep, *, diverged: bool) -> None:
+        """A step has ended that began under ``planned``; ``diverged``: it ran other ops."""
+        planned.diverged = diverged
+        self._diverged[planned.shapes[0].pattern].append(diverged)
+
+    def _keep_diverged(self, planned: PlannedStep) -> bool:
+        """The last step under ``planned`` ran other ops: whether it is still the best there is."""
+        planned.diverged = False
+        shape, own = planned.last_served, planned.shapes[0]
+        steps = self._diverged[own.pattern]
+        out_of_replans = self._replans[own] >= _MAX_REPLANS
+        if (out_of_replans or len(steps) == _STEPS_REMEMBERED) and 2 * sum(steps) > len(steps):
+            self._run_online(own.pattern)
+            return False
+        if shape is not None and shape != own:
             self._alone.add(shape)
             return False
-        return not self.give_up(planned)
-
-    def give_up(self, planned: PlannedStep) -> bool:
-        """Plan again from another watched step; False where that has not helped before."""
-        shape = planned.shapes[0]
-        if self._replans[shape] >= _MAX_REPLANS or planned not in self.plans:
-            return False
-        self._replans[shape] += 1
+        if out_of_replans:
+            return True
+        self._replans[own] += 1
         self.plans.remove(planned)
         if planned.is_derived:
-            self._doubted.add(shape)  # the next watch tells what is different
+            self._doubted.add(own)  # the next watch tells what is different
         else:
-            self._book.forget(shape)
-        return True
+            self._book.forget(own)
+        return False
+
+    def _run_online(self, pattern: str) -> None:
+        """Steps that start with calls of ``pattern`` have no plan from now on."""
+        steps = self._diverged[pattern]
+        self._unsteady.add(pattern)
+        self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
+        self._reasons.say(
+            f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned (skipped layers, "
+            "experts or branches that depend on data), so steps like these run online from now on: within the budget, "
+            "and slower than under a plan. For a plan, let every step run the same ops"
+        )
 
     def change_budget(self, budget_bytes: int) -> None:
         """Let go of plans for more; have them made again, and those that could do with less recomputation."""
@@ -171,6 +198,11 @@ class PlanShelf:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
         self._refused -= set(planned.shapes)
         planned.tape.proves_at_birth = self._reasons.say_saved
+        if any(op.dynamic for op in planned.plan.ops):
+            self._reasons.say(
+                "some sizes depend on data (tokens of an expert): a planned step in which they are larger than in the "
+                "planned one takes more than the budget. Leave room for that"
+            )
         self.plans = [p for p in self.plans if p.shapes != planned.shapes]
         self.plans.append(planned)
         self._make_room()
@@ -179,7 +211,9 @@ class PlanShelf:
 
     def _is_family_shape(self, shape: CallShape) -> bool:
         """Whether the graph of ``shape`` follows from others. What to plan for is estimated for method exact alone."""
-        return self._options.method == "exact" and shape not in self._alone | self._refused and self._book.knows(shape)
+        if self._options.method != "exact" or shape.pattern in self._unsteady:
+            return False
+        return shape not in self._alone | self._refused and self._book.knows(shape)
 
     def _plan_unwatched(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
         """The plan for ``shape``, whose graph follows from others; what is worth another plan is asked for.
@@ -245,8 +279,20 @@ class PlanShelf:
 
     # -- asking ---------------------------------------------------------------------------------------------
 
-    def request(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
-        """A step was watched whose calls have these shapes: have it planned, unless a plan for it is on its way."""
+    def request(
+        self,
+        shapes: tuple[CallShape, ...],
+        graph: StepGraph,
+        costs: Costs,
+        budget_bytes: int,
+        num_nodes: Mapping[int, int],
+    ) -> None:
+        """A step was watched whose calls have these shapes: have it planned, unless a plan for it is on its way.
+
+        Args:
+            num_nodes: How many autograd nodes each call made.
+        """
+        self._num_nodes[shapes] = num_nodes
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
         if reason := self._book.note(shapes, graph, costs):
@@ -347,7 +393,8 @@ class PlanShelf:
         model = self._model()
         assert model is not None  # it is being called
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
-        planned = PlannedStep(plan, graph, costs, shapes, tape)
+        tape.matches_all = any(self._diverged[shapes[0].pattern])
+        planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=self._num_nodes.get(shapes, {}))
         self.put(planned)
         return planned
 

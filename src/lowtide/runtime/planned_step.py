@@ -1,16 +1,25 @@
-"""A plan at hand: what it was made from, the shapes it is for, and the tape that carries it out."""
+"""A plan that is in force for steps of some shapes, and how it is told that a step ran other ops."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch._C._autograd import _get_sequence_nr
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape, shape_of_signature
+from lowtide.simulation.simulator import simulate
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 
-_DRIFT = 0.02  # of the dropped tensors: so many ops that did not come as planned are worth another plan
+_OTHER_NODES = 0.02  # of a call's autograd nodes: fewer more or less hold little
+
+
+def num_nodes() -> int:
+    """How many nodes autograd has made on this thread."""
+    return int(_get_sequence_nr())
 
 
 @dataclass
@@ -21,7 +30,8 @@ class PlannedStep:
         shapes: Of each call of the model in the step, in order.
         trace_s, measure_s: How long those took; None for a step that was watched.
         last_served: Shape of the first call of the step that ran under it last.
-        mismatched: Ops that did not come as planned, when last looked at.
+        diverged: That step ran other ops than planned.
+        num_nodes: Of autograd, by each call: what the watched step made.
     """
 
     plan: Plan
@@ -32,7 +42,8 @@ class PlannedStep:
     trace_s: float | None = None
     measure_s: float | None = None
     last_served: CallShape | None = None
-    mismatched: int = 0
+    diverged: bool = False
+    num_nodes: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_derived(self) -> bool:
@@ -47,11 +58,28 @@ class PlannedStep:
     def keeps_everything(self) -> bool:
         return self.tape.program.keeps_everything
 
-    def has_drifted(self) -> bool:
-        """Many ops since the last look did not come as planned."""
-        new = self.tape.counts.mismatched - self.mismatched
-        self.mismatched = self.tape.counts.mismatched
-        return new > _DRIFT * max(1, sum(bool(op.drops) for op in self.tape.program.ops))
+    @cached_property
+    def _made_bytes(self) -> list[int]:
+        """What the step has made and still holds after each of its forward ops, under the plan."""
+        live_bytes = simulate(self.graph, self.costs, self.plan).live_bytes
+        at = {number: event for event, (kind, number) in enumerate(self.graph.events) if kind == RUN}
+        return [live_bytes[at[op.id]] - self.graph.resident_bytes for op in self.graph.forward_ops]
+
+    def made_bytes_after(self, op: int) -> int:
+        """What a step as planned has made and still holds after forward op ``op``; 0 before the first."""
+        return self._made_bytes[op] if op >= 0 else 0
+
+    def last_op_before(self, position: int) -> int:
+        """The last planned op before the step's call at ``position``; -1: there is none."""
+        at = position % len(self.shapes)  # calls whose backward never came may be among them
+        return max((call.last_op for call in self.calls[:at]), default=-1)
+
+    def makes_other_nodes(self, made: dict[int, int]) -> bool:
+        """Whether calls of a step made more or fewer autograd nodes than in the step that was watched.
+
+        Where a plan has nothing to do the tape sees no ops, and this shows that they were others.
+        """
+        return any(abs(n - self.num_nodes.get(at, n)) > _OTHER_NODES * n for at, n in made.items())
 
 
 def shapes_of_graph(calls: Sequence[str]) -> tuple[CallShape, ...]:

@@ -3,6 +3,7 @@
     call of the model -> a plan for its shape?  yes: its tape, around this call; or, if it drops something outside the
                                                      model's calls, from here to the start of the backward that follows
                                                 no:  an online tape, from here to the end of the backward that follows
+    another op than planned -> an online tape from there on, in what the plan's part of the step leaves of the budget
     end of a backward -> the step is over: a recorded graph goes to the planner
     next step's first call -> plans that have come back are put in force
 
@@ -27,7 +28,7 @@ from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
 from lowtide.runtime.plan_shelf import PlanShelf
-from lowtide.runtime.planned_step import PlannedStep
+from lowtide.runtime.planned_step import PlannedStep, num_nodes
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reasons import Reasons
@@ -56,6 +57,7 @@ class Counters:
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
     last_step_planned: bool = False
+    diverged_steps: int = 0  # begun under a plan, with other ops
 
 
 class StepWatcher:
@@ -96,11 +98,13 @@ class StepWatcher:
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
         self._expected = ExpectedBytes()
-        self._seam: Seam | None = None  # of the watch, or of a plan that drops something outside the model's calls
+        self._seam: Seam | None = None  # of the watch
+        self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._region: ExitStack | None = None  # of ``region``
         self._uncalled: PlannedStep | None = None  # for a step that never calls the model itself
         self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
-        self._spoiled = False  # the watched step failed, or mixes with another: no plan comes of it
+        self._spoiled = False  # the step failed, or mixes with another: no plan comes of it
+        self._made_nodes: dict[int, int] = {}  # of autograd, by each call of the present step
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]]
         self._gradients: list[Any] = []
@@ -156,13 +160,13 @@ class StepWatcher:
         """What surrounds this call: a planned tape, or the watch."""
         if not self._shapes:
             self._begin_step(model, shape, (args, kwargs))
-        elif self._watch is not None and (self._spoiled or self._watch.num_claims == 0):
+        elif self._watch is not None and (self._spoiled or (self._step is None and self._watch.num_claims == 0)):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
             self._shapes = []
             self._begin_step(model, shape, (args, kwargs))
         position = len(self._shapes)
         self._shapes.append(shape)
-        if self._step is not None:
+        if self._step is not None and self._watch is None:
             return self._planned(self._step, position, shape)
         if self._watch is None:
             return nullcontext()
@@ -175,26 +179,39 @@ class StepWatcher:
         at = position % len(step.shapes)  # calls whose backward never came may be among them
         tape = step.tape
         if not step.shapes[at].covers(shape):
-            self._leave_plan()
-            self._step = None
-            if self.shelf.give_up(step):
-                self._say("a plan was given up: its steps call the model otherwise than planned")
-            return nullcontext()
+            watch = self._go_online(step.last_op_before(position))
+            return nullcontext() if watch is None else self._observed(watch)
         tape.sizes_vary |= step.shapes[at] != shape
         self._planned_calls += 1
-        if self._region is not None and not step.keeps_everything:
+        tape.on_divergence = None if self._region is not None else self._go_online
+        if step.keeps_everything and not tape.matches_all:
+            return self._counting_nodes(position)
+        if self._region is not None:
             self._region.enter_context(attach.taped_region(tape, tape.program.root, whole_step=True))
         elif tape.program.root.has_actions:
             if at == 0:
                 self._leave_plan()
-                self._open_seam(tape)
+                self._plan_seam = _opened(tape)
                 tape.enter_step()
-        elif step.keeps_everything:
-            return nullcontext()
         else:
             call = step.calls[at] if at < len(step.calls) else TapedCall()
-            return attach.taped_region(tape, call, whole_step=False)
+            return self._taped(tape, call, position)
         return self._observed(tape)
+
+    @contextmanager
+    def _counting_nodes(self, position: int) -> Iterator[None]:
+        before = num_nodes()
+        try:
+            yield
+        except BaseException:
+            self._spoiled = True
+            raise
+        self._made_nodes[position] = num_nodes() - before
+
+    @contextmanager
+    def _taped(self, tape: Tape, call: TapedCall, position: int) -> Iterator[None]:
+        with self._counting_nodes(position), attach.taped_region(tape, call, whole_step=False):
+            yield
 
     @contextmanager
     def _observed(self, tape: Tape | OnlineTape) -> Iterator[None]:
@@ -203,28 +220,37 @@ class StepWatcher:
         state.observer = tape
         tape.enter("")
         try:
-            yield
-        except BaseException:
-            self._spoiled = True
-            raise
+            with self._counting_nodes(len(self._shapes) - 1):
+                yield
         finally:
             tape.leave()
             state.observer = tape if self._region is not None and isinstance(tape, Tape) else None
 
+    def _go_online(self, last_op: int) -> OnlineTape | None:
+        """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
+        step, model = self._step, self._model()
+        assert step is not None and model is not None
+        try:
+            self._open_watch(OnlineTape, model, (), unseen_bytes=step.made_bytes_after(last_op))
+        except Exception as error:  # the step goes on without us
+            self._fail(error)
+        return self._watch
+
     def _leave_plan(self) -> None:
-        """A plan that was in place from the model's call on goes: backward begins, or the step went another way."""
-        if self._watch is None and self._seam is not None and self._step is not None:
-            self._seam.close()
-            self._seam = None
-            self._step.tape.leave_region(failed=False)
+        """A plan that was in place from the model's call on goes: backward begins, or another step."""
+        if self._plan_seam is not None:
+            self._plan_seam.close()
+            self._plan_seam = None
+            if self._step is not None:
+                self._step.tape.leave_region(failed=False)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """A pass without gradients is no part of the step: nothing is watched, what it leaves is counted."""
-        if self._seam is None or not self._seam.is_here:
-            yield
-            return
-        with self._seam.aside():
+        with ExitStack() as away:
+            for seam in (self._seam, self._plan_seam):
+                if seam is not None and seam.is_here:
+                    away.enter_context(seam.aside())
             yield
 
     @contextmanager
@@ -256,6 +282,7 @@ class StepWatcher:
             self._close_watch(())
         self._follow_free_memory(model)
         self._step = self.shelf.plan_for(shape)
+        self._spoiled, self._made_nodes = False, {}
         if self._step is not None:
             self._last = self._step
             self._step.tape.sizes_vary = False
@@ -264,16 +291,12 @@ class StepWatcher:
             self.shelf.refuse(shape, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
             return
         self.checkpointing.switch_off()
-        budget_bytes = self._budget.for_step(model, batch)
-        records = self.shelf.wants_graph(shape)
-        self._watch = (WatchedStep if records else OnlineTape)(model, budget_bytes, self._expected)
-        self._watch.begin_step()
-        self._spoiled = False
-        self._open_seam(self._watch)
+        self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape, model, batch)
 
-    def _open_seam(self, tape: Tape | OnlineTape) -> None:
-        self._seam = Seam(tape, (tape.pack, tape.unpack))
-        self._seam.open()
+    def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
+        self._watch = kind(model, self._budget.for_step(model, batch), self._expected)
+        self._watch.begin_step(unseen_bytes)
+        self._seam = _opened(self._watch)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -318,7 +341,19 @@ class StepWatcher:
     def _end_step(self) -> None:
         counters = self.counters
         counters.steps += 1
-        counters.last_step_planned = self._step is not None and self._planned_calls == len(self._shapes)
+        step, diverged = self._step, self._watch is not None
+        if step is not None:
+            step.tape.on_divergence = None  # it refers to us
+        if step is not None and step.shapes:
+            if not diverged and step.makes_other_nodes(self._made_nodes):
+                diverged = True
+                self._say(
+                    "a step ran other ops than its plan where that keeps everything, which shows only at the end: it "
+                    "may have taken more than the budget. Ops of such plans are followed one by one from now on"
+                )
+            counters.diverged_steps += diverged
+            self.shelf.note_step(step, diverged=diverged)
+        counters.last_step_planned = step is not None and not diverged
         counters.planned_steps += counters.last_step_planned
         counters.planned_calls += self._planned_calls
         self._awaited = min(_MOST_AWAITED, self._awaited + max(0, len(self._shapes) - 1))
@@ -350,7 +385,7 @@ class StepWatcher:
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
-        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs))
+        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
     def _note_peak(self, watch: OnlineTape) -> None:
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
@@ -360,7 +395,7 @@ class StepWatcher:
         if over <= self._over_bytes:
             return
         reason = (
-            f"a step without a plan took up to {format_bytes(over)} more than the budget: it is the least "
+            f"a step that ran online took up to {format_bytes(over)} more than the budget: it is the least "
             "that letting go and making again could reach"
         )
         if self._over_bytes:  # one reason, whatever the number: every step may have another
@@ -446,9 +481,10 @@ class StepWatcher:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(f"an error of lowtide's own, the step is saved whole: {what}")
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
-        if self._seam is not None:
-            self._seam.close()
-        self._watch = self._seam = None
+        for seam in (self._seam, self._plan_seam):
+            if seam is not None:
+                seam.close()
+        self._watch = self._seam = self._plan_seam = None
 
     def _note_unseen_step(self) -> None:
         self.counters.steps += 1
@@ -469,6 +505,12 @@ class StepWatcher:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         self.abandon_step()
         self.checkpointing.restore()
+
+
+def _opened(tape: Tape | OnlineTape) -> Seam:
+    seam = Seam(tape, (tape.pack, tape.unpack))
+    seam.open()
+    return seam
 
 
 def _version(gradient: torch.Tensor | None) -> int:

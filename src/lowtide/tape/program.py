@@ -17,11 +17,12 @@ class TapedOp:
 
     __slots__ = (
         "audited", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
-        "moves_completed", "name", "num_dropped_inputs", "random", "transient_replays", "uninitialised", "where",
+        "moves_completed", "name", "num_dropped_inputs", "number", "random", "transient_replays", "uninitialised",
+        "where",
     )  # fmt: skip
 
-    def __init__(self, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
-        self.name, self.where = name, where
+    def __init__(self, number: int, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
+        self.number, self.name, self.where = number, name, where
         self.dynamic = dynamic  # its output sizes depend on data, so they are not compared with the plan's
         self.num_dropped_inputs = num_dropped_inputs
         self._set_operator(operator_named(name))
@@ -50,7 +51,10 @@ class TapedOp:
 class TapedCall:
     """One module call of the plan."""
 
-    __slots__ = ("children", "has_actions", "has_actions_inside", "ops", "reads_dropped_inside")
+    __slots__ = (
+        "children", "first_op", "has_actions", "has_actions_inside", "last_op", "num_calls", "ops", "position",
+        "reads_dropped_inside",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.ops: list[TapedOp] = []  # those that it runs itself
@@ -58,6 +62,12 @@ class TapedCall:
         self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
         self.has_actions_inside = False  # so has one of its own, or of a call inside it
         self.reads_dropped_inside = False  # one of these reads what is dropped or moved elsewhere
+        self.position = self.num_calls = 0  # which of its caller's module calls it is, and how many it makes itself
+        self.first_op, self.last_op = 0, -1  # numbers of its ops and of those inside it
+
+    def call_at(self, position: int) -> "TapedCall | None":
+        """Which module call it makes at ``position``."""
+        return next((c for calls in self.children.values() for c in calls if c.position == position), None)
 
 
 class PlanProgram:
@@ -73,11 +83,14 @@ class PlanProgram:
         self.calls = [TapedCall() for _ in plan.frames]
         self.root = self.calls[0]
         for frame, call in zip(plan.frames[1:], self.calls[1:]):
-            self.calls[frame.parent].children.setdefault(frame.path, []).append(call)
+            caller = self.calls[frame.parent]
+            caller.children.setdefault(frame.path, []).append(call)
+            call.position = caller.num_calls
+            caller.num_calls += 1
         self.ops: list[TapedOp] = []
-        for recorded in plan.ops:
+        for number, recorded in enumerate(plan.ops):
             path = plan.frames[recorded.frame].path
-            op = TapedOp(recorded.name, path, recorded.dynamic, recorded.num_dropped_inputs)
+            op = TapedOp(number, recorded.name, path, recorded.dynamic, recorded.num_dropped_inputs)
             self.calls[recorded.frame].ops.append(op)
             self.ops.append(op)
         completed_by = {op.completes_inplace: number for number, op in enumerate(plan.ops)}
@@ -99,6 +112,9 @@ class PlanProgram:
         completed = {self.ops[number] for number in completed_by if number is not None}
         for call in reversed(self.calls):  # calls inside one come after it
             inside = [child for calls in call.children.values() for child in calls]
+            firsts = [op.number for op in call.ops[:1]] + [c.first_op for c in inside if c.last_op >= 0]
+            call.first_op = min(firsts, default=0)
+            call.last_op = max([op.number for op in call.ops[-1:]] + [c.last_op for c in inside], default=-1)
             call.has_actions_inside = call.has_actions or any(child.has_actions_inside for child in inside)
             # What an op reads that others complete in place is counted with those: it may read anything.
             reads = any(op.num_dropped_inputs or op in completed for op in call.ops)

@@ -22,7 +22,7 @@ from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
 from lowtide.tape.storage_bits import sum_of_words
 from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, value_of
-from lowtide.tracing.operators import omitted_in_replay, tensors_in
+from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
 from lowtide.tracing.restore import same_bits
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
@@ -106,6 +106,18 @@ class Recipe(Value):
         """Whether an argument is made by a later op: replayed in program order, it would be missing."""
         values = (value_of(t, self.run) for t in tensors_in((args, list(kwargs.values()))))
         return any(v is not None and v.source is not None and v.source.number > self.number for v in values)
+
+    def reads(self, storage: Any) -> bool:
+        """Whether it holds a kept tensor over ``storage`` for its replay."""
+        inplace = [(op.args, list(op.kwargs.values())) for op in self._inplace_ops]
+        todo: list[Any] = [self.args, list((self.kwargs or {}).values()), inplace]
+        while todo:
+            argument = todo.pop()
+            if isinstance(argument, (list, tuple)):
+                todo += argument
+            elif type(argument) is Kept and storage_of(argument.tensor) is storage:
+                return True
+        return False
 
     def resolve(self, argument: Any) -> Any:
         """The argument that the op is called with, for a stored one.

@@ -8,6 +8,7 @@ for a transient result, the tape holds no reference to it but finds it again as 
 Outside backward (``grad_fn._saved_self`` is read, for example) every replay is transient and none is counted.
 """
 
+import gc
 import threading
 import weakref
 from collections.abc import Iterable
@@ -18,8 +19,8 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # wher
 from torch._C import _current_graph_task_id as graph_task
 
 from lowtide.errors import ReplayError
-from lowtide.tape.execution_state import no_autocast
-from lowtide.tape.recipes import count_use, keeps_graph
+from lowtide.tape.execution_state import ExecutionState, no_autocast
+from lowtide.tape.recipes import Recipe, count_use, keeps_graph
 from lowtide.tape.values import Source, Value, View
 
 _lock = threading.RLock()
@@ -140,6 +141,23 @@ class Burst:
                 del self.transient[value]
                 if value.source is not None:  # None: an audit has put the original in place
                     value.tensor = None
+
+
+def recipes_of(run: ExecutionState) -> list[weakref.ref[Recipe]]:
+    """Recipes of one forward pass that still live. Looks at every object there is: some 0.1 s."""
+    return [weakref.ref(o) for o in gc.get_objects() if type(o) is Recipe and o.run is run]
+
+
+def replay_readers(storage: torch.UntypedStorage, recipes: Iterable[weakref.ref[Recipe]]) -> None:
+    """``storage`` is about to be written as no plan knows: those of ``recipes`` that read it replay now, for good."""
+    for reference in recipes:
+        recipe = reference()
+        if recipe is not None and recipe.source is not None and recipe.reads(storage):
+            with torch.no_grad(), below_autograd():
+                made = [(value, materialise(value)) for value in recipe.values()]
+            for value, tensor in made:
+                value.tensor = tensor
+                value.make_final()
 
 
 def _source_of(value: Value) -> Source:

@@ -2,7 +2,8 @@
 
 A dispatch mode sees each op below autograd and autocast, and leaves a recipe where the plan drops an output. A pair of
 saved-tensor hooks gives autograd a placeholder for each dropped tensor, and each kept tensor with its version. Ops are
-matched by name and order within their module call; an op that does not match is saved and counted.
+matched by name and order within their module call; an op that does not match is saved and counted, or, where somebody
+goes on without the plan (``on_divergence``), the rest of the region is theirs.
 """
 
 import weakref
@@ -27,9 +28,10 @@ from torch.utils._python_dispatch import _push_mode as push_mode
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
+from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import Audit, PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
-from lowtide.tape.replay import unpacked
+from lowtide.tape.replay import recipes_of, replay_readers, unpacked
 from lowtide.tape.storage_bits import sum_of_words
 from lowtide.tape.values import (
     MARK,
@@ -52,6 +54,8 @@ from lowtide.tracing.operators import (
     is_wrapper_type,
     omitted_in_replay,
     storage_of,
+    written_arguments,
+    written_tensors,
 )
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
@@ -83,12 +87,13 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "next", "planned", "unhooked", "unwatched")
+    __slots__ = ("calls", "next", "num_calls", "planned", "unhooked", "unwatched")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
         self.unwatched = self.unhooked = False  # mode or hooks are away while it runs
         self.next = 0  # index of the planned op that is expected next
+        self.num_calls = 0  # module calls in it so far
         self.calls: dict[str, int] | None = None  # how often each child module has been called
 
 
@@ -101,6 +106,10 @@ class Tape(TorchDispatchMode):
         proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
             the same bits; called with the ops that differ.
         comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
+        on_divergence: If set, called once in a region that runs other ops than planned, with the number of the last
+            planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
+            returns, which is in place when it returns, sees it. Where it returns None, it is saved.
+        matches_all: Every op is matched, also where nothing is to be done.
     """
 
     @classmethod
@@ -123,6 +132,11 @@ class Tape(TorchDispatchMode):
         self.comparison_bytes = 0
         self.sizes_vary = False
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
+        self.on_divergence: Callable[[int], OnlineTape | None] | None = None
+        self.matches_all = False
+        self._diverged_after: int | None = None  # the last op that ran as planned
+        self._told = False  # ``on_divergence`` has been called
+        self._recipes: list[weakref.ref] | None = None  # of the present forward pass, once somebody has looked
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
         self._marked: list[weakref.ref] = []
@@ -153,12 +167,15 @@ class Tape(TorchDispatchMode):
             self._call = self._callers.pop()
         if not failed and not self._backward_began:
             self._close(self._call)
+            if self._diverged_after is not None:
+                self._leave_plan()
         self.end()
         self._outer_hooks = None
 
     def begin(self, call: TapedCall) -> None:
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
+        self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._next_number = 0
         self._backward_began = False
@@ -188,13 +205,20 @@ class Tape(TorchDispatchMode):
             if called is None:
                 called = caller.calls = {}
             ordinal = called.get(path, 0)
-            called[path] = ordinal + 1
             calls = caller.planned.children.get(path)
             if calls is not None and ordinal < len(calls):
                 planned = calls[ordinal]
+            if (planned is None or planned.position != caller.num_calls) and self._diverge():
+                planned = None
+            called[path] = ordinal + 1
+            caller.num_calls += 1
+        if self._diverged_after is not None:
+            self._leave_plan()
         self._callers.append(caller)
         self._call = call = _OpenCall(planned)
-        if planned is not None and not (planned.has_actions_inside or self._wrapped or self._pauses):
+        if planned is not None and not (
+            planned.has_actions_inside or self._wrapped or self._pauses or self.matches_all
+        ):
             self._stop_watching(call, planned)
 
     def leave(self) -> None:
@@ -225,9 +249,56 @@ class Tape(TorchDispatchMode):
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
         planned = call.planned
-        if planned is not None and planned.has_actions and call.next < len(planned.ops):
+        if planned is None or call.unwatched:
+            return
+        if (planned.has_actions or self.matches_all) and call.next < len(planned.ops):
+            self._diverge()
             self.counts.mismatched += sum(bool(op.drops or op.moves) for op in planned.ops[call.next :])
             call.next = len(planned.ops)
+        elif call.num_calls != planned.num_calls:
+            self._diverge()
+
+    # -- other ops than planned ---------------------------------------------------------------------------------
+
+    def _diverge(self) -> bool:
+        """The region runs other ops than planned: whether the plan ends here."""
+        if self.on_divergence is None:
+            return False
+        if self._diverged_after is None:
+            self._diverged_after = self._last_op()
+            for call in (*self._callers, self._call):
+                call.planned = None
+        return True
+
+    def _last_op(self) -> int:
+        """The number of the last planned op that has run."""
+        region = self._region
+        last = region.first_op - 1 if region.last_op >= 0 else len(self.program.ops) - 1
+        open_calls = [*self._callers, self._call]
+        for call, inner in zip(open_calls, [*open_calls[1:], None]):
+            if call.planned is None:
+                continue
+            if call.planned.has_actions or self.matches_all:
+                ran = call.planned.ops[: call.next]
+            else:  # its ops were not followed: those before the call that runs, or that was to come next
+                upcoming = inner.planned if inner is not None else call.planned.call_at(call.num_calls)
+                ran = [op for op in call.planned.ops if upcoming is None or op.number < upcoming.first_op]
+            last = max([last, *(op.number for op in ran)])
+            for path, count in (call.calls or {}).items():
+                begun = call.planned.children.get(path, ())[:count]
+                last = max([last, *(c.last_op for c in begun if inner is None or c is not inner.planned)])
+        return last
+
+    def _leave_plan(self) -> None:
+        """What runs from here on is seen by the online tape, if somebody has one; what was dropped stays ours."""
+        if self._told or self.on_divergence is None or self._diverged_after is None:
+            return
+        self._told = True
+        online = self.on_divergence(self._diverged_after)
+        if online is not None:
+            if module_calls.thread_state.observer is self:
+                module_calls.thread_state.observer = online
+            self._outer_hooks = self._outer_hooks or (online.pack, online.unpack)
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: its operators are not seen, and what autograd stores of it is kept."""
@@ -270,7 +341,7 @@ class Tape(TorchDispatchMode):
         call = self._call
         planned = call.planned
         if planned is not None:
-            if not planned.has_actions:
+            if not planned.has_actions and not self.matches_all:
                 return func(*args, **kwargs) if kwargs else func(*args)
             if call.next < len(planned.ops):
                 op = planned.ops[call.next]
@@ -287,10 +358,24 @@ class Tape(TorchDispatchMode):
                     return result
             if func.namespace == "profiler":  # FSDP's labels are no ops of the step
                 return func(*args, **(kwargs or {}))
-            self._close(call)  # other ops than planned: the rest of this module call is saved
+            if self._callers or not self._whole_step:  # outside the model others may run besides, a metric or a log
+                self._diverge()
+                self._close(call)  # the rest of this module call is saved
         self.counts.unplanned += 1
+        if self._diverged_after is not None:
+            self._leave_plan()
+            if written_arguments(func):
+                self._replay_what_reads(written_tensors(func, args, kwargs or {}))
         unmark_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _replay_what_reads(self, targets: list[torch.Tensor]) -> None:
+        """``targets`` are about to be written, of which the plan knows nothing: what it dropped may be made of them."""
+        if self._recipes is None:
+            self._recipes = recipes_of(self._run)
+        for target in targets:
+            if (storage := storage_of(target)) is not None:
+                replay_readers(storage, self._recipes)
 
     def _record(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op`` and leave a recipe in place of the outputs to drop."""
@@ -300,6 +385,7 @@ class Tape(TorchDispatchMode):
         dropped = op.num_dropped_inputs
         if dropped and (len(recipe.inputs) < dropped or (dropped > 1 and len(set(recipe.inputs)) < dropped)):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as freed
+            self._diverge()
             return op.kernel(*args, **kwargs)
         if op.random and draws_random_numbers(op.func, args, kwargs):
             created_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor argument
@@ -322,6 +408,7 @@ class Tape(TorchDispatchMode):
                 or (use_count(storage._cdata) > _UNSHARED_REFERENCES and _is_memory_of_argument(storage, args))
             ):
                 self.counts.mismatched += 1
+                self._diverge()
                 continue
             if single:
                 value: Value = recipe
@@ -370,6 +457,7 @@ class Tape(TorchDispatchMode):
         # Whoever holds the Value (users) must get the tensor as it is now.
         if value is None or value.users or not isinstance(recipe, Recipe) or recipe.inputs_later_than(args[1:], kwargs):
             self.counts.mismatched += 1
+            self._diverge()
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
         second = None
@@ -398,6 +486,7 @@ class Tape(TorchDispatchMode):
             alias = not op.moves_completed and _is_memory_of_argument(storage, args)
             if other_size or alias or MARK in storage.__dict__ or self._transfers is None:
                 self.counts.mismatched += 1
+                self._diverge()
                 continue
             copy = OffloadedTensor(self._next_number, move, self._run)
             self._next_number += 1

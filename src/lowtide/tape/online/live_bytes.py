@@ -38,7 +38,7 @@ class LiveBytes:
         self.peak = max(self.peak, self.now)
         return size
 
-    def restart(self) -> None:
-        """Count from nothing again: what lives now belongs to an earlier step."""
+    def restart(self, unseen_bytes: int = 0) -> None:
+        """Count anew: what was added belongs to an earlier step. ``unseen_bytes`` live already, and to the end."""
         self._known.clear()
-        self.now = self.peak = 0
+        self.now = self.peak = unseen_bytes

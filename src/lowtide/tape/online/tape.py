@@ -96,9 +96,9 @@ class OnlineTape(TorchDispatchMode):
         self.calls = 0
         self.op_s = 0.0  # what the last op took
 
-    def begin_step(self) -> None:
-        """A step starts: nothing of an earlier one is counted any more."""
-        self.live.restart()
+    def begin_step(self, unseen_bytes: int = 0) -> None:
+        """A step starts, or the rest of one that holds ``unseen_bytes`` already: of earlier ones nothing counts."""
+        self.live.restart(unseen_bytes)
         self.releaser.forget_step()
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._read_outside.clear()
