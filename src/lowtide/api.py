@@ -23,7 +23,7 @@ from lowtide.runtime.watched_fit import WatchedFit
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import usable
-from lowtide.tape.program import Audit, TapedCall
+from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_of, batch_tensors, call_of
@@ -147,7 +147,7 @@ class Fit:
             steps=sum(c.steps for c in counts),
             mismatched_ops=sum(c.mismatched for c in counts),
             unplanned_ops=sum(c.unplanned for c in counts),
-            audited_ops=sum(op.audited for op in dropped),
+            proven_ops=sum(op.proven for op in dropped),
             dropped_ops=len(dropped),
             shapes=len(self._by_signature),
             trace_s=first.trace_s,
@@ -196,9 +196,6 @@ class Fit:
         if planned.program.keeps_everything:
             return None
         tape = planned.tape
-        if planned.program.unaudited():
-            slack_bytes = (planned.plan.budget_bytes or 0) - planned.plan.predicted_peak_bytes
-            tape.audit = Audit(planned.program, slack_bytes, self._planner.on_replay_difference)
         if self._region is not None:
             self._tape_region(self._region, tape)
             return None  # the region is taped already; GuardedCall then calls inside it

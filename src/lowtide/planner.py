@@ -25,11 +25,12 @@ from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tier
-from lowtide.tape.program import Audit, PlanProgram, TapedOp, program_of
+from lowtide.tape.program import PlanProgram, TapedOp, program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
-from lowtide.tracing.restore import preserve_training_state
+from lowtide.tracing.restore import Gradients, preserve_training_state, versions
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes, parse_budget
 
@@ -37,7 +38,6 @@ logger = logging.getLogger("lowtide")
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
 _ATTEMPTS = 3  # plans, at most, until every replay of one gives the same bits
-_REHEARSALS = 4  # at most, to audit every dropped tensor when memory holds only some beside their recipes
 
 
 @dataclass
@@ -109,9 +109,11 @@ class Planner:
             # A new shape in mid-training may be one rank's alone: nobody would answer.
             group = None if allow_least else group_of(model)
             forward = partial(run_on_all_ranks, group, "the forward pass")
+            before = versions(model, batch)
             record_step = partial(record, model, batch, step, self.options.optimizer, forward=forward)
             graph = run_on_all_ranks(group, "tracing", record_step)
             traced = time.perf_counter()
+            unwritten = {key for key, version in versions(model, batch).items() if before.get(key) == version}
             next_stage()
             costs = run_on_all_ranks(group, "measuring", partial(self._measure, graph))
             measured = time.perf_counter()
@@ -123,8 +125,11 @@ class Planner:
                     opened = partial(open_tiers, plan, self.options.offload, self.capacities, self._tiers)
                     tiers = run_on_all_ranks(group, "opening tiers", opened)
                     tape = Tape(program_of(plan), model, tiers)
+                    tape.proves_at_birth = self.on_replay_difference  # what no rehearsal could prove
                     planned = PlannedShape(graph, costs, plan, tape, traced - start, measured - traced, group)
-                    differed: set[int] = set().union(*from_all_ranks(group, self._rehearse(planned, batch, step)))
+                    differed: set[int] = set().union(
+                        *from_all_ranks(group, self._rehearse(planned, batch, step, unwritten))
+                    )
                 except TierError as error:
                     if group is not None:
                         raise
@@ -175,41 +180,38 @@ class Planner:
             )
             return graph, solved(graph, error.least_bytes)
 
-    def _rehearse(self, planned: PlannedShape, batch: Any, step: Step | None) -> set[int]:
-        """Run the step under the plan and compare every replay bitwise; the ids of storages that differed.
+    def _rehearse(self, planned: PlannedShape, batch: Any, step: Step | None, unwritten: set[int]) -> set[int]:
+        """Run the step under the plan and compare every replay; the ids of storages that differed.
 
-        An audited tensor is kept beside its recipe until its replay. What memory cannot hold beside waits for the next
-        rehearsal.
+        No tensor is kept for that: each op runs twice at once, and a fingerprint of what it dropped is compared with
+        its replay's.
 
         Raises:
             TierError: what was moved came back with other bits, or not at all.
         """
         program, model, plan = planned.program, self.model, planned.plan
-        stuck, unproven = False, bool(plan.tiers)
-        for _ in range(_REHEARSALS):
-            waiting = len(program.unaudited())
-            allowance = available_bytes(device_of(model)) - (plan.predicted_peak_bytes - plan.resident_bytes)
-            useful = allowance > 0 and ((waiting > 0 and not stuck) or unproven)
-            if not any(from_all_ranks(planned.group, useful)):
-                break
-            tape = Tape(program, model, planned.tape.tiers)
-            # Memory comes in pieces: what is kept beside never takes all that is free.
-            share_bytes = max(allowance, 0) // (3 if unproven else 2)
-            tape.audit = Audit(program, share_bytes, self.on_replay_difference)
-            tape.comparison_bytes = share_bytes if unproven else 0
-            with preserve_training_state(model, batch, written_parameters=plan.written_parameters):
-                with torch.enable_grad(), attach.taped_step(model, tape):
-                    loss, output = run_step(model, batch, step)
-                before = [fingerprint(b) for b in model.buffers()]
-                loss.backward()
-                moved = before != [fingerprint(b) for b in model.buffers()]
-                del loss, output
-            if moved:  # an op of somebody's own writes a buffer that it is not even handed
-                for op in program.ops:
-                    if op.drops and op.func and op.func.namespace not in _KNOWN:
-                        op.drops = ()
-                        self.on_replay_difference(op)
-            stuck, unproven = len(program.unaudited()) == waiting, False
+        fits = available_bytes(device_of(model)) > plan.predicted_peak_bytes - plan.resident_bytes
+        # One rank alone would wait for the others.
+        if not any(from_all_ranks(planned.group, fits and not program.keeps_everything)):
+            return set()
+        tape = Tape(program, model, planned.tape.tiers)
+        tape.proves_at_birth, tape.rehearses = self.on_replay_difference, True
+        # FSDP makes and adds up gradients itself.
+        gradients: Gradients = "zeroed" if wrapped_parameters(model) else "discarded"
+        with preserve_training_state(
+            model, batch, gradients=gradients, written_parameters=plan.written_parameters, unwritten=unwritten
+        ):
+            with torch.enable_grad(), attach.taped_step(model, tape):
+                loss, output = run_step(model, batch, step)
+            before = [fingerprint(b) for b in model.buffers()]
+            loss.backward()
+            moved = before != [fingerprint(b) for b in model.buffers()]
+            del loss, output
+        if moved:  # an op of somebody's own writes a buffer that it is not even handed
+            for op in program.ops:
+                if op.drops and op.func and op.func.namespace not in _KNOWN:
+                    op.drops = ()
+                    self.on_replay_difference(op)
         # An op whose replay differed drops nothing any more.
         return {d.storage for d in plan.decisions if d.action == RECOMPUTE and not program.ops[d.op].drops}
 

@@ -4,7 +4,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -16,18 +16,28 @@ from lowtide.tracing.fsdp.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
 from lowtide.tracing.subclasses import plain_tensors
 
+Gradients = Literal["zeroed", "none", "discarded"]
+
 
 @contextmanager
 def preserve_training_state(
-    model: nn.Module, batch: Any, *, zero_grads: bool = True, written_parameters: Collection[str] = ()
+    model: nn.Module,
+    batch: Any,
+    *,
+    gradients: Gradients = "zeroed",
+    written_parameters: Collection[str] = (),
+    unwritten: Collection[int] = (),
 ) -> Iterator[None]:
     """Run a step inside; gradients, buffers, batch and random generators are afterwards as they were before.
 
-    Inside, every trainable parameter has a zeroed gradient of its own (a later accumulation step is where the peak
-    is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step.
+    Inside, post-accumulate hooks are off: an optimizer fused into backward must not step.
 
     Args:
+        gradients: What trainable parameters have inside. ``"zeroed"``: one of their own each (a later accumulation step
+            is where the peak is highest). ``"none"``: none yet. ``"discarded"``: none, ever; that takes no more memory
+            than the gradients that were there before, which nothing may write.
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
+        unwritten: Ids of buffers and tensors of the batch that a trace has shown not to be written: not copied.
     """
     gpus = range(torch.cuda.device_count()) if any(p.is_cuda for p in model.parameters()) else []
     with preserve_ddp_state(model), preserve_fsdp_state(model), torch.random.fork_rng(devices=gpus):
@@ -38,7 +48,7 @@ def preserve_training_state(
         grads = [(t, t.grad) for t in (*parameters, *leaves)]
         written = (p for n, p in model.named_parameters() if n in written_parameters)
         moved = plain_tensors(*model.buffers(), *batch_tensors(batch), *written)
-        data = [t for t in moved if storage_of(t) is not None]
+        data = [t for t in moved if id(t) not in unwritten and storage_of(t) is not None]
         # A step may give a parameter other memory (``p.data = ...``).
         homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
         # It may also assign another tensor to a buffer.
@@ -51,13 +61,17 @@ def preserve_training_state(
             for leaf in leaves:
                 leaf.grad = None
             for p in parameters:
-                if p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
+                if p.requires_grad and gradients == "discarded":
+                    p._post_accumulate_grad_hooks = OrderedDict({0: _discard_gradient})
+                elif p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
                     p._post_accumulate_grad_hooks = OrderedDict()
-                p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
+                p.grad = torch.zeros_like(p) if p.requires_grad and gradients == "zeroed" else None
             yield
         finally:
             torch.autograd.set_detect_anomaly(*anomaly)
             for p, hook in zip(parameters, hooks, strict=True):
+                if hook is None and p._post_accumulate_grad_hooks is not None:
+                    p._post_accumulate_grad_hooks = OrderedDict()  # takes ours away, which None leaves in force
                 p._post_accumulate_grad_hooks = hook
             for p, home in homes:
                 if p.data_ptr() != home.data_ptr():
@@ -75,6 +89,17 @@ def preserve_training_state(
             numpy.random.set_state(legacy)
 
 
+def _discard_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def versions(model: nn.Module, batch: Any) -> dict[int, int]:
+    """Version of each buffer and tensor of the batch, by id. One that a rehearsal wrote has another afterwards: its own
+    writes count, and so does putting back what they, or writes behind PyTorch's back, have changed."""
+    tensors = plain_tensors(*model.buffers(), *batch_tensors(batch))
+    return {id(t): t._version for t in tensors if not t.is_inference() and storage_of(t) is not None}
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise equality; NaN equals NaN of the same bits, 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -82,7 +107,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
     a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    if a.dtype.is_floating_point or a.dtype.is_complex:
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.dtype.is_floating_point:  # same sizes of elements: no copy, whatever the strides are
         as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
-        a, b = (t.contiguous().view(-1).view(as_int) for t in (a, b))
+        a, b = a.view(as_int), b.view(as_int)
     return torch.equal(a, b)
