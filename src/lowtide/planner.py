@@ -37,6 +37,8 @@ from lowtide.units import format_bytes, parse_budget
 logger = logging.getLogger("lowtide")
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
+# By model: the least bytes that an error named, with the graph and the costs of the search that reached them.
+_told: weakref.WeakKeyDictionary[nn.Module, dict[int | str, tuple[str, Costs]]] = weakref.WeakKeyDictionary()
 _ATTEMPTS = 3  # plans, at most, until every replay of one gives the same bits
 
 
@@ -118,7 +120,11 @@ class Planner:
             costs = run_on_all_ranks(group, "measuring", partial(self._measure, graph))
             measured = time.perf_counter()
             next_stage()
-            graph, plan = self._solve(graph, costs, group, allow_least)
+            try:
+                graph, plan = self._solve(graph, costs, group, allow_least or self._was_told_enough())
+            except BudgetInfeasibleError as error:
+                _told.setdefault(model, {})[error.least_bytes] = (graph.fingerprint, costs)
+                raise
             next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
@@ -140,15 +146,30 @@ class Planner:
                 if not differed:
                     break
                 graph = _with_fixed_storages(graph, differed)
-                graph, plan = self._solve(graph, costs, group, allow_least)
+                graph, plan = self._solve(graph, costs, group, True)  # what must be saved now may need more
         return planned
 
+    def _was_told_enough(self) -> bool:
+        """Whether an earlier error said that this budget would do. If a second trace needs more, then that is taken."""
+        return self.options.budget in _told.get(self.model, {})
+
     def _measure(self, graph: StepGraph) -> Costs:
+        budget = self.options.budget
+        if self._was_told_enough():  # the search finds the same plan again with the same costs
+            fingerprint, costs = _told[self.model][budget]
+            if fingerprint == graph.fingerprint:
+                return costs
+        memory_bytes = None
+        if parse_budget(budget) != "auto":
+            memory_bytes = absolute_bytes(graph, Costs((1.0,) * len(graph.ops)), budget) - _live_bytes(
+                self.model, graph
+            )
+        measured = partial(measure, graph, scratch_dir=self.options.offload.scratch_dir, memory_bytes=memory_bytes)
         try:
-            return measure(graph, tiers=tuple(self.capacities), scratch_dir=self.options.offload.scratch_dir)
+            return measured(tiers=tuple(self.capacities))
         except TierError as error:
             self._drop_tiers(error)
-            return measure(graph, tiers=())
+            return measured(tiers=())
 
     def _drop_tiers(self, error: TierError) -> None:
         """Plan without tiers that failed and that nobody asked for. Raises: TierError: somebody did."""
@@ -218,10 +239,13 @@ class Planner:
 
 def _auto_budget(model: nn.Module, graph: StepGraph) -> int:
     """What lives now plus what is free, less a margin, absolute bytes."""
-    device = device_of(model)
+    return _live_bytes(model, graph) + int((1 - AUTO_MARGIN) * available_bytes(device_of(model)))
+
+
+def _live_bytes(model: nn.Module, graph: StepGraph) -> int:
+    """What lives now of what is resident in the step."""
     to_come = 0 if any(p.grad is not None for p in model.parameters()) else graph.resident["gradients"]
-    now = graph.resident_bytes - to_come - graph.resident["optimizer"]
-    return now + int((1 - AUTO_MARGIN) * available_bytes(device))
+    return graph.resident_bytes - to_come - graph.resident["optimizer"]
 
 
 def _with_fixed_storages(graph: StepGraph, storages: set[int]) -> StepGraph:

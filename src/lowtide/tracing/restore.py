@@ -16,7 +16,7 @@ from lowtide.tracing.fsdp.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
 from lowtide.tracing.subclasses import plain_tensors
 
-Gradients = Literal["zeroed", "none", "discarded"]
+Gradients = Literal["zeroed", "kept", "none", "discarded"]
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def preserve_training_state(
 
     Args:
         gradients: What trainable parameters have inside. ``"zeroed"``: one of their own each (a later accumulation step
-            is where the peak is highest). ``"none"``: none yet. ``"discarded"``: none, ever; that takes no more memory
-            than the gradients that were there before, which nothing may write.
+            is where the peak is highest). ``"kept"``: those that they have, which whoever asks for it does not let
+            the step write, and zeroed ones where they have none. ``"none"``: none yet. ``"discarded"``: none, ever.
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
         unwritten: Ids of buffers and tensors of the batch that a trace has shown not to be written: not copied.
     """
@@ -65,7 +65,11 @@ def preserve_training_state(
                     p._post_accumulate_grad_hooks = OrderedDict({0: _discard_gradient})
                 elif p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
                     p._post_accumulate_grad_hooks = OrderedDict()
-                p.grad = torch.zeros_like(p) if p.requires_grad and gradients == "zeroed" else None
+                if p.requires_grad and gradients in ("zeroed", "kept"):
+                    if gradients == "zeroed" or p.grad is None or storage_of(p.grad) is None:
+                        p.grad = torch.zeros_like(p)
+                else:
+                    p.grad = None
             yield
         finally:
             torch.autograd.set_detect_anomaly(*anomaly)
