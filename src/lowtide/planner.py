@@ -161,9 +161,8 @@ class Planner:
                 return costs
         memory_bytes = None
         if parse_budget(budget) != "auto":
-            memory_bytes = absolute_bytes(graph, Costs((1.0,) * len(graph.ops)), budget) - _live_bytes(
-                self.model, graph
-            )
+            budget_bytes = absolute_bytes(graph, Costs((1.0,) * len(graph.ops)), budget)
+            memory_bytes = budget_bytes - _live_bytes(self.model, graph)
         measured = partial(measure, graph, scratch_dir=self.options.offload.scratch_dir, memory_bytes=memory_bytes)
         try:
             return measured(tiers=tuple(self.capacities))

@@ -176,9 +176,8 @@ class _Clock:
         self._memory_bytes = memory_bytes
         self._taken_bytes = 0  # by the op that is timed
         self._swept = torch.zeros(0, dtype=torch.uint8)
-        self.copied_bytes = (
-            _COPY_BYTES if memory_bytes is None else max(_CACHED_BYTES, min(_COPY_BYTES, memory_bytes // 3))
-        )
+        spare_bytes = _COPY_BYTES if memory_bytes is None else memory_bytes // 3
+        self.copied_bytes = max(_CACHED_BYTES, min(_COPY_BYTES, spare_bytes))
         x = torch.empty(1, device=self.device)
         self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
 
