@@ -26,7 +26,7 @@ from lowtide.errors import LowtideError
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 )
-_BLOCK = 1 << 16  # a float tensor larger than this repeats one block of numbers
+_BLOCK = 1 << 14  # a float tensor larger than this repeats one block of numbers
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 _PLAIN = frozenset({int, str, bool, type(None)})
 

@@ -48,6 +48,7 @@ _MAX_CALLS = 50
 _COPY_BYTES = 1 << 25
 _SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: some of a last-level cache survives it
 _CACHED_BYTES = 1 << 18  # calls on less than this cost what the dispatcher costs, wherever their data is
+_REBUILDING_BYTES = 1 << 18  # what making one op's inputs may take besides them
 _MODE_CALLS = 400
 _COLD_SAMPLES = 41
 _GUARDED_BYTES = 1 << 26  # inputs this large are made only if the memory is available
@@ -173,7 +174,7 @@ class _Clock:
         self.cuda = self.device.type == "cuda"
         # With several threads processor time is their sum, but a user waits for the slowest.
         self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._memory_bytes = memory_bytes
+        self._memory_bytes = None if memory_bytes is None else memory_bytes - _REBUILDING_BYTES
         self._taken_bytes = 0  # by the op that is timed
         self._swept = torch.zeros(0, dtype=torch.uint8)
         spare_bytes = _COPY_BYTES if memory_bytes is None else memory_bytes // 3
