@@ -263,7 +263,7 @@ def test_what_cuda_refuses_is_an_error_of_the_tier_and_running_out_of_device_mem
 def accelerator(gpu, monkeypatch):
     """A machine that takes its CPU for a GPU: ops that take a millisecond, a link that takes none."""
 
-    def costs(graph, *, tiers=(), scratch_dir=None):
+    def costs(graph, *, tiers=(), scratch_dir=None, memory_bytes=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
     monkeypatch.setattr("lowtide.planner.measure", costs)

@@ -20,7 +20,7 @@ from lowtide.tracing.tracer import run_step
 def dear(monkeypatch):
     """Ops that take a millisecond and a link that takes none, so that something moves on any machine."""
 
-    def costs(graph, *, tiers=(), scratch_dir=None):
+    def costs(graph, *, tiers=(), scratch_dir=None, memory_bytes=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
     monkeypatch.setattr("lowtide.planner.measure", costs)
