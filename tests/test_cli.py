@@ -103,7 +103,8 @@ def test_fit_reports_and_saves_a_plan_that_fits_and_is_proven(capsys, scripts):
 
 
 def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(capsys, scripts, tmp_path, monkeypatch):
-    def costs(graph, *, tiers=(), scratch_dir=None):  # ops are dear and the link is not, so something moves anywhere
+    # Ops are dear and the link is not, so something moves anywhere.
+    def costs(graph, *, tiers=(), scratch_dir=None, memory_bytes=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
     monkeypatch.setattr("lowtide.runtime.rehearsal.measure", costs)

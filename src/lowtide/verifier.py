@@ -25,7 +25,7 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrap_ddp
 from lowtide.tracing.operators import is_wrapper_type
-from lowtide.tracing.restore import preserve_training_state, same_bits
+from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, run_step, trace
 
@@ -44,7 +44,7 @@ class Verification:
         plain_peak_bytes: Measured, absolute.
         overhead: Measured step time under the plan / plain step time - 1; NaN when not timed.
         predicted_overhead: By the plan.
-        audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
+        proven_ops, dropped_ops: Ops that gave the same bits when they ran twice, of those with a recipe.
         mismatched_ops, unplanned_ops: What the tape met that the plan did not say; saved.
         in_force: Whether the last real step ran under the plan; None: no step has run, or nobody watches. Where it did
             not, equal bits say nothing of the training.
@@ -60,7 +60,7 @@ class Verification:
     plain_peak_bytes: int
     overhead: float
     predicted_overhead: float
-    audited_ops: int
+    proven_ops: int
     dropped_ops: int
     mismatched_ops: int
     unplanned_ops: int
@@ -131,7 +131,7 @@ def verify_in(
         plain_peak_bytes=plan.resident_bytes + plain_bytes,
         overhead=overhead,
         predicted_overhead=plan.predicted_overhead,
-        audited_ops=sum(s.audited for s in dropped),
+        proven_ops=sum(s.proven for s in dropped),
         dropped_ops=len(dropped),
         mismatched_ops=counts.mismatched,
         unplanned_ops=counts.unplanned,
@@ -169,7 +169,7 @@ class _Steps:
 
     def outcome(self, *, planned: bool) -> tuple[dict[str, Any], Counts]:
         """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
-        with self._rehearsal(zero_grads=False):
+        with self._rehearsal("none"):
             loss, counts = self._run(planned=planned)
             found: dict[str, Any] = {"loss": loss.detach().clone()}
             found |= {f"gradient of {n}": p.grad for n, p in self.model.named_parameters()}
@@ -190,9 +190,9 @@ class _Steps:
             times = compare_times({"plain": plain, "planned": planned}, rounds=rounds, device=device_of(self.model))
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
-    def _rehearsal(self, *, zero_grads: bool = True) -> AbstractContextManager[None]:
+    def _rehearsal(self, gradients: Gradients = "zeroed") -> AbstractContextManager[None]:
         written = self.plan.written_parameters
-        return preserve_training_state(self.model, self.batch, zero_grads=zero_grads, written_parameters=written)
+        return preserve_training_state(self.model, self.batch, gradients=gradients, written_parameters=written)
 
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""

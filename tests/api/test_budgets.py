@@ -97,7 +97,7 @@ def test_fit_verify_and_report_agree():
     assert proof.equal, proof.differing
     assert proof.gradients_bitwise_equal
     assert proof.mismatched_ops == 0
-    assert proof.audited_ops == proof.dropped_ops > 0
+    assert proof.proven_ops == proof.dropped_ops > 0
     assert abs(proof.measured_peak_bytes - proof.predicted_peak_bytes) <= 0.001 * proof.predicted_peak_bytes
     assert "recompute" in fit.report(measure=False)
     assert is_clean(model)

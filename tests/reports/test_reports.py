@@ -61,13 +61,13 @@ def verification(**changes) -> Verification:
     found = Verification(
         loss_bitwise_equal=True, gradients_bitwise_equal=True, buffers_bitwise_equal=True, differing=(),
         predicted_peak_bytes=149 * MIB, measured_peak_bytes=149 * MIB, plain_peak_bytes=200 * MIB, overhead=0.081,
-        predicted_overhead=0.145, audited_ops=2, dropped_ops=2, mismatched_ops=0, unplanned_ops=0,
+        predicted_overhead=0.145, proven_ops=2, dropped_ops=2, mismatched_ops=0, unplanned_ops=0,
     )  # fmt: skip
     return dataclasses.replace(found, **changes)
 
 
 def test_the_report_says_all_of_this():
-    counts = TrainingCounts(steps=7, unplanned_ops=1, audited_ops=2, dropped_ops=2, trace_s=0.5, measure_s=1.25)
+    counts = TrainingCounts(steps=7, unplanned_ops=1, proven_ops=2, dropped_ops=2, trace_s=0.5, measure_s=1.25)
 
     text = fit_report(handmade(), None, verification(), counts, warnings=("something else to know",))
 
@@ -88,7 +88,7 @@ storages           save 2 (22.00 MiB), recompute 2 (22.00 MiB)
 for replays alone  save 2 (8.00 MiB)
 before the step    100.00 MiB
 taped              the model's own calls; what runs outside them is saved
-audit              2 of 2 dropped ops replayed and compared bit by bit
+proof              2 of 2 dropped ops ran twice and gave the same bits
 against plain      loss, gradients and buffers bitwise equal
 drift              0 ops not as planned, 1 unknown to the plan, in 7 steps of 1 input shape
 preparation        trace 0.5 s, measure 1.2 s

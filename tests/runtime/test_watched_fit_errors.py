@@ -267,7 +267,7 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
         assert fit.status().planned_steps < 16
 
         monkeypatch.setattr("lowtide.tape.tape.sum_of_words", lambda tensor: 0)
-        monkeypatch.setattr("lowtide.tape.recipes.sum_of_words", lambda tensor: 0)
+        monkeypatch.setattr("lowtide.tape.storage_bits.sum_of_words", lambda tensor: 0)
         loop(16)  # without the seals nothing tells
 
 

@@ -239,7 +239,7 @@ INSTRUCTIONS: dict[str, tuple[int, Instruction]] = {
     "in place function": (1, lambda m, t: InPlace.apply(t[0] * 1)),
     "overwrites": (1, lambda m, t: OverwritesWhatItSaved.apply(t[0])),
 }
-# Writes that no version shows: only the audit of ``fit`` finds them.
+# Writes that no version shows: only the rehearsal of ``fit`` finds them.
 INVISIBLE: dict[str, tuple[int, Instruction]] = {
     "raw pointer": (1, lambda m, t: RawPointer.apply(t[0])),
     "raw write": (1, _raw_write),

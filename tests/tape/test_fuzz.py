@@ -88,17 +88,14 @@ def test_a_program_tells_when_a_guard_is_gone(remove, monkeypatch):
 
 
 def fitted(model: torch.nn.Module, x: torch.Tensor) -> lowtide.Fit:
-    budget: int | str = "60%"
-    for _ in range(4):  # what the audit finds is saved from then on, which may take more than was the least before
-        try:
-            return lowtide.fit(model, x, budget=budget)
-        except lowtide.BudgetInfeasibleError as error:
-            budget = error.least_bytes
-    raise AssertionError("the least bytes went on growing")
+    try:
+        return lowtide.fit(model, x, budget="60%")
+    except lowtide.BudgetInfeasibleError as error:  # what must be saved may take more than this: it is taken
+        return lowtide.fit(model, x, budget=error.least_bytes)
 
 
 @pytest.mark.parametrize("seed", [500, 501, 503, 504, 505, 506, 507])  # 502 is refused by name
-def test_writes_that_nothing_shows_are_found_by_the_audit(seed):
+def test_writes_that_nothing_shows_are_found_in_rehearsals(seed):
     model, x = draw(seed, 6, invisible=True)
     assert model.program[0][0] in INVISIBLE
     expected = outcome_or_error(model, x)

@@ -1,4 +1,4 @@
-"""The tape replays an op as often as the plan says: bytes, bits, backward in every form, the audit."""
+"""The tape replays an op as often as the plan says: bytes, bits, backward in every form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.graph_queries import complete_actions, recomputable
-from lowtide.tape import recipes, replay, values
+from lowtide.tape import replay, values
 
 
 @pytest.fixture(autouse=True)
@@ -264,69 +264,3 @@ def test_a_backward_in_another_order_than_traced_finds_what_it_needs(order, reta
 
         assert applied.counts.dropped
         assert differing(outcome(bare, plain_losses[0]), outcome(model, losses[0])) == []
-
-
-# -- audit ------------------------------------------------------------------------------------------------------------
-
-
-def audited(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[list[str], int]:
-    """(What differs from plain when every replay of sin is spoiled and everything audited, comparisons made.)"""
-    from lowtide.tape.program import Audit
-    from lowtide.tape.tape import Tape
-
-    differences: list[Any] = []
-    comparisons: list[bool] = []
-    result = Audit.result
-    monkeypatch.setattr(Audit, "result", lambda self, op, equal: (comparisons.append(equal), result(self, op, equal)))
-    begin = Tape.begin
-
-    def with_audit(self: Tape, node: Any) -> None:
-        begin(self, node)
-        self.audit = Audit(self.program, 10**9, differences.append)
-
-    monkeypatch.setattr(Tape, "begin", with_audit)
-    replay = recipes.Recipe.replay
-
-    def spoilt(self: recipes.Recipe, **how: Any) -> None:
-        op = self.op
-        if op.func is torch.ops.aten.sin.default:
-            self.op = copy.copy(op)
-            self.op.kernel = lambda x: op.kernel(x + 1)
-        replay(self, **how)
-        self.op = op
-
-    monkeypatch.setattr(recipes.Recipe, "replay", spoilt)
-    model = Net(lambda self, x: self.layers[2](self.layers[1](self.layers[0](x).sin()).sin()).sin())
-    x = torch.randn(4, 8)
-    plan = drop_all(lowtide.trace(model, x), count)
-    differs = differing(plain(model, x), planned(model, x, plan))
-    assert differences
-    return differs, len(comparisons)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_an_audit_found_to_differ_stays_for_every_later_use(monkeypatch, count):
-    differs, comparisons = audited(monkeypatch, count)
-
-    assert differs == []
-    assert comparisons == audited_once()
-
-
-def audited_once() -> int:
-    """Dropped outputs of the audited model: three linears' and the two sines that a linear reads."""
-    return 5
-
-
-def test_what_an_audit_found_to_differ_is_wrong_again_if_it_is_not_kept(monkeypatch):
-    audit = recipes.Recipe._audit
-
-    def forgetting(self: recipes.Recipe, value: values.Value) -> None:
-        with monkeypatch.context() as during:
-            during.setattr(recipes.Recipe, "make_final", lambda self: None)
-            audit(self, value)
-
-    monkeypatch.setattr(recipes.Recipe, "_audit", forgetting)
-
-    differs, _ = audited(monkeypatch, 3)
-
-    assert differs

@@ -26,7 +26,7 @@ from lowtide.errors import LowtideError
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 )
-_BLOCK = 1 << 18  # a float tensor larger than this repeats one block of numbers
+_BLOCK = 1 << 14  # a float tensor larger than this repeats one block of numbers
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 _PLAIN = frozenset({int, str, bool, type(None)})
 
@@ -195,7 +195,8 @@ def _tensor(described: dict[str, Any], device: torch.device) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         # Multiples of the golden ratio, less whole numbers, are as scattered as random ones, and no generator moves.
         steps = torch.arange(min(count, _BLOCK), dtype=torch.float64, device=device)
-        flat = (0.75 + 0.25 * (steps * _GOLDEN_RATIO % 1)).to(dtype)
+        flat = steps.mul_(_GOLDEN_RATIO).remainder_(1).mul_(0.25).add_(0.75).to(dtype)
+        del steps
         if count > _BLOCK:
             flat = flat.repeat(-(-count // _BLOCK))[:count]
     else:

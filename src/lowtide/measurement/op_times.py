@@ -48,6 +48,7 @@ _MAX_CALLS = 50
 _COPY_BYTES = 1 << 25
 _SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: some of a last-level cache survives it
 _CACHED_BYTES = 1 << 18  # calls on less than this cost what the dispatcher costs, wherever their data is
+_REBUILDING_BYTES = 1 << 18  # what making one op's inputs may take besides them
 _MODE_CALLS = 400
 _COLD_SAMPLES = 41
 _GUARDED_BYTES = 1 << 26  # inputs this large are made only if the memory is available
@@ -67,6 +68,7 @@ def measure(
     tiers: Iterable[str] = (),
     scratch_dir: str | Path | None = None,
     refresh: bool = False,
+    memory_bytes: int | None = None,
 ) -> Costs:
     """Return the costs of ``graph`` on this machine: milliseconds of each op, microseconds of the tape's own work.
 
@@ -82,6 +84,8 @@ def measure(
             user's cache directory, by machine, device and file system.
         scratch_dir: Where the disk tier is; by default the system's directory for temporary files.
         refresh: Measure the links even if the cache directory has their speeds.
+        memory_bytes: Bytes that may be taken beside what lives. Caches are swept with what an op leaves of them; an op
+            that needs more on its own is timed all the same.
 
     Returns:
         Costs with ``source="measured"``. Equal signatures have equal times. The time of an in-place op that completes
@@ -106,12 +110,13 @@ def measure(
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
-    clock = _Clock(graph.device)
+    clock = _Clock(graph.device, memory_bytes)
     signature_ms: dict[int, float] = {}
     failed: dict[int, str] = {}  # why a signature's time is an estimate; "" where that needs no warning
     with _quiet(graph.device):
         for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
             try:
+                clock.leave(max(_made_bytes(graph, op) for op in ops))
                 signature_ms[index] = _signature_ms(graph, index, clock, repeats)
             except CollectiveError:  # never replayed, so its time changes no plan
                 failed[index] = ""
@@ -119,11 +124,12 @@ def measure(
                 failed[index] = f"{ops[0].name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
             if progress is not None:
                 progress(done, len(ops_by_signature))
+        clock.leave(0)
         warm_us, dispatch_us = _dispatch_us(graph, clock)
         copy_ms = _copy_ms(clock) if failed else 0.0
         for index in failed:
             moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
-            signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * _COPY_BYTES)
+            signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * clock.copied_bytes)
     if reasons := sorted(set(failed.values()) - {""}):
         _warn(reasons, sum(len(ops_by_signature[i]) for i, why in failed.items() if why), len(graph.ops))
     op_ms = [signature_ms[op.signature] for op in graph.ops]
@@ -152,6 +158,7 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     needed = tensor_bytes(signature)
     if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
+    clock.leave(needed, beside=True)
     func, args, kwargs = rebuild(signature, graph.device)
     if torch.Tag.inplace_view in func.tags:
         # A second call would find another shape. The op changes only metadata, so it takes the time of any view.
@@ -160,14 +167,18 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
 
 
 class _Clock:
-    """Times calls as ``measure`` says; ``floor_ms`` is the time of a view."""
+    """Times calls as ``measure`` says, in ``memory_bytes``; ``floor_ms`` is the time of a view."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, memory_bytes: int | None = None) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         # With several threads processor time is their sum, but a user waits for the slowest.
         self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._swept = torch.zeros(0 if self.cuda else _SWEPT_BYTES, dtype=torch.uint8)
+        self._memory_bytes = None if memory_bytes is None else memory_bytes - _REBUILDING_BYTES
+        self._taken_bytes = 0  # by the op that is timed
+        self._swept = torch.zeros(0, dtype=torch.uint8)
+        spare_bytes = _COPY_BYTES if memory_bytes is None else memory_bytes // 3
+        self.copied_bytes = max(_CACHED_BYTES, min(_COPY_BYTES, spare_bytes))
         x = torch.empty(1, device=self.device)
         self.floor_ms = self.median_ms(lambda: torch.ops.aten.alias.default(x), 5)
 
@@ -188,11 +199,26 @@ class _Clock:
             samples.append(self.sample_ms(fn, calls))
         return statistics.median(samples)
 
+    def leave(self, taken_bytes: int, *, beside: bool = False) -> None:
+        """The next op takes so many bytes, or so many more: sweep with what is left."""
+        self._taken_bytes = taken_bytes + beside * self._taken_bytes
+        if self._memory_bytes is not None and self._swept.numel() > self._memory_bytes - self._taken_bytes:
+            self._swept = torch.zeros(0, dtype=torch.uint8)
+
     def sweep(self) -> None:
+        left_bytes = _SWEPT_BYTES if self._memory_bytes is None else self._memory_bytes - self._taken_bytes
+        size = max(0, min(_SWEPT_BYTES, left_bytes))
+        if self._swept.numel() < size:
+            self._swept = torch.zeros(0, dtype=torch.uint8)  # not two at once
+            self._swept = torch.zeros(size, dtype=torch.uint8)
         self._swept.add_(1)
 
     def sample_ms(self, fn: Callable[[], Any], calls: int) -> float:
         return calls_ms(fn, calls, self.device, self.now)
+
+
+def _made_bytes(graph: StepGraph, op: Op) -> int:
+    return sum(graph.storages[s].bytes for s in op.makes) + op.workspace_bytes
 
 
 def _moved_bytes(graph: StepGraph, op: Op) -> int:
@@ -200,7 +226,7 @@ def _moved_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def _copy_ms(clock: _Clock) -> float:
-    source, target = torch.zeros(2, _COPY_BYTES, dtype=torch.uint8, device=clock.device)
+    source, target = torch.zeros(2, clock.copied_bytes, dtype=torch.uint8, device=clock.device)
     return clock.median_ms(lambda: target.copy_(source), 5)
 
 

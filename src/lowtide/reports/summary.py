@@ -28,7 +28,7 @@ class TrainingCounts:
         steps: Steps that ran under a plan.
         mismatched_ops: Planned ops that did not come as planned; what they make was saved.
         unplanned_ops: Ops that no plan knew; what they make was saved.
-        audited_ops, dropped_ops: Ops whose replay was compared bitwise with what was dropped, of those with a recipe.
+        proven_ops, dropped_ops: Ops that gave the same bits when they ran twice, of those with a recipe.
         shapes: Input shapes that have a plan.
         trace_s, measure_s: How long those took.
     """
@@ -36,7 +36,7 @@ class TrainingCounts:
     steps: int = 0
     mismatched_ops: int = 0
     unplanned_ops: int = 0
-    audited_ops: int = 0
+    proven_ops: int = 0
     dropped_ops: int = 0
     shapes: int = 1
     trace_s: float | None = None
@@ -75,8 +75,8 @@ def facts(
     rows.append(("taped", _TAPED.get(plan.region, plan.region)))
     tape = counts or verification
     if tape is not None:
-        audited = f"{tape.audited_ops} of {tape.dropped_ops} dropped ops replayed and compared bit by bit"
-        rows.append(("audit", audited))
+        proven = f"{tape.proven_ops} of {tape.dropped_ops} dropped ops ran twice and gave the same bits"
+        rows.append(("proof", proven))
     if verification is not None:
         equal = "bitwise equal" if verification.equal else "DIFFERENT"
         rows.append(("against plain", f"loss, gradients and buffers {equal}"))

@@ -196,7 +196,7 @@ class Fit:
             steps=sum(c.steps for c in counts),
             mismatched_ops=sum(c.mismatched for c in counts),
             unplanned_ops=sum(c.unplanned for c in counts),
-            audited_ops=sum(op.audited for op in dropped),
+            proven_ops=sum(op.proven for op in dropped),
             dropped_ops=len(dropped),
             shapes=len({shape for planned in plans for shape in planned.shapes}),
             trace_s=self._latest.trace_s,

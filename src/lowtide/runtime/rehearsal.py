@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide.errors import TierError
+from lowtide.errors import BudgetInfeasibleError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.device import available_bytes
@@ -25,16 +25,19 @@ from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
-from lowtide.tape.program import Audit, program_of
+from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.batches import without_history
 from lowtide.tracing.operators import fingerprint
-from lowtide.tracing.restore import preserve_training_state
+from lowtide.tracing.restore import Gradients, preserve_training_state, versions
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, record, run_step
+from lowtide.units import format_bytes, parse_budget
 
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
+# By model: the least bytes that an error named, with the graph and the costs of the search that reached them.
+_told: weakref.WeakKeyDictionary[nn.Module, dict[int | str, tuple[str, Costs]]] = weakref.WeakKeyDictionary()
 _ATTEMPTS = 3  # plans, at most, until every replay of one gives the same bits
-_REHEARSALS = 4  # at most, to audit every dropped tensor when memory holds only some beside their recipes
 
 
 class Rehearsal:
@@ -62,14 +65,22 @@ class Rehearsal:
         with stages("trace", "measure", "solve", "rehearse") as next_stage:
             start = time.perf_counter()
             forward = partial(run_on_all_ranks, group, "the forward pass")
+            before = versions(model, batch)
             record_step = partial(record, model, batch, step, self._options.optimizer, forward=forward)
             graph = run_on_all_ranks(group, "tracing", record_step)
             traced = time.perf_counter()
+            unwritten = {key for key, version in versions(model, batch).items() if before.get(key) == version}
             next_stage()
-            costs = run_on_all_ranks(group, "measuring", partial(self._measure, graph))
+            costs = run_on_all_ranks(group, "measuring", partial(self._measure, model, graph))
             measured = time.perf_counter()
             next_stage()
-            plan = run_on_all_ranks(group, "solving", partial(self._solve, graph, costs))
+            # If an error said that this budget would do and a second trace needs more, then that is taken.
+            was_told = self._options.budget in _told.get(model, {})
+            try:
+                plan = run_on_all_ranks(group, "solving", partial(self._solve, graph, costs, allow_least=was_told))
+            except BudgetInfeasibleError as error:
+                _told.setdefault(model, {})[error.least_bytes] = (graph.fingerprint, costs)
+                raise
             next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
@@ -77,72 +88,94 @@ class Rehearsal:
                     tape = Tape(program_of(plan), model, tiers)
                     times = traced - start, measured - traced
                     planned = PlannedStep(plan, graph, costs, shapes_of_graph(graph.calls), tape, *times)
-                    differed = self._rehearse(planned, group, batch, step)
+                    differed = self._rehearse(planned, group, batch, step, unwritten)
                 except TierError as error:
                     if group is not None:
                         raise
                     self._tiers.give_up(error)
-                    plan = self._solve(graph, costs)
+                    plan = self._solve(graph, costs, allow_least=was_told)
                     continue
                 if not any(from_all_ranks(group, bool(differed))):
                     break
-                graph = _with_fixed_storages(graph, differed)
-                plan = run_on_all_ranks(group, "solving", partial(self._solve, graph, costs))
+                graph = _with_fixed_storages(graph, differed)  # what must be saved now may need more
+                plan = run_on_all_ranks(group, "solving", partial(self._solve, graph, costs, allow_least=True))
         return planned
 
-    def _measure(self, graph: StepGraph) -> Costs:
+    def _measure(self, model: nn.Module, graph: StepGraph) -> Costs:
+        told = _told.get(model, {}).get(self._options.budget)
+        if told is not None and told[0] == graph.fingerprint:  # the search finds the same plan again
+            return told[1]
+        memory_bytes = None
+        if parse_budget(self._options.budget) != "auto":
+            budget_bytes = self._budget.fixed_for(graph, Costs((1.0,) * len(graph.ops)))
+            memory_bytes = budget_bytes - _live_bytes(model, graph)
+        costs = measure(graph, memory_bytes=memory_bytes)
         try:
-            return replace(measure(graph), links=self._tiers.links())
+            return replace(costs, links=self._tiers.links())
         except TierError as error:
             self._tiers.give_up(error)
-            return measure(graph)
+            return costs
 
-    def _solve(self, graph: StepGraph, costs: Costs) -> Plan:
-        options = self._options
-        budget_bytes = self._budget.fixed_for(graph, costs)
-        tiers = self._tiers.capacities
-        return solve(graph, costs, budget_bytes, method=options.method, offload=tiers, **options.solver)
+    def _solve(self, graph: StepGraph, costs: Costs, *, allow_least: bool) -> Plan:
+        options, tiers = self._options, self._tiers.capacities
+
+        def solved(budget_bytes: int) -> Plan:
+            return solve(graph, costs, budget_bytes, method=options.method, offload=tiers, **options.solver)
+
+        try:
+            return solved(self._budget.fixed_for(graph, costs))
+        except BudgetInfeasibleError as error:
+            if not allow_least:
+                raise
+            self._reasons.say(
+                f"no plan fits {format_bytes(error.budget_bytes)} for {graph.provenance.get('batch', 'this input')}: "
+                f"running at the least there is, {format_bytes(error.least_bytes)}"
+            )
+            return solved(error.least_bytes)
 
     def _rehearse(
-        self, planned: PlannedStep, group: dist.ProcessGroup | None, batch: Any, step: Step | None
+        self, planned: PlannedStep, group: dist.ProcessGroup | None, batch: Any, step: Step | None, unwritten: set[int]
     ) -> set[int]:
-        """Run the step under the plan and compare every replay bitwise; the ids of storages that differed.
+        """Run the step under the plan and compare every replay; the ids of storages that differed.
 
-        An audited tensor is kept beside its recipe until its replay. What memory cannot hold beside waits for the next
-        rehearsal.
+        No tensor is kept for that: each op runs twice at once, and a fingerprint of what it dropped is compared with
+        its replay's.
 
         Raises:
             TierError: what was moved came back with other bits, or not at all.
         """
         model, plan, program = self._model(), planned.plan, planned.tape.program
         assert model is not None
-        stuck, unproven = False, bool(plan.tiers)
-        for _ in range(_REHEARSALS):
-            waiting = len(program.unaudited())
-            allowance = available_bytes(device_of(model)) - (plan.predicted_peak_bytes - plan.resident_bytes)
-            useful = allowance > 0 and ((waiting > 0 and not stuck) or unproven)
-            if not any(from_all_ranks(group, useful)):
-                break
-            tape = Tape(program, model, planned.tape.tiers)
-            # Memory comes in pieces: what is kept beside never takes all that is free.
-            share_bytes = max(allowance, 0) // (3 if unproven else 2)
-            tape.audit = Audit(program, share_bytes, self._reasons.say_saved)
-            tape.comparison_bytes = share_bytes if unproven else 0
-            with preserve_training_state(model, batch, written_parameters=plan.written_parameters):
-                with torch.enable_grad(), attach.taped_step(model, tape):
-                    loss, output = run_step(model, batch, step)
-                before = [fingerprint(b) for b in model.buffers()]
-                loss.backward()
-                moved = before != [fingerprint(b) for b in model.buffers()]
-                del loss, output
-            if moved:  # an op of somebody's own writes a buffer that it is not even handed
-                for op in program.ops:
-                    if op.drops and op.func and op.func.namespace not in _KNOWN:
-                        op.drops = ()
-                        self._reasons.say_saved(op)
-            stuck, unproven = len(program.unaudited()) == waiting, False
+        fits = available_bytes(device_of(model)) > plan.predicted_peak_bytes - plan.resident_bytes
+        # One rank alone would wait for the others.
+        if not any(from_all_ranks(group, fits and not program.keeps_everything)):
+            return set()
+        tape = Tape(program, model, planned.tape.tiers)
+        tape.proves_at_birth, tape.rehearses = self._reasons.say_saved, True
+        # FSDP makes and adds up gradients itself.
+        gradients: Gradients = "zeroed" if wrapped_parameters(model) else "discarded"
+        with preserve_training_state(
+            model, batch, gradients=gradients, written_parameters=plan.written_parameters, unwritten=unwritten
+        ):
+            with torch.enable_grad(), attach.taped_step(model, tape):
+                loss, output = run_step(model, batch, step)
+            before = [fingerprint(b) for b in model.buffers()]
+            loss.backward()
+            moved = before != [fingerprint(b) for b in model.buffers()]
+            del loss, output
+        if moved:  # an op of somebody's own writes a buffer that it is not even handed
+            for op in program.ops:
+                if op.drops and op.func and op.func.namespace not in _KNOWN:
+                    op.drops = ()
+                    self._reasons.say_saved(op)
         # An op whose replay differed drops nothing any more.
         return {d.storage for d in plan.decisions if d.action == RECOMPUTE and not program.ops[d.op].drops}
+
+
+def _live_bytes(model: nn.Module, graph: StepGraph) -> int:
+    """What lives now of what is resident in the step."""
+    to_come = 0 if any(p.grad is not None for p in model.parameters()) else graph.resident["gradients"]
+    return graph.resident_bytes - to_come - graph.resident["optimizer"]
 
 
 def _with_fixed_storages(graph: StepGraph, storages: set[int]) -> StepGraph:

@@ -183,7 +183,7 @@ class StepWatcher:
             return nullcontext() if watch is None else self._observed(watch)
         tape.sizes_vary |= step.shapes[at] != shape
         self._planned_calls += 1
-        tape.on_divergence = None if self._region is not None else self._go_online
+        tape.on_divergence = self._go_online if self.shelf.can_watch and self._region is None else None
         if step.keeps_everything and not tape.matches_all:
             return self._counting_nodes(position)
         if self._region is not None:

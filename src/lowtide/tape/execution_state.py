@@ -1,7 +1,7 @@
 """Global state that decides an op's bits: random generators, numeric flags, threads, autocast."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,15 +38,19 @@ class ExecutionState:
     """What a replay needs to know of its forward pass: the model, and the global flags.
 
     Another thread count, TF32 or determinism setting gives other bits.
+
+    Attributes:
+        on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
     """
 
-    __slots__ = ("_flags", "_model", "_versions")
+    __slots__ = ("_flags", "_model", "_versions", "on_difference")
 
     def __init__(self, model: weakref.ref[nn.Module], *, wrapped: bool = False) -> None:
         self._flags = _read()
         self._model = model
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
+        self.on_difference: Callable[[Any], None] | None = None
 
     def steps_in_backward(self) -> bool:
         """Whether an optimizer may be fused into backward.

@@ -1,10 +1,9 @@
 """A plan as the tape walks it: a tree of module calls, each with its ops in order and the outputs to drop or move.
 
-The audit compares replays bitwise with the tensors that they replace; what it finds belongs to the program.
+What running ops twice has proven of them belongs to the program.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from lowtide.measurement.op_inputs import operator_named
@@ -16,9 +15,8 @@ class TapedOp:
     """One forward op of the plan."""
 
     __slots__ = (
-        "audited", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
-        "moves_completed", "name", "num_dropped_inputs", "number", "random", "transient_replays", "uninitialised",
-        "where",
+        "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves", "moves_completed",
+        "name", "num_dropped_inputs", "number", "proven", "random", "transient_replays", "uninitialised", "where",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
@@ -31,7 +29,7 @@ class TapedOp:
         self.moves_completed = False  # ``moves`` are outputs of the op that this in-place op completes
         self.completes_inplace: TapedOp | None = None  # the op whose dropped output this in-place op completes
         self.transient_replays = 0  # how many may precede the final replay
-        self.audited = False  # the replay has been compared bitwise with the original once
+        self.proven = False  # it has run twice and given the same bits
 
     def bind(self, func: Any) -> bool:
         """Take ``func`` as the operator if it has the planned name, which was unknown when the plan was loaded."""
@@ -71,7 +69,7 @@ class TapedCall:
 
 
 class PlanProgram:
-    """A plan's decisions, and what audits have taught about them.
+    """A plan's decisions, and what is proven of its ops.
 
     Attributes:
         num_ops_before_model: Ops of the step itself before its first call of the model.
@@ -124,41 +122,12 @@ class PlanProgram:
     def keeps_everything(self) -> bool:
         return not any(op.drops or op.moves for op in self.ops)
 
-    def unaudited(self) -> list[TapedOp]:
-        return [op for op in self.ops if op.drops and not op.audited]
-
-
-class Audit:
-    """Which dropped tensors of a forward pass stay in memory, so that their replays can be compared with them.
-
-    At most ``allowance_bytes`` stay. Outputs of an op whose replay differed are saved from then on.
-    """
-
-    def __init__(self, program: PlanProgram, allowance_bytes: int, on_difference: Callable[[TapedOp], None]) -> None:
-        self._bytes_left = allowance_bytes
-        self._on_difference = on_difference
-        self._pending = {id(op) for op in program.unaudited()}
-
-    def claim(self, op: TapedOp, size: int) -> bool:
-        """Whether an output of ``op`` stays; takes its ``size`` from the allowance."""
-        if id(op) not in self._pending or size > self._bytes_left:
-            return False
-        self._bytes_left -= size
-        return True
-
-    def result(self, op: TapedOp, equal: bool) -> None:
-        """An output of ``op`` has been compared."""
-        op.audited = True
-        if not equal:
-            op.drops = ()
-            self._on_difference(op)
-
 
 _programs: dict[int, PlanProgram] = {}  # by id of the plan, for as long as the plan lives
 
 
 def program_of(plan: Plan) -> PlanProgram:
-    """The program of ``plan``, always the same one: what audits found belongs to the plan and outlives ``apply``."""
+    """The program of ``plan``, always the same one: what was proven belongs to the plan and outlives ``apply``."""
     program = _programs.get(id(plan))
     if program is None:
         program = _programs[id(plan)] = PlanProgram(plan)

@@ -20,10 +20,9 @@ from torch.nn import Parameter
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
-from lowtide.tape.storage_bits import sum_of_words
+from lowtide.tape.storage_bits import has_seal
 from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, value_of
 from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
-from lowtide.tracing.restore import same_bits
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
 
@@ -38,7 +37,7 @@ class Recipe(Value):
     """
 
     __slots__ = (
-        "_inplace_ops", "args", "inputs", "kwargs", "number", "on_audit", "op", "outputs", "rng", "transient_replays",
+        "_inplace_ops", "args", "inputs", "kwargs", "number", "op", "outputs", "rng", "transient_replays",
     )  # fmt: skip
 
     def __init__(self, number: int, op: TapedOp, args: Sequence[Any], kwargs: dict, run: ExecutionState) -> None:
@@ -47,7 +46,6 @@ class Recipe(Value):
         self.tensor = None
         self.outputs: Sequence[weakref.ref[Value]] | None = None
         self.rng: GeneratorState | None = None
-        self.on_audit: Callable[[bool], None] | None = None
         self._inplace_ops: tuple[_InplaceOp, ...] = ()
         if op.may_skip_arguments and (skipped := omitted_in_replay(op.func, tuple(args))):
             args = [None if i in skipped else a for i, a in enumerate(args)]
@@ -166,6 +164,7 @@ class Recipe(Value):
         del args, kwargs
         argument = None
         final = wanted is None and not keep
+        spoilt = self.run.on_difference is not None and any(value.differs for value in self.inputs)
         outputs = (self,) if self.outputs is None else self.values()
         if final:
             Recipe.make_final(self)
@@ -184,24 +183,27 @@ class Recipe(Value):
             if wanted is None:
                 value.transient = None
                 value.uses_left = value.users + min(value.uses_left, 0) if keep else -1
-            if value.seal is not None and value.seal != sum_of_words(value.tensor) and value.original is None:
-                raise changed_unseen(str(self.op.func), self.op.where)
             if value.original is not None:
-                self._audit(value)
+                # Another replay would be wrong again: no more of them, whatever the plan and ``retain_graph`` say.
+                value.tensor, value.original, value.uses_left = value.original, None, 0
+                value.make_final()
+            elif value.seal is not None and not has_seal(value.tensor, value.seal):
+                self._differs(value, spoilt)
             if final:
                 value.make_final()
 
-    def _audit(self, value: Value) -> None:
-        """Compare the replay with the tensor that was kept; if they differ, the kept one is used."""
-        original, value.original = value.original, None
-        assert original is not None and value.tensor is not None
-        equal = same_bits(value.tensor, original)
-        if not equal:
-            # Another replay would be wrong again: no more of them, whatever the plan and ``retain_graph`` say.
-            value.tensor, value.uses_left = original, 0
-            value.make_final()
-        if self.on_audit is not None:
-            self.on_audit(equal)
+    def _differs(self, value: Value, spoilt: bool) -> None:
+        """The replay gave ``value`` other bits; ``spoilt``: it read what differed already, so the op is not to blame.
+
+        Raises:
+            ReplayError: outside of rehearsals, which throw their gradients away.
+        """
+        if self.run.on_difference is None:
+            raise changed_unseen(str(self.op.func), self.op.where)
+        value.differs = True
+        if not spoilt:
+            self.op.drops = ()
+            self.run.on_difference(self.op)
 
 
 def changed_unseen(op: str, where: str) -> ReplayError:

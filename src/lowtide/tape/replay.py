@@ -139,7 +139,7 @@ class Burst:
                 self.transient[value] = left - 1
             elif left is not None:
                 del self.transient[value]
-                if value.source is not None:  # None: an audit has put the original in place
+                if value.source is not None:  # None: the original has been put in place
                     value.tensor = None
 
 

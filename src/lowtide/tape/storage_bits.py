@@ -5,11 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.tracing.operators import fingerprint
+
+Seal = int | tuple[int, ...]  # a sum of words, or in rehearsals a fingerprint, which shows swaps of words too
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
 
 def words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of a tensor's storage, eight at a time, and the rest: the cheapest form to compare and to sum."""
-    storage = tensor.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    raw = bytes_of(tensor.untyped_storage())
     whole = raw.numel() // 8 * 8
     return raw[:whole].view(torch.int64), raw[whole:]
 
@@ -18,6 +26,11 @@ def sum_of_words(tensor: Tensor) -> int:
     """Shows a later write to the storage: any change of one word changes it, a swap of two words does not."""
     whole, rest = words(tensor)
     return int(whole.sum()) + int(rest.sum())
+
+
+def has_seal(tensor: Tensor, seal: Seal) -> bool:
+    """Whether the storage of ``tensor`` has the bits that were sealed."""
+    return (sum_of_words(tensor) if isinstance(seal, int) else fingerprint(tensor)) == seal
 
 
 def same_storage_bits(a: Any, b: Tensor) -> bool:

@@ -29,10 +29,10 @@ from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.tape import OnlineTape
-from lowtide.tape.program import Audit, PlanProgram, TapedCall, TapedOp
+from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
-from lowtide.tape.storage_bits import sum_of_words
+from lowtide.tape.storage_bits import bytes_of, sum_of_words
 from lowtide.tape.values import (
     MARK,
     Kept,
@@ -51,6 +51,7 @@ from lowtide.tracing.fsdp.observer import PauseDuringFsdp
 from lowtide.tracing.operators import (
     allocated_bytes,
     draws_random_numbers,
+    fingerprint,
     is_wrapper_type,
     omitted_in_replay,
     storage_of,
@@ -101,11 +102,11 @@ class Tape(TorchDispatchMode):
     """One program on one model. ``taped_region`` (attach.py) puts it in place.
 
     Attributes:
-        audit: Compares replays with what they replace; None where nothing is to be compared.
         sizes_vary: The plan is for larger batches than this step's: sizes need not be those planned.
-        proves_at_birth: If set, an op whose replay was never compared runs twice, and is dropped only if both give
-            the same bits; called with the ops that differ.
-        comparison_bytes: Moved tensors of at most so many bytes stay in memory, to be compared with what comes back.
+        proves_at_birth: If set, an op that is not proven yet runs twice, and is dropped only if both give the same
+            bits; called with the ops that differ.
+        rehearses: Every replay is compared with what it replaces, without keeping that: its fingerprint is taken when
+            its memory goes. ``proves_at_birth`` is called with the ops that differ, and backward goes on.
         on_divergence: If set, called once in a region that runs other ops than planned, with the number of the last
             planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
@@ -128,10 +129,9 @@ class Tape(TorchDispatchMode):
         self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything
         self._model = weakref.ref(model)
         self.counts = Counts()
-        self.audit: Audit | None = None
-        self.comparison_bytes = 0
         self.sizes_vary = False
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
+        self.rehearses = False
         self.on_divergence: Callable[[int], OnlineTape | None] | None = None
         self.matches_all = False
         self._diverged_after: int | None = None  # the last op that ran as planned
@@ -140,6 +140,8 @@ class Tape(TorchDispatchMode):
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
         self._marked: list[weakref.ref] = []
+        # In rehearsals, what is dropped when the step lets go of it. No aliases: some calls look for those.
+        self._to_seal: list[torch.UntypedStorage] = []
         self._run = ExecutionState(self._model)  # of the present forward pass
         self._outer_hooks: Any = None
         self._next_number = 0
@@ -177,6 +179,8 @@ class Tape(TorchDispatchMode):
         self._call, self._callers = _OpenCall(call), []
         self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        if self.rehearses:
+            self._run.on_difference = self.proves_at_birth
         self._next_number = 0
         self._backward_began = False
         if self.program.moves_anything:
@@ -187,6 +191,7 @@ class Tape(TorchDispatchMode):
 
     def end(self) -> None:
         """The forward pass is over: storages that still live stop holding their recipes, which hold kept tensors."""
+        self._seal_unheld(all_of_them=True)
         for reference in self._marked:
             storage = reference()
             if storage is not None:
@@ -216,9 +221,10 @@ class Tape(TorchDispatchMode):
             self._leave_plan()
         self._callers.append(caller)
         self._call = call = _OpenCall(planned)
-        if planned is not None and not (
-            planned.has_actions_inside or self._wrapped or self._pauses or self.matches_all
-        ):
+        if self._to_seal:
+            self._seal_unheld()
+        follows_all = self._wrapped or self._pauses or self.rehearses or self.matches_all
+        if planned is not None and not (planned.has_actions_inside or follows_all):
             self._stop_watching(call, planned)
 
     def leave(self) -> None:
@@ -332,6 +338,8 @@ class Tape(TorchDispatchMode):
             # Ops on the parts of a wrapper are dispatched again.
             bump_versions_of_parts(func, args, kwargs or {})
             return NotImplemented
+        if self._to_seal:
+            self._seal_unheld()
         if graph_task() != -1 or self._pauses or (self._wrapped and fake_mode_is_on()):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._backward_began:
@@ -419,27 +427,26 @@ class Tape(TorchDispatchMode):
             attributes[MARK] = value
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
-            if self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0:
+            if self.rehearses:
+                self._to_seal.append(storage)
+            elif self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0:
                 value.seal = sum_of_words(tensor)
-            if self.audit is not None and self.audit.claim(op, size):
-                value.original = sharing_version(tensor)
-                recipe.on_audit = partial(self.audit.result, op)
         if not single:
             recipe.outputs = outputs
         return result
 
     def _proven(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | None, result: Any) -> bool:
         """Whether ``op`` gives the same bits when it runs again at once; if not, it is saved from now on."""
-        if self.proves_at_birth is None or op.audited or op.uninitialised:
+        if self.proves_at_birth is None or op.proven or op.uninitialised:
             return True
         skipped = omitted_in_replay(op.func, args)
         again = [None if i in skipped else a for i, a in enumerate(args)]
         with nullcontext() if rng is None else rng.restored():
             second = op.kernel(*again, **kwargs)
-        op.audited = all(same_bits(nth_tensor(result, n), nth_tensor(second, n)) for n, _ in op.drops)
-        if not op.audited:
+        op.proven = all(same_bits(nth_tensor(result, n), nth_tensor(second, n)) for n, _ in op.drops)
+        if not op.proven:
             self._give_up_dropping(op)
-        return op.audited
+        return op.proven
 
     def _give_up_dropping(self, op: TapedOp) -> None:
         """Another run of ``op`` gives other bits: it is saved from now on."""
@@ -447,6 +454,21 @@ class Tape(TorchDispatchMode):
         self.counts.mismatched += 1
         if self.proves_at_birth is not None:
             self.proves_at_birth(op)
+
+    def _seal_unheld(self, *, all_of_them: bool = False) -> None:
+        """Take the seals of dropped tensors that only this tape holds any more, and let them go.
+
+        Not at birth: what is written later without a version (``.data``, NumPy) is what plain autograd would read.
+        """
+        held: list[torch.UntypedStorage] = []
+        for storage in self._to_seal:
+            value = storage.__dict__.get(MARK)
+            if not all_of_them and use_count(storage._cdata) > 1:
+                held.append(storage)
+            elif value is not None and value.users:
+                with _disable_current_modes():
+                    value.seal = fingerprint(bytes_of(storage))
+        self._to_seal = held
 
     def _record_inplace(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run an in-place op on a dropped output; it becomes part of the recipe if nothing has read the output yet."""
@@ -458,10 +480,11 @@ class Tape(TorchDispatchMode):
         if value is None or value.users or not isinstance(recipe, Recipe) or recipe.inputs_later_than(args[1:], kwargs):
             self.counts.mismatched += 1
             self._diverge()
+            unmark_written(op.func, args, kwargs)
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
         second = None
-        if self.proves_at_birth is not None and not op.audited:
+        if self.proves_at_birth is not None and not op.proven:
             second = args[0].clone()
             with nullcontext() if rng is None else rng.restored():
                 op.func(second, *args[1:], **kwargs)
@@ -470,8 +493,10 @@ class Tape(TorchDispatchMode):
         if value.seal is not None:
             value.seal = sum_of_words(args[0])
         if second is not None:
-            op.audited = same_bits(second, args[0])
-            if not op.audited and op.completes_inplace is not None:
+            op.proven = same_bits(second, args[0])
+            if op.completes_inplace is not None and op.completes_inplace.uninitialised:
+                op.completes_inplace.proven = op.proven
+            if op.completes_inplace is not None and not op.proven:
                 value.original = sharing_version(args[0])  # this time what was dropped stays beside its recipe
                 self._give_up_dropping(op.completes_inplace)
         value.version += 1  # autograd counts this write when the call has returned; any other write makes them differ
@@ -493,9 +518,8 @@ class Tape(TorchDispatchMode):
             value = Value(copy, move.output, tensor, self._run)
             value.version += op.moves_completed  # autograd counts an in-place write when this call has returned
             copy.stand_for(value, tensor)
-            if move.bytes <= self.comparison_bytes:
-                self.comparison_bytes -= move.bytes
-                copy.original = sharing_version(tensor)
+            if self.rehearses:
+                self._to_seal.append(storage)
             self._transfers.send(copy, storage)
             setattr(storage, MARK, value)
             self._marked.append(weakref.ref(storage))

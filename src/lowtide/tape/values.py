@@ -23,6 +23,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
 
 from lowtide.tape.execution_state import ExecutionState
+from lowtide.tape.storage_bits import Seal
 from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
@@ -51,14 +52,15 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "_source", "original", "output", "output_ref", "run", "seal", "tensor", "transient", "users",
-        "uses_left", "version", "view",
+        "__weakref__", "_source", "differs", "original", "output", "output_ref", "run", "seal", "tensor", "transient",
+        "users", "uses_left", "version", "view",
     )  # fmt: skip
 
     output_ref: Callable[[], Tensor | None]  # the tensor that the op returned, which needs no View
     tensor: Tensor | None  # the output as replayed
-    seal: int | None  # the sum of its words when it was dropped, where that is checked this time
-    original: Tensor | None  # the dropped tensor itself, kept while it is audited
+    seal: Seal | None  # of what was dropped, where that is checked this time
+    differs: bool  # from what was dropped, in a rehearsal
+    original: Tensor | None  # the dropped tensor itself, where its replay is known to differ
     transient: TransientResult | None  # that autograd holds
     view: weakref.ref[View] | None  # the last one
 
@@ -74,6 +76,7 @@ class Value:
         self.output_ref = weakref.ref(tensor)
         self.tensor = self.original = self.transient = self.view = self.seal = None
         self.users = self.uses_left = 0
+        self.differs = False
 
     @property
     def source(self) -> Source | None:

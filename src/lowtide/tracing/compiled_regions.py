@@ -93,7 +93,7 @@ class CompiledRegions:
 
 def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
     """Compile, forward and backward, and have buffers and generators as they were."""
-    with preserve_training_state(module, None, zero_grads=False):
+    with preserve_training_state(module, None, gradients="none"):
         outputs = [t for t in batch_tensors(run()) if t.requires_grad]
         wanted = [p for p in module.parameters() if p.requires_grad]
         if outputs and wanted:

@@ -38,6 +38,7 @@ SCATTERS = frozenset({
 })  # fmt: skip
 _BLOCK_BYTES = {"cuda": 512}
 _CHUNK = 1 << 16  # words of a tensor that are weighted at a time
+_CPU_CHUNK = 1 << 13  # the same where no kernel has to be launched: rehearsals stay within small budgets
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
@@ -173,9 +174,10 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    weights = torch.arange(1, 2 * min(_CHUNK, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
+    chunk = _CPU_CHUNK if raw.device.type == "cpu" else _CHUNK
+    weights = torch.arange(1, 2 * min(chunk, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
     sums: list[torch.Tensor] = [raw[whole.numel() * 8 :].to(torch.int64).sum()]
-    for i, part in enumerate(whole.split(_CHUNK)):
+    for i, part in enumerate(whole.split(chunk)):
         matching = weights[: part.numel()]
         # A CPU has no temporary in ``dot`` and is ten times faster; other devices have no integer ``dot``.
         total = torch.dot(part, matching) if part.device.type == "cpu" else (part * matching).sum()

@@ -98,7 +98,11 @@ class Recorder(TorchDispatchMode):
                     builder.end_completion(number)
             return NotImplemented
 
+        adds_gradient = func is torch.ops.aten.add_.Tensor and self._is_gradient(args[0])
+
         def run(around: AbstractContextManager[Any]) -> Any:
+            if adds_gradient:  # nobody needs the sum, and it may be the user's gradient
+                return args[0]
             with around:
                 return func(*args, **kwargs)
 
@@ -124,7 +128,8 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             self.assignments.check(tensor)
         for tensor in to_write:
-            self._copy_before_write(tensor)
+            if func is not torch.ops.aten.add_.Tensor or not self._is_gradient(tensor):
+                self._copy_before_write(tensor)
         signature = self._signature_of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
         result = self._run(signature, func, inputs, run)
@@ -182,7 +187,7 @@ class Recorder(TorchDispatchMode):
         number = self.live.id_of(tensor)
         if number is None or number in self.written_parameters or self._is_gathering(number):
             return
-        if self.builder.storages[number].kind == "parameter":
+        if self.builder.storages[number].kind in ("parameter", "gradient"):
             self.written_parameters.add(number)
             if not self._restores_parameters:
                 return
@@ -190,6 +195,10 @@ class Recorder(TorchDispatchMode):
                 memory = tensor.untyped_storage()
                 now = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
                 self._before_writes.append((now, now.clone()))
+
+    def _is_gradient(self, tensor: torch.Tensor) -> bool:
+        number = self.live.id_of(tensor)
+        return number is not None and self.builder.storages[number].kind == "gradient"
 
     def _is_gathering(self, storage: int) -> bool:
         return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)

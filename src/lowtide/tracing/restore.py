@@ -4,7 +4,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -16,15 +16,18 @@ from lowtide.tracing.fsdp.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
 from lowtide.tracing.subclasses import plain_tensors
 
+Gradients = Literal["zeroed", "kept", "none", "discarded"]
+
 
 class TrainingState:
     """What a step may move besides gradients, as it is now: random generators, buffers, where parameters lie.
 
     Args:
         others: Tensors whose contents are copied as those of the buffers are.
+        unwritten: Ids of tensors that need no copy.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), unwritten: Collection[int] = ()) -> None:
         parameters = list(model.parameters())
         gpus = range(torch.cuda.device_count()) if any(p.is_cuda for p in parameters) else []
         self._generator = torch.get_rng_state()
@@ -34,7 +37,8 @@ class TrainingState:
         self._homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
         # It may also assign another tensor to a buffer.
         self._bound = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
-        tensors = [t for t in plain_tensors(*model.buffers(), *others) if storage_of(t) is not None]
+        moved = plain_tensors(*model.buffers(), *others)
+        tensors = [t for t in moved if id(t) not in unwritten and storage_of(t) is not None]
         with torch.no_grad():
             self._contents = [(t, t.detach().clone()) for t in tensors]
 
@@ -59,15 +63,23 @@ class TrainingState:
 
 @contextmanager
 def preserve_training_state(
-    model: nn.Module, batch: Any, *, zero_grads: bool = True, written_parameters: Collection[str] = ()
+    model: nn.Module,
+    batch: Any,
+    *,
+    gradients: Gradients = "zeroed",
+    written_parameters: Collection[str] = (),
+    unwritten: Collection[int] = (),
 ) -> Iterator[None]:
     """Run a step inside; gradients, buffers, batch and random generators are afterwards as they were before.
 
-    Inside, every trainable parameter has a zeroed gradient of its own (a later accumulation step is where the peak
-    is highest) and post-accumulate hooks are off: an optimizer fused into backward must not step.
+    Inside, post-accumulate hooks are off: an optimizer fused into backward must not step.
 
     Args:
+        gradients: What trainable parameters have inside. ``"zeroed"``: one of their own each (a later accumulation step
+            is where the peak is highest). ``"kept"``: those that they have, which whoever asks for it does not let
+            the step write, and zeroed ones where they have none. ``"none"``: none yet. ``"discarded"``: none, ever.
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
+        unwritten: Ids of buffers and tensors of the batch that a trace has shown not to be written: not copied.
     """
     with preserve_ddp_state(model), preserve_fsdp_state(model):
         parameters = list(model.parameters())
@@ -75,24 +87,43 @@ def preserve_training_state(
         leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
         grads = [(t, t.grad) for t in (*parameters, *leaves)]
         written = (p for n, p in model.named_parameters() if n in written_parameters)
-        before = TrainingState(model, (*batch_tensors(batch), *written))
+        before = TrainingState(model, (*batch_tensors(batch), *written), unwritten)
         anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
         try:
             for leaf in leaves:
                 leaf.grad = None
             for p in parameters:
-                if p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
+                if p.requires_grad and gradients == "discarded":
+                    p._post_accumulate_grad_hooks = OrderedDict({0: _discard_gradient})
+                elif p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
                     p._post_accumulate_grad_hooks = OrderedDict()
-                p.grad = torch.zeros_like(p) if p.requires_grad and zero_grads else None
+                if p.requires_grad and gradients in ("zeroed", "kept"):
+                    if gradients == "zeroed" or p.grad is None or storage_of(p.grad) is None:
+                        p.grad = torch.zeros_like(p)
+                else:
+                    p.grad = None
             yield
         finally:
             torch.autograd.set_detect_anomaly(*anomaly)
             for p, hook in zip(parameters, hooks, strict=True):
+                if hook is None and p._post_accumulate_grad_hooks is not None:
+                    p._post_accumulate_grad_hooks = OrderedDict()  # takes ours away, which None leaves in force
                 p._post_accumulate_grad_hooks = hook
             before.restore()
             for t, grad in grads:
                 t.grad = grad
+
+
+def _discard_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def versions(model: nn.Module, batch: Any) -> dict[int, int]:
+    """Version of each buffer and tensor of the batch, by id. One that a rehearsal wrote has another afterwards: its own
+    writes count, and so does putting back what they, or writes behind PyTorch's back, have changed."""
+    tensors = plain_tensors(*model.buffers(), *batch_tensors(batch))
+    return {id(t): t._version for t in tensors if not t.is_inference() and storage_of(t) is not None}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -102,7 +133,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
     a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    if a.dtype.is_floating_point or a.dtype.is_complex:
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.dtype.is_floating_point:  # same sizes of elements: no copy, whatever the strides are
         as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
-        a, b = (t.contiguous().view(-1).view(as_int) for t in (a, b))
+        a, b = a.view(as_int), b.view(as_int)
     return torch.equal(a, b)

@@ -168,7 +168,8 @@ def record(
     recorder = Recorder(device, region="model" if step is None else "step")
     gather_each_once(model)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-    with preserve_training_state(model, batch):
+    # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
+    with preserve_training_state(model, batch, gradients="zeroed" if wrapped_parameters(model) else "kept"):
         received = _record_step(recorder, model, batch, step, forward)
     return fold(finished_graph(recorder, model, batch, optimizer, received | with_gradient), recorder.sums.targets)
 

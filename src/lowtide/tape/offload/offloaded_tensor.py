@@ -16,9 +16,9 @@ from lowtide.simulation.transfer_queue import TransferQueue
 from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.offload.tiers import StoredCopy, Tiers
 from lowtide.tape.recipes import Recipe
+from lowtide.tape.storage_bits import has_seal
 from lowtide.tape.values import Value, ViewSpec, modified_in_place, sharing_version
 from lowtide.tracing.operators import allocated_bytes
-from lowtide.tracing.restore import same_bits
 
 _NO_BACKWARD = -2  # before the first one; outside of a backward the id of the graph task is -1
 
@@ -26,7 +26,7 @@ _NO_BACKWARD = -2  # before the first one; outside of a backward the id of the g
 class OffloadedTensor(Recipe):
     """A storage on another tier, in the place of a recipe: it reads nothing, and running it fetches."""
 
-    __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "original", "stored")
+    __slots__ = ("_like", "_value", "_version", "_witness", "fetched_in", "move", "stored")
 
     def __init__(self, number: int, move: Decision, run: ExecutionState) -> None:
         self.number, self.move, self.run = number, move, run
@@ -35,7 +35,6 @@ class OffloadedTensor(Recipe):
         self.transient_replays = 0  # every fetch is final
         self.stored: StoredCopy | None = None  # until it is sent
         self.fetched_in = _NO_BACKWARD  # graph task id of the backward that fetched it last
-        self.original: torch.Tensor | None = None  # in rehearsals, to be compared with what comes back
 
     def stand_for(self, value: Value, tensor: torch.Tensor) -> None:
         """Fetch into ``value``, with the shape of ``tensor``. Writes after the value's version are an error."""
@@ -61,11 +60,10 @@ class OffloadedTensor(Recipe):
             return
         value.tensor = self._like.view_of(self.stored.fetch())
         self.fetched_in = torch._C._current_graph_task_id()
-        original, self.original = self.original, None
-        if original is not None and not same_bits(value.tensor, original):
+        if value.seal is not None and not has_seal(value.tensor, value.seal):
             raise TierError(
                 f"the {TIER_OF[self.move.action]} tier gave back other bits than it was given, for a tensor of shape "
-                f"{list(original.shape)}.\nNothing has been attached. Use another device, or plan without that tier."
+                f"{list(self._like.size)}.\nNothing has been attached. Use another device, or plan without that tier."
             )
         if wanted is None:
             value.uses_left = value.users + min(value.uses_left, 0) if keep else -1
