@@ -289,7 +289,7 @@ PARTS: dict[str, Part] = {
         least=True,
     ),
     "local search for the least peak": Part(
-        {"exact:reduce_peak": lambda graph, costs, start, **_: [start]}, least=True
+        {"exact:descent": lambda graph, costs, start, **_: iter([start])}, least=True
     ),
     # Of the model
     "ops grouped for replay": Part(
