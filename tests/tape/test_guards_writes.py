@@ -34,7 +34,7 @@ from lowtide import ReplayError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.runtime import rehearsal
 from lowtide.tape import recipes, replay, storage_bits, tape, values
-from lowtide.tracing import live_storages, operators, recorder
+from lowtide.tracing import data_assignments, operators, recorder
 from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -347,7 +347,7 @@ def test_a_view_that_is_assigned_to_through_data_is_refused(forward):
 @pytest.mark.parametrize("forward", TURNS)
 def test_a_view_that_is_assigned_to_through_data_is_wrong_without_the_refusal(forward, monkeypatch):
     model, x = Net(forward), torch.randn(8, 8)
-    monkeypatch.setattr(live_storages.DataAssignmentGuard, "add_view", lambda self, tensor, storage, written: None)
+    monkeypatch.setattr(data_assignments.DataAssignmentGuard, "add_view", lambda self, tensor, storage, written: None)
 
     assert differing(plain(model, x), planned(model, x, harshest(model, x)))
 

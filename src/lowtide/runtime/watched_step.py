@@ -29,8 +29,8 @@ from lowtide.tape.online.values import Claim, SavedHandle, StoredValue
 from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch
+from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.gradient_sums import fold
-from lowtide.tracing.live_storages import DataAssignedError
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
@@ -52,6 +52,7 @@ class WatchedStep(OnlineTape):
         super().__init__(model, budget_bytes, expected)
         self.recorder = Recorder(device_of(model), region="step", restores_parameters=False)
         self._builder, self._storages = self.recorder.builder, self.recorder.live
+        self._assignments = None  # the recorder looks
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
         self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature

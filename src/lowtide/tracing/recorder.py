@@ -21,10 +21,11 @@ from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
+from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import OF_THE_SHARDING, FsdpRecording
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.live_storages import DataAssignmentGuard, LiveStorages
+from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.operators import (
     COMMUNICATES,
     OVERWRITERS,
@@ -72,7 +73,9 @@ class Recorder(TorchDispatchMode):
         self.sums = GradientSums(self.live)
         self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
-        self.assignments = DataAssignmentGuard(self.builder)
+        self.assignments = DataAssignmentGuard[int](
+            lambda storage: self.builder.fix(storage, OTHER_MEMORY), self.builder.was_read, lambda: self.builder.path
+        )
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
         self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments)

@@ -8,9 +8,10 @@ import torch
 from lowtide.graph.step_graph import DROP, RELEASE, UNPACK
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
+from lowtide.tracing.data_assignments import DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import FsdpRecording
 from lowtide.tracing.graph_builder import GraphBuilder
-from lowtide.tracing.live_storages import DataAssignmentGuard, LiveStorages
+from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import is_wrapper_type
 
@@ -56,7 +57,11 @@ class SavedTensorHooks:
     """
 
     def __init__(
-        self, builder: GraphBuilder, live: LiveStorages, compiled: CompiledRegions, assignments: DataAssignmentGuard
+        self,
+        builder: GraphBuilder,
+        live: LiveStorages,
+        compiled: CompiledRegions,
+        assignments: DataAssignmentGuard[int],
     ) -> None:
         self._builder, self._live, self._compiled, self._assignments = builder, live, compiled, assignments
         self.fsdp: FsdpRecording | None = None

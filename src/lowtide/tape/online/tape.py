@@ -32,6 +32,7 @@ from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredValue, UnreadableError, value_of_storage
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place
 from lowtide.tracing import module_calls
+from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
 from lowtide.tracing.operators import (
     OVERWRITERS,
@@ -91,6 +92,9 @@ class OnlineTape(TorchDispatchMode):
         self._pauses = 0
         self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
         # Recipes that read a storage from outside, by its address.
+        self._assignments: DataAssignmentGuard[StoredValue] | None = DataAssignmentGuard(
+            _keep_assigned, lambda value: value.num_reads > 0, lambda: "(a step without a plan)"
+        )
         self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
         self.calls = 0
@@ -167,6 +171,8 @@ class OnlineTape(TorchDispatchMode):
         op = None
         try:
             op = _RunningOp(self, func, args, kwargs)
+        except DataAssignedError:  # whatever came of it would be wrong
+            raise
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
         with around:
@@ -203,6 +209,10 @@ class OnlineTape(TorchDispatchMode):
         self._key = op.key
         if op.backward or self._pauses:
             return
+        if self._assignments is not None:
+            for tensor in tensors_in(result):
+                if (known := value_of_storage(storage_of(tensor), self._run)) is not None:
+                    self._assignments.add_view(tensor, known, written=bool(op.written))
         if op.written:
             self._note_write(op, seconds)
         elif made:
@@ -311,6 +321,8 @@ class OnlineTape(TorchDispatchMode):
         """What autograd holds for ``tensor``: a handle if an op under the tape made it, else itself."""
         if is_wrapper_type(type(tensor)):
             return PackedWrapper(tensor, self.pack)
+        if self._assignments is not None and not self.problem:
+            self._assignments.check(tensor)
         value = value_of_storage(storage_of(tensor), self._run)
         if value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
             plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
@@ -378,6 +390,8 @@ class _RunningOp:
             self.rng = GeneratorState(next((t.device for t in tensors_in(args)), created_on))
         own = {s._cdata for t in self.written if (s := storage_of(t)) is not None}
         for tensor in (*tensors_in(args), *tensors_in(kwargs)):
+            if tape._assignments is not None:
+                tape._assignments.check(tensor)
             storage = storage_of(tensor)
             value = value_of_storage(storage, tape._run)
             if value is not None and storage is not None and storage._cdata not in own:
@@ -389,6 +403,10 @@ class _RunningOp:
                 self.recipe = Recipe(func, args, kwargs, self.rng, tape._run)
             except UnreadableError as error:
                 self.unreadable = str(error)
+
+
+def _keep_assigned(value: StoredValue) -> None:
+    value.why_kept = value.why_kept or OTHER_MEMORY
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
