@@ -73,8 +73,9 @@ class Recorder(TorchDispatchMode):
         self.sums = GradientSums(self.live)
         self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
+        builder = self.builder  # autograd holds the guard, which must not lead to us and from us to its nodes
         self.assignments = DataAssignmentGuard[int](
-            lambda storage: self.builder.fix(storage, OTHER_MEMORY), self.builder.was_read, lambda: self.builder.path
+            lambda storage: builder.fix(storage, OTHER_MEMORY), builder.was_read, lambda: builder.path
         )
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
