@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.tape import tape as tape_module
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 
@@ -71,13 +70,13 @@ def test_what_is_dropped_does_not_stay_alive_through_a_call_without_hooks(monkey
 
     assert not alive_after_forward()
 
-    before = tape_module.Tape._stop_watching
+    before = Tape._need_less
 
     def without_looking(self, call, planned):
-        planned.reads_dropped_inside = False
+        planned.needs_hooks = planned.has_actions
         before(self, call, planned)
 
-    monkeypatch.setattr(Tape, "_stop_watching", without_looking)
+    monkeypatch.setattr(Tape, "_need_less", without_looking)
     assert alive_after_forward()
 
 

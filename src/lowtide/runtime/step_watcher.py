@@ -187,7 +187,7 @@ class StepWatcher:
         if step.keeps_everything and not tape.matches_all:
             return self._counting_nodes(position)
         if self._region is not None:
-            self._region.enter_context(attach.taped_region(tape, tape.program.root, whole_step=True))
+            self._region.enter_context(attach.TapedRegion(tape, tape.program.root, whole_step=True))
         elif tape.program.root.has_actions:
             if at == 0:
                 self._leave_plan()
@@ -210,7 +210,7 @@ class StepWatcher:
 
     @contextmanager
     def _taped(self, tape: Tape, call: TapedCall, position: int) -> Iterator[None]:
-        with self._counting_nodes(position), attach.taped_region(tape, call, whole_step=False):
+        with self._counting_nodes(position), attach.TapedRegion(tape, call, whole_step=False):
             yield
 
     @contextmanager
@@ -262,7 +262,7 @@ class StepWatcher:
             step = self._uncalled
             if step is not None and not step.keeps_everything:
                 self._step, self._thread = step, threading.get_ident()
-                self._region.enter_context(attach.taped_region(step.tape, step.tape.program.root, whole_step=True))
+                self._region.enter_context(attach.TapedRegion(step.tape, step.tape.program.root, whole_step=True))
             try:
                 yield
             finally:

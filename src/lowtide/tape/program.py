@@ -50,8 +50,8 @@ class TapedCall:
     """One module call of the plan."""
 
     __slots__ = (
-        "children", "first_op", "has_actions", "has_actions_inside", "last_op", "num_calls", "ops", "position",
-        "reads_dropped_inside",
+        "children", "first_op", "has_actions", "has_actions_inside", "last_op", "needs_hooks", "num_calls", "ops",
+        "position", "reads_dropped_inside",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -60,6 +60,7 @@ class TapedCall:
         self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
         self.has_actions_inside = False  # so has one of its own, or of a call inside it
         self.reads_dropped_inside = False  # one of these reads what is dropped or moved elsewhere
+        self.needs_hooks = False  # an op of its own may save what is dropped; where nothing is dropped inside, any op
         self.position = self.num_calls = 0  # which of its caller's module calls it is, and how many it makes itself
         self.first_op, self.last_op = 0, -1  # numbers of its ops and of those inside it
 
@@ -117,6 +118,8 @@ class PlanProgram:
             # What an op reads that others complete in place is counted with those: it may read anything.
             reads = any(op.num_dropped_inputs or op in completed for op in call.ops)
             call.reads_dropped_inside = reads or any(child.reads_dropped_inside for child in inside)
+            whole = call.reads_dropped_inside and not call.has_actions_inside  # nobody looks at the calls inside
+            call.needs_hooks = call.has_actions or reads or whole
 
     @property
     def keeps_everything(self) -> bool:

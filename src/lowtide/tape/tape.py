@@ -17,13 +17,8 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
-from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks
-from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
-from torch.utils._python_dispatch import _pop_mode as pop_mode
-from torch.utils._python_dispatch import _push_mode as push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -33,6 +28,7 @@ from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
 from lowtide.tape.storage_bits import bytes_of, sum_of_words
+from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
     Kept,
@@ -88,18 +84,19 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "next", "num_calls", "planned", "unhooked", "unwatched")
+    __slots__ = ("calls", "hooks", "next", "num_calls", "planned", "unobserved", "watches")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
-        self.unwatched = self.unhooked = False  # mode or hooks are away while it runs
+        self.watches = self.hooks = True  # it needs mode or hooks
+        self.unobserved = False  # nobody needs to know of the module calls in it
         self.next = 0  # index of the planned op that is expected next
         self.num_calls = 0  # module calls in it so far
         self.calls: dict[str, int] | None = None  # how often each child module has been called
 
 
-class Tape(TorchDispatchMode):
-    """One program on one model. ``taped_region`` (attach.py) puts it in place.
+class Tape(SwitchedMode):
+    """One program on one model. ``TapedRegion`` (attach.py) puts it in place.
 
     Attributes:
         sizes_vary: The plan is for larger batches than this step's: sizes need not be those planned.
@@ -152,19 +149,25 @@ class Tape(TorchDispatchMode):
 
     # -- regions ------------------------------------------------------------------------------------------------
 
-    def enter_region(self, call: TapedCall, *, whole_step: bool, outer_hooks: Any) -> None:
-        """A region of ``call`` opens, inside ``outer_hooks`` (PyTorch's saved-tensor hooks) if there are any."""
-        self._whole_step = whole_step
-        self._outer_hooks = outer_hooks
+    def enter_region(self, call: TapedCall, *, whole_step: bool) -> None:
+        """A region of ``call`` opens, inside the hooks that others have in place now."""
+        self.start_here()
+        self._whole_step, self._outer_hooks = whole_step, top_hooks(True)
         self.begin(call)
+        if not whole_step:  # else any op outside the model may be one of the step
+            self._need_less(self._call, call)
+        self.switch(watches=self._call.watches, hooks=self._call.hooks)
 
     def enter_step(self) -> None:
         """A region of the whole step opens where the model is first called from outside."""
-        self.enter_region(self.program.root, whole_step=True, outer_hooks=None)
+        self._whole_step, self._outer_hooks = True, None
+        self.begin(self.program.root)
         self._call.next = self.program.num_ops_before_model
+        self.watches = self.hooks = True  # a seam has put them there
 
     def leave_region(self, *, failed: bool) -> None:
         """The region closes; ``failed``: with an exception, which may have left module calls open."""
+        self.take_away()
         while self._callers:
             self._call = self._callers.pop()
         if not failed and not self._backward_began:
@@ -223,39 +226,36 @@ class Tape(TorchDispatchMode):
         self._call = call = _OpenCall(planned)
         if self._to_seal:
             self._seal_unheld()
-        follows_all = self._wrapped or self._pauses or self.rehearses or self.matches_all
-        if planned is not None and not (planned.has_actions_inside or follows_all):
-            self._stop_watching(call, planned)
+        if planned is not None:
+            self._need_less(call, planned)
+            if not (call.watches or planned.has_actions_inside):
+                call.unobserved = True
+                module_calls.thread_state.observer = None  # until ``leave``
+        if call.watches is not self.watches or call.hooks is not self.hooks:
+            self.switch(watches=call.watches, hooks=call.hooks)
 
     def leave(self) -> None:
         call = self._call
-        if call.unwatched:
-            push_mode(self)
+        if call.unobserved:
             module_calls.thread_state.observer = self
-        if call.unhooked:
-            push_hooks(self.pack, self.unpack)
-        self._close(call)
-        self._call = self._callers.pop()
+        else:
+            self._close(call)
+        self._call = caller = self._callers.pop()
+        if caller.watches is not self.watches or caller.hooks is not self.hooks:
+            self.switch(watches=caller.watches, hooks=caller.hooks)
 
-    def _stop_watching(self, call: _OpenCall, planned: TapedCall) -> None:
-        """Nothing is to be done for any op inside ``call``: let them cost what they cost in the plain step.
+    def _need_less(self, call: _OpenCall, planned: TapedCall) -> None:
+        """Where nothing is to be done for any op of ``call`` itself, let them cost what they cost in the plain step.
 
-        Hooks stay where a dropped tensor from outside may be saved. What the user has put on top of ours stays too.
+        Hooks stay where a dropped tensor from outside may be saved.
         """
-        if current_mode() is not self:
-            return
-        call.unwatched = True
-        pop_mode()
-        module_calls.thread_state.observer = None  # until ``leave``: the calls inside need not be told
-        top = top_hooks(True)
-        if not planned.reads_dropped_inside and top is not None and top[0] == self.pack:
-            call.unhooked = True
-            pop_hooks()
+        if not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
+            call.watches, call.hooks = planned.has_actions, planned.needs_hooks
 
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
         planned = call.planned
-        if planned is None or call.unwatched:
+        if planned is None or call.unobserved:
             return
         if (planned.has_actions or self.matches_all) and call.next < len(planned.ops):
             self._diverge()
@@ -273,7 +273,8 @@ class Tape(TorchDispatchMode):
         if self._diverged_after is None:
             self._diverged_after = self._last_op()
             for call in (*self._callers, self._call):
-                call.planned = None
+                call.planned, call.watches, call.hooks = None, True, True
+            self.switch(watches=True, hooks=True)
         return True
 
     def _last_op(self) -> int:
