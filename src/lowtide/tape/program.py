@@ -103,6 +103,7 @@ class PlanProgram:
                 last = self.ops[completed_by.get(d.op, d.op)]
                 last.moves += (d,)
                 last.moves_completed = last is not op
+        self._acting = [op for op in self.ops if op.drops or op.moves]
         for op, recorded in zip(self.ops, plan.ops, strict=True):
             if recorded.completes_inplace is not None and self.ops[recorded.completes_inplace].drops:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
@@ -123,7 +124,9 @@ class PlanProgram:
 
     @property
     def keeps_everything(self) -> bool:
-        return not any(op.drops or op.moves for op in self.ops)
+        while self._acting and not (self._acting[-1].drops or self._acting[-1].moves):
+            self._acting.pop()  # another run of it gave other bits: it is saved from now on
+        return not self._acting
 
 
 _programs: dict[int, PlanProgram] = {}  # by id of the plan, for as long as the plan lives

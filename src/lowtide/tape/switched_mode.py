@@ -49,7 +49,7 @@ class SwitchedMode(TorchDispatchMode):
         if watches and not self.watches:
             insert_mode(self, self._modes_below)
             self.watches = True
-        elif self.watches and not watches and mode_at(num_modes() - 1) is self:
+        elif self.watches and not watches and (num := num_modes()) and mode_at(num - 1) is self:
             pop_mode(None)
             self._modes_below = num_modes()
             self.watches = False
