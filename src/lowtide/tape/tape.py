@@ -7,6 +7,7 @@ goes on without the plan (``on_divergence``), the rest of the region is theirs.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -88,11 +89,15 @@ class _OpenCall:
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
-        self.watches = self.hooks = True  # it needs mode or hooks
+        # Whether it needs mode and hooks. None: it runs only calls, which say it themselves.
+        self.watches: bool | None = True
+        self.hooks: bool | None = True
         self.unobserved = False  # nobody needs to know of the module calls in it
         self.next = 0  # index of the planned op that is expected next
         self.num_calls = 0  # module calls in it so far
-        self.calls: dict[str, int] | None = None  # how often each child module has been called
+        self.calls: Counter[str] | None = (
+            None  # how often each child module has been called, once that is not as planned
+        )
 
 
 class Tape(SwitchedMode):
@@ -156,7 +161,7 @@ class Tape(SwitchedMode):
         self.begin(call)
         if not whole_step:  # else any op outside the model may be one of the step
             self._need_less(self._call, call)
-        self.switch(watches=self._call.watches, hooks=self._call.hooks)
+        self._switch_for(self._call)
 
     def enter_step(self) -> None:
         """A region of the whole step opens where the model is first called from outside."""
@@ -209,17 +214,12 @@ class Tape(SwitchedMode):
         caller = self._call
         planned = None
         if caller.planned is not None:
-            called = caller.calls
-            if called is None:
-                called = caller.calls = {}
-            ordinal = called.get(path, 0)
-            calls = caller.planned.children.get(path)
-            if calls is not None and ordinal < len(calls):
-                planned = calls[ordinal]
-            if (planned is None or planned.position != caller.num_calls) and self._diverge():
-                planned = None
-            called[path] = ordinal + 1
-            caller.num_calls += 1
+            upcoming, at = caller.planned.sequence, caller.num_calls
+            if caller.calls is None and at < len(upcoming) and upcoming[at].path == path:
+                planned = upcoming[at]
+                caller.num_calls = at + 1
+            else:
+                planned = self._out_of_order(caller, caller.planned, path)
         if self._diverged_after is not None:
             self._leave_plan()
         self._callers.append(caller)
@@ -232,7 +232,20 @@ class Tape(SwitchedMode):
                 call.unobserved = True
                 module_calls.thread_state.observer = None  # until ``leave``
         if call.watches is not self.watches or call.hooks is not self.hooks:
-            self.switch(watches=call.watches, hooks=call.hooks)
+            self._switch_for(call)
+
+    def _out_of_order(self, caller: _OpenCall, plan: TapedCall, path: str) -> TapedCall | None:
+        """What is planned for the call of ``path`` that begins in ``caller``, which is not the one that was to come."""
+        called = caller.calls
+        if called is None:
+            called = caller.calls = Counter(call.path for call in plan.sequence[: caller.num_calls])
+        calls = plan.children.get(path, ())
+        planned = calls[called[path]] if called[path] < len(calls) else None
+        if (planned is None or planned.position != caller.num_calls) and self._diverge():
+            planned = None
+        called[path] += 1
+        caller.num_calls += 1
+        return planned
 
     def leave(self) -> None:
         call = self._call
@@ -242,7 +255,11 @@ class Tape(SwitchedMode):
             self._close(call)
         self._call = caller = self._callers.pop()
         if caller.watches is not self.watches or caller.hooks is not self.hooks:
-            self.switch(watches=caller.watches, hooks=caller.hooks)
+            self._switch_for(caller)
+
+    def _switch_for(self, call: _OpenCall) -> None:
+        if call.watches is not None and call.hooks is not None:
+            self.switch(watches=call.watches, hooks=call.hooks)
 
     def _need_less(self, call: _OpenCall, planned: TapedCall) -> None:
         """Where nothing is to be done for any op of ``call`` itself, let them cost what they cost in the plain step.
@@ -250,7 +267,10 @@ class Tape(SwitchedMode):
         Hooks stay where a dropped tensor from outside may be saved.
         """
         if not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
-            call.watches, call.hooks = planned.has_actions, planned.needs_hooks
+            if planned.ops or not planned.has_actions_inside:
+                call.watches, call.hooks = planned.has_actions, planned.needs_hooks
+            else:
+                call.watches = call.hooks = None
 
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
@@ -261,7 +281,7 @@ class Tape(SwitchedMode):
             self._diverge()
             self.counts.mismatched += sum(bool(op.drops or op.moves) for op in planned.ops[call.next :])
             call.next = len(planned.ops)
-        elif call.num_calls != planned.num_calls:
+        elif call.num_calls != len(planned.sequence):
             self._diverge()
 
     # -- other ops than planned ---------------------------------------------------------------------------------
@@ -288,12 +308,11 @@ class Tape(SwitchedMode):
             if call.planned.has_actions or self.matches_all:
                 ran = call.planned.ops[: call.next]
             else:  # its ops were not followed: those before the call that runs, or that was to come next
-                upcoming = inner.planned if inner is not None else call.planned.call_at(call.num_calls)
-                ran = [op for op in call.planned.ops if upcoming is None or op.number < upcoming.first_op]
+                upcoming = call.planned.sequence[call.num_calls - (inner is not None) :]
+                ran = [op for op in call.planned.ops if not upcoming or op.number < upcoming[0].first_op]
             last = max([last, *(op.number for op in ran)])
-            for path, count in (call.calls or {}).items():
-                begun = call.planned.children.get(path, ())[:count]
-                last = max([last, *(c.last_op for c in begun if inner is None or c is not inner.planned)])
+            over = call.planned.sequence[: call.num_calls - (inner is not None)]
+            last = max([last, *(c.last_op for c in over)])
         return last
 
     def _leave_plan(self) -> None:
@@ -409,10 +428,9 @@ class Tape(SwitchedMode):
             tensor = result if type(result) is torch.Tensor else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             attributes = storage.__dict__
-            sizes = () if op.dynamic or self.sizes_vary else (storage.nbytes(), allocated_bytes(storage))
-            other_size = bool(sizes) and size not in sizes
+            varies = op.dynamic or self.sizes_vary
             if (
-                other_size
+                not (varies or storage.nbytes() == size or allocated_bytes(storage) == size)
                 or MARK in attributes
                 or (use_count(storage._cdata) > _UNSHARED_REFERENCES and _is_memory_of_argument(storage, args))
             ):
