@@ -79,9 +79,9 @@ class PlannedStep:
 
         Where a plan has nothing to do the tape sees no ops, and this shows that they were others.
         """
-        return made != self.num_nodes and any(
-            abs(n - self.num_nodes.get(at, n)) > _OTHER_NODES * n for at, n in made.items()
-        )
+        if not self.num_nodes or made == self.num_nodes:
+            return False
+        return any(abs(n - self.num_nodes.get(at, n)) > _OTHER_NODES * n for at, n in made.items())
 
 
 def shapes_of_graph(calls: Sequence[str]) -> tuple[CallShape, ...]:

@@ -549,12 +549,13 @@ class Tape(SwitchedMode):
     @module_calls.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds for ``tensor``: a placeholder if it was dropped, else the tensor and its version."""
-        placeholder = placeholder_for(tensor, self._run)
+        is_parameter = type(tensor) is torch.nn.Parameter  # never dropped
+        placeholder = None if is_parameter else placeholder_for(tensor, self._run)
         if placeholder is not None:
             return placeholder
         if self._outer_hooks is not None:
             return partial(self._outer_hooks[1], self._outer_hooks[0](tensor))
-        if type(tensor) is torch.nn.Parameter or is_view_of_leaf(tensor):
+        if is_parameter or is_view_of_leaf(tensor):
             return Kept(tensor)
         # An op's own output gets its history only after this, and still looks like a leaf.
         return PackedWrapper(tensor, self.pack) if is_wrapper_type(type(tensor)) else Kept(detached(tensor))
