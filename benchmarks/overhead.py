@@ -14,12 +14,15 @@ Methods: an empty dispatch mode; the tape with nothing to recompute; the tape wi
 ``torch.utils.checkpoint`` around the whole model; the same with a selective policy that saves matmuls.
 
 Two models: ``chain`` (sin and mul alternate, one tensor each) and ``decoder`` (a tiny Llama: views, casts, attention).
+
+Then whole fitted steps of eight layers, of which the plan drops in none, one or all (``dropping_layers.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -32,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoder import MALLOC
+from dropping_layers import dropping_layers
 from provenance import provenance
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,12 +116,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="small models, two rounds, nothing written")
     args = parser.parse_args()
+    if os.environ.get("MALLOC_MMAP_MAX_") != "0":  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC["fixed"]})
     torch.set_num_threads(1)
     lines = []
     for name, model, inputs in cases(args.quick):
         print(name, file=sys.stderr, flush=True)
         lines += [line(name, samples) for samples in compare(model, inputs, 2 if args.quick else args.rounds)]
     lines += [long_chain(length) for length in CHAINS[: 1 if args.quick else None]]
+    lines += dropping_layers(2 if args.quick else args.rounds)
     text = "".join(json.dumps(found | provenance()) + "\n" for found in lines)
     print(text, end="")
     if not args.quick:

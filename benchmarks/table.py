@@ -120,9 +120,30 @@ def spread(line: dict) -> str:
     return overhead(line["time_ratio"] - 1, line["time_ratio_quartiles"])
 
 
+def _dropping_table(lines: list[dict]) -> list[str]:
+    """A row per method, the sizes side by side: what fitted steps take more than plain ones."""
+    cases = list(dict.fromkeys(line["case"] for line in lines))
+    found = {(line["method"], line["case"]): line for line in lines}
+    rows = [f"| whole steps | {' | '.join(cases)} |", "|---|" + "---:|" * len(cases)]
+    for method in dict.fromkeys(line["method"] for line in lines):
+        cells = [
+            overhead(found[method, case]["step_ratio"] - 1, found[method, case]["step_ratio_quartiles"])
+            for case in cases
+        ]
+        rows.append(f"| {method} | {' | '.join(cells)} |")
+        asked = [found[method, case]["asked_ratio"] for case in cases]
+        if all(asked):
+            rows.append(
+                f"| asked: an eighth of every layer's and 2 % | {' | '.join(f'{100 * r - 100:.1f} %' for r in asked)} |"
+            )
+    plain = ", ".join(f"{line['plain_us'] / 1000:.1f} ms" for line in lines if line["method"] == lines[0]["method"])
+    return [*rows, "", f"Linear, GELU, Linear in each layer; plain steps take {plain}. Process time, malloc fixed."]
+
+
 def overhead_table(lines: list[dict]) -> str:
     """A row per method, the cases side by side: microseconds per op that forward and backward take more."""
-    compared = [line for line in lines if not line["case"].startswith("chain of")]
+    steps = [line for line in lines if "step_ratio" in line]
+    compared = [line for line in lines if line not in steps and not line["case"].startswith("chain of")]
     cases = list(dict.fromkeys(line["case"] for line in compared))
     found = {(line["method"], line["case"]): line for line in compared}
     rows = [
@@ -145,6 +166,8 @@ def overhead_table(lines: list[dict]) -> str:
         f"Backward: per op that runs again, beyond that op itself. Chains with everything replayed: {lengths}; "
         f"{max(line['bytes_per_recipe'] for line in long):.0f} bytes held per recipe at most. {long[0]['device']}, "
         f"1 thread, torch {long[0]['torch']}, commit {long[0]['commit']}.",
+        "",
+        *_dropping_table(steps),
     ]
     return "\n".join(rows)
 

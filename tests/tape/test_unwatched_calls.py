@@ -1,5 +1,7 @@
 """Module calls in which the plan drops nothing run without mode, and without hooks where nothing dropped comes in."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from support.training_steps import build_for_drops, differing, outcome, plain
@@ -8,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.tape import tape as tape_module
+from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 
@@ -71,13 +73,13 @@ def test_what_is_dropped_does_not_stay_alive_through_a_call_without_hooks(monkey
 
     assert not alive_after_forward()
 
-    before = tape_module.Tape._stop_watching
+    before = Tape._need_less
 
     def without_looking(self, call, planned):
-        planned.reads_dropped_inside = False
+        planned.needs_hooks = planned.has_actions
         before(self, call, planned)
 
-    monkeypatch.setattr(Tape, "_stop_watching", without_looking)
+    monkeypatch.setattr(Tape, "_need_less", without_looking)
     assert alive_after_forward()
 
 
@@ -118,3 +120,94 @@ def test_a_mode_of_the_users_stays_on_top():
     with lowtide.apply(model, plan), FlopCounterMode(display=False) as flops:
         model(x)
     assert flops.get_total_flops() == plain_flops.get_total_flops()
+
+
+class Layer(nn.Sequential):
+    """Runs only calls, in what ``around`` opens."""
+
+    around = nullcontext
+
+    def __init__(self):
+        super().__init__(nn.Linear(16, 16), nn.GELU(), nn.Tanh())
+
+    def forward(self, x):
+        with self.around():
+            return super().forward(x)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.log = []
+
+    def forward(self, x):
+        for layer in self.layers:
+            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            self.log.append((len(_get_current_dispatch_mode_stack()), hooked))
+            x = x + layer(x)
+        return x
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+@contextmanager
+def fitted(dropping="layers.2"):
+    """A model under ``fit`` with a plan that drops in one layer, and its batch."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(8, 16)
+    with lowtide.fit(model, x, step=squares, method="none") as fit:
+        plan = build_for_drops(fit.graph, lambda path: path.startswith(dropping))
+        tape = Tape(program_of(plan), model)
+        fit._watcher.put(PlannedStep(plan, fit.graph, fit.costs, shapes_of_graph(fit.graph.calls), tape))
+        model.log.clear()
+        yield model, x, tape
+
+
+def test_ops_between_dropping_calls_are_not_watched():
+    with fitted() as (model, x, tape):
+        expected = plain(model, x, squares)
+        model.log.clear()
+        loss = squares(model, x)
+        loss.backward()
+
+    assert model.log == [(0, True)] * 4  # the sums read what is dropped
+    assert tape.counts.dropped == 3 and tape.counts.mismatched == 0
+    assert differing(expected, outcome(model, loss)) == []
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+packs = []
+
+
+def packing():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: packs.append(1) or [tensor], lambda found: found[0])
+
+
+def forbidding():
+    return torch.autograd.graph.disable_saved_tensors_hooks("not here")
+
+
+@pytest.mark.parametrize(
+    ("around", "dropping"), [(Passing, "layers.2"), (packing, "layers.2.0"), (forbidding, "layers.2.0")]
+)
+def test_what_the_model_opens_around_dropping_calls_stays_on_top(around, dropping, monkeypatch):
+    with fitted(dropping) as (model, x, tape):
+        monkeypatch.setattr(Layer, "around", staticmethod(around))
+        packs.clear()
+        expected = plain(model, x, squares)
+        num_packs = len(packs)
+        loss = squares(model, x)
+        assert _get_current_dispatch_mode_stack() == []
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        loss.backward()
+
+    assert len(packs) == 2 * num_packs
+    assert tape.counts.dropped
+    assert differing(expected, outcome(model, loss)) == []

@@ -1,13 +1,15 @@
 """What makes two calls of a model calls of one shape, and which shapes a plan for a larger one serves."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from lowtide.tracing.module_calls import call_signature
 
 _SIZES = re.compile(r"\[([\d,]*)\]")  # of one tensor, in a signature
+_TOLD_BY_VALUE = frozenset({bool, str, type(None)})
 
 
 class CallShape(NamedTuple):
@@ -30,9 +32,31 @@ class CallShape(NamedTuple):
         return min((a / b for a, b in zip(self.sizes, other.sizes, strict=True) if b), default=1.0)
 
 
+_shapes: dict[tuple, CallShape] = {}  # of the calls so far, by what their signatures are made of
+_MOST_SHAPES = 1024
+
+
 def shape_of_call(model: nn.Module, args: tuple, kwargs: dict) -> CallShape:
     """The shape of a call. Whether a number changes the ops, the op sequence shows."""
-    return shape_of_signature(call_signature(model, args, kwargs))
+    if torch._C._is_any_autocast_enabled():
+        return shape_of_signature(call_signature(model, args, kwargs))
+    key: list[Any] = [model.training, *kwargs]
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is torch.Tensor:
+            key += (value.dtype, value.shape, value.requires_grad)
+        elif kind in _TOLD_BY_VALUE:
+            key += (kind, value)
+        elif kind is int or kind is float:
+            key.append(kind)
+        else:  # what it holds may change
+            return shape_of_signature(call_signature(model, args, kwargs))
+    shape = _shapes.get(tuple(key))
+    if shape is None:
+        if len(_shapes) >= _MOST_SHAPES:
+            _shapes.clear()
+        shape = _shapes[tuple(key)] = shape_of_signature(call_signature(model, args, kwargs))
+    return shape
 
 
 def shape_of_signature(signature: str) -> CallShape:

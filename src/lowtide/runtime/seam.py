@@ -5,21 +5,12 @@ opens or closes meanwhile then pops itself and not ours.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks
-from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+from lowtide.tape.switched_mode import Hooks, insert_hooks, insert_mode, remove_hooks, remove_mode
 
 
 class Seam:
@@ -35,14 +26,14 @@ class Seam:
 
     def open(self) -> None:
         self._thread = threading.get_ident()
-        _insert_below(self._mode)
-        _insert_hooks_below(self._hooks)
+        insert_mode(self._mode)
+        insert_hooks(self._hooks)
 
     def close(self) -> None:
         """Take mode and hooks away. From another thread they cannot be reached: what they do there is nothing."""
         if self.is_here:
-            _remove(self._mode)
-            _remove_hooks(self._hooks)
+            remove_mode(self._mode)
+            remove_hooks(self._hooks)
         self._thread = None
 
     @contextmanager
@@ -56,41 +47,3 @@ class Seam:
             yield
         finally:
             self.open()
-
-
-def _insert_below(mode: TorchDispatchMode) -> None:
-    others = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()))]
-    _push_mode(mode)
-    for other in reversed(others):
-        _push_mode(other)
-
-
-def _remove(mode: TorchDispatchMode) -> None:
-    if mode not in _get_current_dispatch_mode_stack():
-        return
-    others = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()))]
-    for other in reversed(others):
-        if other is not mode:
-            _push_mode(other)
-
-
-def _insert_hooks_below(hooks: Hooks) -> None:
-    others = _pop_all_hooks()
-    push_hooks(*hooks)
-    for pair in reversed(others):
-        push_hooks(*pair)
-
-
-def _remove_hooks(hooks: Hooks) -> None:
-    for pair in reversed(_pop_all_hooks()):
-        if pair[0] != hooks[0]:
-            push_hooks(*pair)
-
-
-def _pop_all_hooks() -> list[Hooks]:
-    """From the top down."""
-    pairs: list[Hooks] = []
-    while (top := top_hooks(True)) is not None:
-        pairs.append(top)
-        pop_hooks()
-    return pairs

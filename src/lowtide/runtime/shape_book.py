@@ -5,7 +5,7 @@ a step that adds to gradients runs other ops than one that makes them. What one 
 plan is about forward ops.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from lowtide.graph.costs import Costs
@@ -24,12 +24,12 @@ class ShapeBook:
 
     def __init__(self) -> None:
         self._families: list[WatchedFamily] = []
-        self._counts: dict[str, Counter[Vector]] = {}  # by the pattern of the first call
+        self._counts: dict[str, Counter[Vector]] = defaultdict(Counter)  # by the pattern of the first call
         self._plain_bytes: dict[CallShape, tuple[int, int] | None] = {}
 
     def saw(self, shape: CallShape) -> None:
         """A step begins with a call of ``shape``."""
-        self._counts.setdefault(shape.pattern, Counter())[shape.sizes] += 1
+        self._counts[shape.pattern][shape.sizes] += 1
 
     def note(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs) -> str:
         """Take a watched step. Returns what was derived otherwise, in words; "" if nothing was."""

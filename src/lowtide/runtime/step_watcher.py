@@ -178,16 +178,17 @@ class StepWatcher:
         """A call under a plan, the one at ``position`` of the step."""
         at = position % len(step.shapes)  # calls whose backward never came may be among them
         tape = step.tape
-        if not step.shapes[at].covers(shape):
-            watch = self._go_online(step.last_op_before(position))
-            return nullcontext() if watch is None else self._observed(watch)
-        tape.sizes_vary |= step.shapes[at] != shape
+        if step.shapes[at] != shape:
+            if not step.shapes[at].covers(shape):
+                watch = self._go_online(step.last_op_before(position))
+                return nullcontext() if watch is None else self._observed(watch)
+            tape.sizes_vary = True
         self._planned_calls += 1
         tape.on_divergence = self._go_online if self.shelf.can_watch and self._region is None else None
         if step.keeps_everything and not tape.matches_all:
-            return self._counting_nodes(position)
+            return _Call(self, position)
         if self._region is not None:
-            self._region.enter_context(attach.taped_region(tape, tape.program.root, whole_step=True))
+            self._region.enter_context(attach.TapedRegion(tape, tape.program.root, whole_step=True))
         elif tape.program.root.has_actions:
             if at == 0:
                 self._leave_plan()
@@ -195,23 +196,8 @@ class StepWatcher:
                 tape.enter_step()
         else:
             call = step.calls[at] if at < len(step.calls) else TapedCall()
-            return self._taped(tape, call, position)
+            return _Call(self, position, attach.TapedRegion(tape, call, whole_step=False))
         return self._observed(tape)
-
-    @contextmanager
-    def _counting_nodes(self, position: int) -> Iterator[None]:
-        before = num_nodes()
-        try:
-            yield
-        except BaseException:
-            self._spoiled = True
-            raise
-        self._made_nodes[position] = num_nodes() - before
-
-    @contextmanager
-    def _taped(self, tape: Tape, call: TapedCall, position: int) -> Iterator[None]:
-        with self._counting_nodes(position), attach.taped_region(tape, call, whole_step=False):
-            yield
 
     @contextmanager
     def _observed(self, tape: Tape | OnlineTape) -> Iterator[None]:
@@ -220,11 +206,18 @@ class StepWatcher:
         state.observer = tape
         tape.enter("")
         try:
-            with self._counting_nodes(len(self._shapes) - 1):
+            with _Call(self, len(self._shapes) - 1):
                 yield
         finally:
             tape.leave()
             state.observer = tape if self._region is not None and isinstance(tape, Tape) else None
+
+    def note_call(self, position: int, num_made: int, *, failed: bool) -> None:
+        """The step's call at ``position`` has ended, and made so many nodes of autograd."""
+        if failed:
+            self._spoiled = True
+        else:
+            self._made_nodes[position] = num_made
 
     def _go_online(self, last_op: int) -> OnlineTape | None:
         """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
@@ -262,7 +255,7 @@ class StepWatcher:
             step = self._uncalled
             if step is not None and not step.keeps_everything:
                 self._step, self._thread = step, threading.get_ident()
-                self._region.enter_context(attach.taped_region(step.tape, step.tape.program.root, whole_step=True))
+                self._region.enter_context(attach.TapedRegion(step.tape, step.tape.program.root, whole_step=True))
             try:
                 yield
             finally:
@@ -311,7 +304,8 @@ class StepWatcher:
         if self._paused:
             return
         self._leave_plan()
-        self._gradients = self._sampled_gradients()
+        if not self._shapes:  # else the end of a step that was seen
+            self._gradients = self._sampled_gradients()
 
     def _sampled_gradients(self) -> list[tuple[int, int]]:
         parameters = (reference() for reference in self._sampled)
@@ -505,6 +499,25 @@ class StepWatcher:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         self.abandon_step()
         self.checkpointing.restore()
+
+
+class _Call:
+    """Surrounds a call of the model: its ``region``, if it has one of its own, and the nodes that autograd makes."""
+
+    __slots__ = ("_nodes_before", "_position", "_region", "_watcher")
+
+    def __init__(self, watcher: StepWatcher, position: int, region: attach.TapedRegion | None = None) -> None:
+        self._watcher, self._position, self._region = watcher, position, region
+
+    def __enter__(self) -> None:
+        self._nodes_before = num_nodes()
+        if self._region is not None:
+            self._region.__enter__()
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if self._region is not None:
+            self._region.__exit__(failure)
+        self._watcher.note_call(self._position, num_nodes() - self._nodes_before, failed=failure is not None)
 
 
 def _opened(tape: Tape | OnlineTape) -> Seam:

@@ -22,25 +22,23 @@ from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
 
 
-@contextmanager
-def taped_region(tape: Tape, call: TapedCall, *, whole_step: bool) -> Iterator[None]:
+class TapedRegion:
     """Tape what runs inside as ``call``; with ``whole_step`` that may be several steps, backward included.
 
     Leaving takes mode, hooks and observer away, whatever happened inside.
     """
-    state, failed = module_calls.thread_state, True
-    outer_observer, outer_hooks = state.observer, torch._C._autograd._top_saved_tensors_default_hooks(True)
-    tape.enter_region(call, whole_step=whole_step, outer_hooks=outer_hooks)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack), tape:
-            state.observer = tape
-            try:
-                yield
-            finally:
-                state.observer = outer_observer
-        failed = False
-    finally:
-        tape.leave_region(failed=failed)
+
+    def __init__(self, tape: Tape, call: TapedCall, *, whole_step: bool) -> None:
+        self._tape, self._call, self._whole_step = tape, call, whole_step
+
+    def __enter__(self) -> None:
+        state = module_calls.thread_state
+        self._outer_observer, state.observer = state.observer, self._tape
+        self._tape.enter_region(self._call, whole_step=self._whole_step)
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        module_calls.thread_state.observer = self._outer_observer
+        self._tape.leave_region(failed=failure is not None)
 
 
 class _CallInRegion:
@@ -161,7 +159,7 @@ def taped_step(model: nn.Module, tape: Tape) -> Iterator[None]:
     undo = module_calls.install(model, _CallInRegion(model))
     try:
         program = tape.program
-        with nullcontext() if program.keeps_everything else taped_region(tape, program.root, whole_step=True):
+        with nullcontext() if program.keeps_everything else TapedRegion(tape, program.root, whole_step=True):
             yield
     finally:
         undo()

@@ -50,22 +50,21 @@ class TapedCall:
     """One module call of the plan."""
 
     __slots__ = (
-        "children", "first_op", "has_actions", "has_actions_inside", "last_op", "num_calls", "ops", "position",
-        "reads_dropped_inside",
+        "children", "first_op", "has_actions", "has_actions_inside", "last_op", "needs_hooks", "ops", "path",
+        "position", "reads_dropped_inside", "sequence",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
+        self.path = path
         self.ops: list[TapedOp] = []  # those that it runs itself
         self.children: dict[str, list[TapedCall]] = {}  # the calls inside it, by module path
+        self.sequence: list[TapedCall] = []  # the same in order
         self.has_actions = False  # an op has something to drop or to move; where none has, ops are not matched
         self.has_actions_inside = False  # so has one of its own, or of a call inside it
         self.reads_dropped_inside = False  # one of these reads what is dropped or moved elsewhere
-        self.position = self.num_calls = 0  # which of its caller's module calls it is, and how many it makes itself
+        self.needs_hooks = False  # an op of its own may save what is dropped; where nothing is dropped inside, any op
+        self.position = 0  # which of its caller's module calls it is
         self.first_op, self.last_op = 0, -1  # numbers of its ops and of those inside it
-
-    def call_at(self, position: int) -> "TapedCall | None":
-        """Which module call it makes at ``position``."""
-        return next((c for calls in self.children.values() for c in calls if c.position == position), None)
 
 
 class PlanProgram:
@@ -78,13 +77,13 @@ class PlanProgram:
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
         self.max_inflight_bytes = plan.max_inflight_bytes
-        self.calls = [TapedCall() for _ in plan.frames]
+        self.calls = [TapedCall(frame.path) for frame in plan.frames]
         self.root = self.calls[0]
         for frame, call in zip(plan.frames[1:], self.calls[1:]):
             caller = self.calls[frame.parent]
             caller.children.setdefault(frame.path, []).append(call)
-            call.position = caller.num_calls
-            caller.num_calls += 1
+            call.position = len(caller.sequence)
+            caller.sequence.append(call)
         self.ops: list[TapedOp] = []
         for number, recorded in enumerate(plan.ops):
             path = plan.frames[recorded.frame].path
@@ -102,6 +101,7 @@ class PlanProgram:
                 last = self.ops[completed_by.get(d.op, d.op)]
                 last.moves += (d,)
                 last.moves_completed = last is not op
+        self._acting = [op for op in self.ops if op.drops or op.moves]
         for op, recorded in zip(self.ops, plan.ops, strict=True):
             if recorded.completes_inplace is not None and self.ops[recorded.completes_inplace].drops:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
@@ -109,7 +109,7 @@ class PlanProgram:
             call.has_actions = any(op.drops or op.moves or op.completes_inplace for op in call.ops)
         completed = {self.ops[number] for number in completed_by if number is not None}
         for call in reversed(self.calls):  # calls inside one come after it
-            inside = [child for calls in call.children.values() for child in calls]
+            inside = call.sequence
             firsts = [op.number for op in call.ops[:1]] + [c.first_op for c in inside if c.last_op >= 0]
             call.first_op = min(firsts, default=0)
             call.last_op = max([op.number for op in call.ops[-1:]] + [c.last_op for c in inside], default=-1)
@@ -117,10 +117,14 @@ class PlanProgram:
             # What an op reads that others complete in place is counted with those: it may read anything.
             reads = any(op.num_dropped_inputs or op in completed for op in call.ops)
             call.reads_dropped_inside = reads or any(child.reads_dropped_inside for child in inside)
+            whole = call.reads_dropped_inside and not call.has_actions_inside  # nobody looks at the calls inside
+            call.needs_hooks = call.has_actions or reads or whole
 
     @property
     def keeps_everything(self) -> bool:
-        return not any(op.drops or op.moves for op in self.ops)
+        while self._acting and not (self._acting[-1].drops or self._acting[-1].moves):
+            self._acting.pop()  # another run of it gave other bits: it is saved from now on
+        return not self._acting
 
 
 _programs: dict[int, PlanProgram] = {}  # by id of the plan, for as long as the plan lives

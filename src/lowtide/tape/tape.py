@@ -7,6 +7,7 @@ goes on without the plan (``on_divergence``), the rest of the region is theirs.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,13 +18,8 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
-from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks
-from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
-from torch.utils._python_dispatch import _pop_mode as pop_mode
-from torch.utils._python_dispatch import _push_mode as push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -33,6 +29,7 @@ from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
 from lowtide.tape.storage_bits import bytes_of, sum_of_words
+from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
     Kept,
@@ -88,18 +85,23 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "next", "num_calls", "planned", "unhooked", "unwatched")
+    __slots__ = ("calls", "hooks", "next", "num_calls", "planned", "unobserved", "watches")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
-        self.unwatched = self.unhooked = False  # mode or hooks are away while it runs
+        # Whether it needs mode and hooks. None: it runs only calls, which say it themselves.
+        self.watches: bool | None = True
+        self.hooks: bool | None = True
+        self.unobserved = False  # nobody needs to know of the module calls in it
         self.next = 0  # index of the planned op that is expected next
         self.num_calls = 0  # module calls in it so far
-        self.calls: dict[str, int] | None = None  # how often each child module has been called
+        self.calls: Counter[str] | None = (
+            None  # how often each child module has been called, once that is not as planned
+        )
 
 
-class Tape(TorchDispatchMode):
-    """One program on one model. ``taped_region`` (attach.py) puts it in place.
+class Tape(SwitchedMode):
+    """One program on one model. ``TapedRegion`` (attach.py) puts it in place.
 
     Attributes:
         sizes_vary: The plan is for larger batches than this step's: sizes need not be those planned.
@@ -152,19 +154,25 @@ class Tape(TorchDispatchMode):
 
     # -- regions ------------------------------------------------------------------------------------------------
 
-    def enter_region(self, call: TapedCall, *, whole_step: bool, outer_hooks: Any) -> None:
-        """A region of ``call`` opens, inside ``outer_hooks`` (PyTorch's saved-tensor hooks) if there are any."""
-        self._whole_step = whole_step
-        self._outer_hooks = outer_hooks
+    def enter_region(self, call: TapedCall, *, whole_step: bool) -> None:
+        """A region of ``call`` opens, inside the hooks that others have in place now."""
+        self.start_here()
+        self._whole_step, self._outer_hooks = whole_step, top_hooks(True)
         self.begin(call)
+        if not whole_step:  # else any op outside the model may be one of the step
+            self._need_less(self._call, call)
+        self._switch_for(self._call)
 
     def enter_step(self) -> None:
         """A region of the whole step opens where the model is first called from outside."""
-        self.enter_region(self.program.root, whole_step=True, outer_hooks=None)
+        self._whole_step, self._outer_hooks = True, None
+        self.begin(self.program.root)
         self._call.next = self.program.num_ops_before_model
+        self.watches = self.hooks = True  # a seam has put them there
 
     def leave_region(self, *, failed: bool) -> None:
         """The region closes; ``failed``: with an exception, which may have left module calls open."""
+        self.take_away()
         while self._callers:
             self._call = self._callers.pop()
         if not failed and not self._backward_began:
@@ -206,62 +214,74 @@ class Tape(TorchDispatchMode):
         caller = self._call
         planned = None
         if caller.planned is not None:
-            called = caller.calls
-            if called is None:
-                called = caller.calls = {}
-            ordinal = called.get(path, 0)
-            calls = caller.planned.children.get(path)
-            if calls is not None and ordinal < len(calls):
-                planned = calls[ordinal]
-            if (planned is None or planned.position != caller.num_calls) and self._diverge():
-                planned = None
-            called[path] = ordinal + 1
-            caller.num_calls += 1
+            upcoming, at = caller.planned.sequence, caller.num_calls
+            if caller.calls is None and at < len(upcoming) and upcoming[at].path == path:
+                planned = upcoming[at]
+                caller.num_calls = at + 1
+            else:
+                planned = self._out_of_order(caller, caller.planned, path)
         if self._diverged_after is not None:
             self._leave_plan()
         self._callers.append(caller)
         self._call = call = _OpenCall(planned)
         if self._to_seal:
             self._seal_unheld()
-        follows_all = self._wrapped or self._pauses or self.rehearses or self.matches_all
-        if planned is not None and not (planned.has_actions_inside or follows_all):
-            self._stop_watching(call, planned)
+        if planned is not None:
+            self._need_less(call, planned)
+            if not (call.watches or planned.has_actions_inside):
+                call.unobserved = True
+                module_calls.thread_state.observer = None  # until ``leave``
+        if call.watches is not self.watches or call.hooks is not self.hooks:
+            self._switch_for(call)
+
+    def _out_of_order(self, caller: _OpenCall, plan: TapedCall, path: str) -> TapedCall | None:
+        """What is planned for the call of ``path`` that begins in ``caller``, which is not the one that was to come."""
+        called = caller.calls
+        if called is None:
+            called = caller.calls = Counter(call.path for call in plan.sequence[: caller.num_calls])
+        calls = plan.children.get(path, ())
+        planned = calls[called[path]] if called[path] < len(calls) else None
+        if (planned is None or planned.position != caller.num_calls) and self._diverge():
+            planned = None
+        called[path] += 1
+        caller.num_calls += 1
+        return planned
 
     def leave(self) -> None:
         call = self._call
-        if call.unwatched:
-            push_mode(self)
+        if call.unobserved:
             module_calls.thread_state.observer = self
-        if call.unhooked:
-            push_hooks(self.pack, self.unpack)
-        self._close(call)
-        self._call = self._callers.pop()
+        else:
+            self._close(call)
+        self._call = caller = self._callers.pop()
+        if caller.watches is not self.watches or caller.hooks is not self.hooks:
+            self._switch_for(caller)
 
-    def _stop_watching(self, call: _OpenCall, planned: TapedCall) -> None:
-        """Nothing is to be done for any op inside ``call``: let them cost what they cost in the plain step.
+    def _switch_for(self, call: _OpenCall) -> None:
+        if call.watches is not None and call.hooks is not None:
+            self.switch(watches=call.watches, hooks=call.hooks)
 
-        Hooks stay where a dropped tensor from outside may be saved. What the user has put on top of ours stays too.
+    def _need_less(self, call: _OpenCall, planned: TapedCall) -> None:
+        """Where nothing is to be done for any op of ``call`` itself, let them cost what they cost in the plain step.
+
+        Hooks stay where a dropped tensor from outside may be saved.
         """
-        if current_mode() is not self:
-            return
-        call.unwatched = True
-        pop_mode()
-        module_calls.thread_state.observer = None  # until ``leave``: the calls inside need not be told
-        top = top_hooks(True)
-        if not planned.reads_dropped_inside and top is not None and top[0] == self.pack:
-            call.unhooked = True
-            pop_hooks()
+        if not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
+            if planned.ops or not planned.has_actions_inside:
+                call.watches, call.hooks = planned.has_actions, planned.needs_hooks
+            else:
+                call.watches = call.hooks = None
 
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
         planned = call.planned
-        if planned is None or call.unwatched:
+        if planned is None or call.unobserved:
             return
         if (planned.has_actions or self.matches_all) and call.next < len(planned.ops):
             self._diverge()
             self.counts.mismatched += sum(bool(op.drops or op.moves) for op in planned.ops[call.next :])
             call.next = len(planned.ops)
-        elif call.num_calls != planned.num_calls:
+        elif call.num_calls != len(planned.sequence):
             self._diverge()
 
     # -- other ops than planned ---------------------------------------------------------------------------------
@@ -273,7 +293,8 @@ class Tape(TorchDispatchMode):
         if self._diverged_after is None:
             self._diverged_after = self._last_op()
             for call in (*self._callers, self._call):
-                call.planned = None
+                call.planned, call.watches, call.hooks = None, True, True
+            self.switch(watches=True, hooks=True)
         return True
 
     def _last_op(self) -> int:
@@ -287,12 +308,11 @@ class Tape(TorchDispatchMode):
             if call.planned.has_actions or self.matches_all:
                 ran = call.planned.ops[: call.next]
             else:  # its ops were not followed: those before the call that runs, or that was to come next
-                upcoming = inner.planned if inner is not None else call.planned.call_at(call.num_calls)
-                ran = [op for op in call.planned.ops if upcoming is None or op.number < upcoming.first_op]
+                upcoming = call.planned.sequence[call.num_calls - (inner is not None) :]
+                ran = [op for op in call.planned.ops if not upcoming or op.number < upcoming[0].first_op]
             last = max([last, *(op.number for op in ran)])
-            for path, count in (call.calls or {}).items():
-                begun = call.planned.children.get(path, ())[:count]
-                last = max([last, *(c.last_op for c in begun if inner is None or c is not inner.planned)])
+            over = call.planned.sequence[: call.num_calls - (inner is not None)]
+            last = max([last, *(c.last_op for c in over)])
         return last
 
     def _leave_plan(self) -> None:
@@ -408,10 +428,9 @@ class Tape(TorchDispatchMode):
             tensor = result if type(result) is torch.Tensor else nth_tensor(result, output)
             storage = tensor.untyped_storage()
             attributes = storage.__dict__
-            sizes = () if op.dynamic or self.sizes_vary else (storage.nbytes(), allocated_bytes(storage))
-            other_size = bool(sizes) and size not in sizes
+            varies = op.dynamic or self.sizes_vary
             if (
-                other_size
+                not (varies or storage.nbytes() == size or allocated_bytes(storage) == size)
                 or MARK in attributes
                 or (use_count(storage._cdata) > _UNSHARED_REFERENCES and _is_memory_of_argument(storage, args))
             ):
@@ -530,12 +549,13 @@ class Tape(TorchDispatchMode):
     @module_calls.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds for ``tensor``: a placeholder if it was dropped, else the tensor and its version."""
-        placeholder = placeholder_for(tensor, self._run)
+        is_parameter = type(tensor) is torch.nn.Parameter  # never dropped
+        placeholder = None if is_parameter else placeholder_for(tensor, self._run)
         if placeholder is not None:
             return placeholder
         if self._outer_hooks is not None:
             return partial(self._outer_hooks[1], self._outer_hooks[0](tensor))
-        if type(tensor) is torch.nn.Parameter or is_view_of_leaf(tensor):
+        if is_parameter or is_view_of_leaf(tensor):
             return Kept(tensor)
         # An op's own output gets its history only after this, and still looks like a leaf.
         return PackedWrapper(tensor, self.pack) if is_wrapper_type(type(tensor)) else Kept(detached(tensor))
