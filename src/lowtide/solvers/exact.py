@@ -10,8 +10,8 @@ A MILP (``peak_model.py``) chooses and the simulator evaluates (``monolithic.py`
 planned segment by segment (``decomposed_search.py``).
 
 Budgets at and below the least peak of replaying once are left to local search from the models' least peak
-(``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). No clock limits that part,
-so the least peak is the same whenever it is asked for.
+(``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). The least peak itself comes
+from the graph alone (``least_peak.py``), so it is the same whenever it is asked for.
 
 Known weaknesses: plans that replay an op more than once are found by local search, not proven best; nor is the least
 peak of large graphs.
