@@ -74,7 +74,7 @@ def test_the_least_is_the_same_whatever_ops_cost(name):
 def test_a_graph_that_is_traced_again_is_not_searched_again(monkeypatch):
     graph, costs = load_case("unet")
     least = least_of(graph, costs)
-    monkeypatch.setattr(least_peak.LeastPeakSearch, "_search", None)
+    monkeypatch.setattr(least_peak.LeastPeakSearch, "_search", lambda self: iter(()))
 
     assert least_of(*load_case("unet")) == least
 
@@ -170,5 +170,8 @@ def test_the_least_does_not_depend_on_what_the_search_has_learnt():
     for percent in (80, 50, 30):
         experienced.within(graph.resident_bytes + fresh.plain.peak_bytes * percent // 100)
 
-    assert fresh.min_peak.peak_bytes == experienced.min_peak.peak_bytes
-    assert fresh.min_peak.actions == experienced.min_peak.actions
+    least = fresh.min_peak
+    least_peak._least.clear()
+
+    assert experienced.min_peak.peak_bytes == least.peak_bytes
+    assert experienced.min_peak.actions == least.actions
