@@ -40,7 +40,7 @@ VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
 QUICKLY = Limits(time_limit_s=0.3, node_limit=5, gap=0.1, multi_segment=False)
 # A fifth of what local search may simulate otherwise.
 FEW_EVENTS = {
-    name: getattr(tuning, name) // 5 for name in ("ROUNDING_EVENTS", "MIN_PEAK_EVENTS", "SAVE_WHAT_FITS_EVENTS")
+    name: getattr(tuning, name) // 5 for name in ("ROUNDING_EVENTS", "LEAST_PEAK_EVENTS", "SAVE_WHAT_FITS_EVENTS")
 }
 
 

@@ -35,8 +35,8 @@ from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes, parse_budget
 
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight
-# By model: the least bytes that an error named, with the graph and the costs of the search that reached them.
-_told: weakref.WeakKeyDictionary[nn.Module, dict[int | str, tuple[str, Costs]]] = weakref.WeakKeyDictionary()
+# By model: the least bytes that errors named.
+_told: weakref.WeakKeyDictionary[nn.Module, set[int | str]] = weakref.WeakKeyDictionary()
 _ATTEMPTS = 3  # plans, at most, until every replay of one gives the same bits
 
 
@@ -75,11 +75,11 @@ class Rehearsal:
             measured = time.perf_counter()
             next_stage()
             # If an error said that this budget would do and a second trace needs more, then that is taken.
-            was_told = self._options.budget in _told.get(model, {})
+            was_told = self._options.budget in _told.get(model, ())
             try:
                 plan = run_on_all_ranks(group, "solving", partial(self._solve, graph, costs, allow_least=was_told))
             except BudgetInfeasibleError as error:
-                _told.setdefault(model, {})[error.least_bytes] = (graph.fingerprint, costs)
+                _told.setdefault(model, set()).add(error.least_bytes)
                 raise
             next_stage()
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
@@ -102,9 +102,6 @@ class Rehearsal:
         return planned
 
     def _measure(self, model: nn.Module, graph: StepGraph) -> Costs:
-        told = _told.get(model, {}).get(self._options.budget)
-        if told is not None and told[0] == graph.fingerprint:  # the search finds the same plan again
-            return told[1]
         memory_bytes = None
         if parse_budget(self._options.budget) != "auto":
             budget_bytes = self._budget.fixed_for(graph, Costs((1.0,) * len(graph.ops)))

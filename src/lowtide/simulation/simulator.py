@@ -7,6 +7,7 @@ Known weakness: an op's temporaries count only as far as ``Op.workspace_bytes`` 
 share one allocator block count as two.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,10 +86,12 @@ def simulate_actions(
     actions: Mapping[int, str],
     replays: Mapping[int, int] | None = None,
     moves: Moves | None = None,
+    limit_bytes: float = math.inf,
 ) -> Timeline:
     """``simulate`` for actions that are known to suit ``graph``: the inner loop of a search.
 
     Args:
+        limit_bytes: The timeline ends with the first event that needs more: whoever asks has no use for the rest.
         replays: How often a recomputed storage may be replayed, by storage id; 1 where absent.
         moves: When offloaded storages travel; None: one at a time, and fetched when needed.
 
@@ -99,7 +102,7 @@ def simulate_actions(
         step = _plain_step(graph)
     else:
         step = SimulatedStep(graph, actions, replays or {}, moves or Moves())
-        step.play(graph.events)
+        step.play(graph.events, limit_bytes)
     references = step.references
     replay_ms = sum(costs.op_ms[r.op] + costs.replay_us / 1e3 for r in step.bursts.replays)
     record_ms = costs.record_us / 1e3 * sum(references.records.values())
@@ -146,8 +149,8 @@ class SimulatedStep:
         self.live_bytes: list[int] = []
         self.event_peak_bytes: list[int] = []
 
-    def play(self, events: tuple[tuple[int, int], ...]) -> None:
-        """Play ``events``, from the start of the step.
+    def play(self, events: tuple[tuple[int, int], ...], limit_bytes: float = math.inf) -> None:
+        """Play ``events``, from the start of the step, up to the first that needs more than ``limit_bytes``.
 
         Raises:
             PlanMismatchError: a value is unpacked whose recipe is gone.
@@ -168,6 +171,8 @@ class SimulatedStep:
                     offload.after_op(number, at)
                 event_peak_bytes.append(references.high_bytes)
                 live_bytes.append(references.live_bytes)
+                if references.high_bytes > limit_bytes:
+                    return
                 continue
             references.high_bytes = 0
             if kind == UNPACK and offloads:
@@ -200,6 +205,8 @@ class SimulatedStep:
             live, high = references.live_bytes, references.high_bytes
             live_bytes.append(live)
             event_peak_bytes.append(high if high > live else live)
+            if high > limit_bytes:
+                return
 
 
 @once_per_graph

@@ -10,8 +10,8 @@ A MILP (``peak_model.py``) chooses and the simulator evaluates (``monolithic.py`
 planned segment by segment (``decomposed_search.py``).
 
 Budgets at and below the least peak of replaying once are left to local search from the models' least peak
-(``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). No clock limits that part,
-so the least peak is the same whenever it is asked for.
+(``local_search.py``) and to schedules of the chain methods (``rotor.py``, ``revolve.py``). The least peak itself comes
+from the graph alone (``least_peak.py``), so it is the same whenever it is asked for.
 
 Known weaknesses: plans that replay an op more than once are found by local search, not proven best; nor is the least
 peak of large graphs.
@@ -35,12 +35,13 @@ from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments, windows
 from lowtide.solvers.graph_queries import ops_worth_replaying
 from lowtide.solvers.infeasible import infeasible_error
+from lowtide.solvers.least_peak import LeastPeakSearch
 from lowtide.solvers.local_search import Evaluated, descent
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
-from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within, least_peak
-from lowtide.solvers.published.methods import fixed_actions, lazy_candidates
+from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within
+from lowtide.solvers.published.methods import chain_schedules, fixed_actions
 from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
 
 
@@ -70,16 +71,34 @@ class ExactSearch:
     """The search on one step; searches for several budgets share what they learn."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
-        ops = ops_worth_replaying(graph)
-        self._segment_of = segments(graph, ops)
-        coarse = CoarseGraph(graph, costs, self._segment_of) if len(ops) <= tuning.MONOLITHIC_OPS else None
-        self.context = SearchContext(graph, costs, limits, per_op=coarse is not None and coarse.per_op)
+        self._ops = ops_worth_replaying(graph)
+        self._segment_of = segments(graph, self._ops)
+        self.context = SearchContext(graph, costs, limits, per_op=len(self._ops) <= tuning.PER_OP_MODEL_OPS)
         self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
+
+    @property
+    def decomposed(self) -> DecomposedSearch | None:
+        """The search segment by segment; None where the step is one model."""
+        return self._models[0]
+
+    @property
+    def monolithic(self) -> MonolithicSearch | None:
+        """The search by one model; None for large steps that are decomposed."""
+        return self._models[1]
+
+    @cached_property
+    def _models(self) -> tuple[DecomposedSearch | None, MonolithicSearch | None]:
+        """Built when first asked for: the least peak is found without them."""
+        coarse = (
+            CoarseGraph(self.graph, self.costs, self._segment_of) if len(self._ops) <= tuning.MONOLITHIC_OPS else None
+        )
         columns = None if coarse is not None and coarse.size <= tuning.MONOLITHIC_SIZE else self._columns(coarse)
         if columns is None and (coarse is None or coarse.size > tuning.MONOLITHIC_NO_REPEATS_SIZE):
             coarse = self._coarse_by_segment()
-        self.decomposed = DecomposedSearch(self.context, columns) if columns is not None else None
-        self.monolithic = MonolithicSearch(self.context, coarse) if coarse is not None else None
+        return (
+            None if columns is None else DecomposedSearch(self.context, columns),
+            None if coarse is None else MonolithicSearch(self.context, coarse),
+        )
 
     def _columns(self, coarse: CoarseGraph | None) -> ColumnGeneration | None:
         """Column generation for the step; None where decomposing is not possible or not worth it."""
@@ -166,16 +185,16 @@ class ExactSearch:
         Raises:
             BudgetInfeasibleError: nothing known needs so little.
         """
-        known = [e for e in self.published if e.peak_bytes <= budget_bytes]
+        lean = self._least.within(budget_bytes)
+        if lean is None:
+            least = self._least.least
+            candidate = Candidate(least.actions, replays=least.replays)
+            raise infeasible_error(self.graph, self.costs, budget_bytes, candidate, method="exact")
+        known = [self.context.evaluate(lean.actions, lean.replays)]
+        known += [e for e in self.published if e.peak_bytes <= budget_bytes]
         for path in self._descents:
             known += path.within(budget_bytes)
         known += self._chain_within(budget_bytes)
-        if not known:
-            least = self.min_peak
-            if least.peak_bytes > budget_bytes:
-                candidate = Candidate(least.actions, replays=least.replays)
-                raise infeasible_error(self.graph, self.costs, budget_bytes, candidate, method="exact")
-            known = [least]
         improved = [self._improved(e, budget_bytes) for e in known]
         return self._candidate(min(improved, key=lambda e: e.rank), "feasible", self.context.floor_ms)
 
@@ -192,10 +211,7 @@ class ExactSearch:
     @cached_property
     def _chain_schedules(self) -> list[LazyCandidate]:
         """Schedules that may replay an op many times."""
-        try:
-            return [c for method in ("rotor", "revolve") for c in lazy_candidates(self.graph, self.costs, method)]
-        except ValueError:  # no layer repeats
-            return []
+        return chain_schedules(self.graph, self.costs)
 
     @cached_property
     def published(self) -> list[Evaluated]:
@@ -204,16 +220,13 @@ class ExactSearch:
 
     @cached_property
     def min_peak(self) -> Evaluated:
-        """The least peak found; it does not depend on earlier searches, so asking for it succeeds."""
-        known = [self.plain, *self.published, *(path.last for path in self._descents)]
-        chain = least_peak(self.graph, self.costs, self._chain_schedules)
-        if chain is not None:
-            known.append(self.context.evaluate(chain.actions, chain.replays))
-        found = min(known, key=lambda e: (e.peak_bytes, e.timeline.step_ms))
-        # Saving what need not be replayed may lower the peak further: the plan for the least peak has to need it.
-        while (improved := self._improved(found, found.peak_bytes)).peak_bytes < found.peak_bytes:
-            found = improved
-        return found
+        """The least peak found, the same for all costs."""
+        least = self._least.least
+        return self.context.evaluate(least.actions, least.replays)
+
+    @cached_property
+    def _least(self) -> LeastPeakSearch:
+        return LeastPeakSearch(self.graph)
 
     @cached_property
     def _descents(self) -> list[_Descent]:

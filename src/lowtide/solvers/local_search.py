@@ -45,11 +45,19 @@ class Evaluated:
 
 
 def evaluate(
-    graph: StepGraph, costs: Costs, actions: dict[int, str], replays: Mapping[int, int] | None = None
+    graph: StepGraph,
+    costs: Costs,
+    actions: dict[int, str],
+    replays: Mapping[int, int] | None = None,
+    limit_bytes: float = math.inf,
 ) -> Evaluated:
-    """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped."""
+    """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped.
+
+    Args:
+        limit_bytes: As for ``simulate_actions``.
+    """
     again = {s: count for s, count in (replays or {}).items() if actions.get(s) == RECOMPUTE and count > 1}
-    return Evaluated(actions, simulate_actions(graph, costs, actions, again), again)
+    return Evaluated(actions, simulate_actions(graph, costs, actions, again, limit_bytes=limit_bytes), again)
 
 
 def reduce_peak(
@@ -103,8 +111,8 @@ def descent(
         best: tuple[tuple[bool, float, float, int], Evaluated] | None = None
         peak_bytes = current.peak_bytes
         num_at_peak = sum(peak >= peak_bytes for peak in current.timeline.event_peak_bytes)
-        changes = enumerate(_changes(graph, costs, current))
-        for place, change in sorted(changes, key=lambda numbered: numbered[1].ms_per_byte):
+        numbered = enumerate(changes(graph, costs, current))
+        for place, change in sorted(numbered, key=lambda n: n[1].ms_per_byte):
             if best is not None and not best[0][0] and change.ms_per_byte > best[0][1]:
                 break
             events -= len(graph.events)
@@ -131,7 +139,7 @@ def descent(
             yield current
 
 
-class _Change(NamedTuple):
+class Change(NamedTuple):
     """A candidate near the present one, and the least that it can cost per byte off the peak, by estimate."""
 
     actions: dict[int, str]
@@ -139,15 +147,15 @@ class _Change(NamedTuple):
     ms_per_byte: float
 
 
-def _changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[_Change]:
+def changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[Change]:
     """Actions and replays with one change each that takes something off the peak."""
     contents = contents_at_peak(graph, current.actions, current.replays, current.timeline)
 
-    def change(actions: dict[int, str], again: list[int]) -> _Change:
+    def change(actions: dict[int, str], again: list[int]) -> Change:
         """The change to ``actions``, and to one replay more of the ops ``again``."""
         dropped = [s for s, action in actions.items() if action == RECOMPUTE != current.actions.get(s)]
         replays = _with_one_more_replay(graph, actions, current.replays, again)
-        return _Change(actions, replays, _estimated_ms_per_byte(graph, costs, contents, dropped, again))
+        return Change(actions, replays, _estimated_ms_per_byte(graph, costs, contents, dropped, again))
 
     for op in dict.fromkeys(graph.storages[s].op for s in _largest(contents.replayed)):
         if op is None:

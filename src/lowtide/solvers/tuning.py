@@ -26,6 +26,14 @@ MONOLITHIC_OPS: Final = 300  # Ops worth replaying: above, one model is not even
 MIN_SEGMENTS: Final = 3  # Fewer are not decomposed. By trial.
 MIN_PEAK_EVENTS: Final = 1_500_000  # Local search for the least peak, each start. At 700,000: chain48 +710 to +1420 %.
 
+# The least peak (least_peak.py)
+LEAST_PEAK_EVENTS: Final = 2_500_000  # Simulated, replays included, all starts together. By trial.
+LEAST_PEAK_START_EVENTS: Final = 800_000  # From one start. By trial.
+LEAST_PEAK_DEEP_EVENTS: Final = 3500  # Of the step: above, everything recomputed is too far from the least.
+LEAST_PEAK_RESTARTS: Final = 20  # From the best with a few decisions turned over. By trial.
+LEAST_PEAK_TURNS: Final = (1, 2, 4)  # Decisions of each kind that are turned over at a time, on average. By trial.
+LEAST_PEAKS_KEPT: Final = 16  # Graphs whose least is remembered.
+
 # One model for the whole step (milp/monolithic.py)
 ROUNDING_EVENTS: Final = 2_000_000  # To bring one rounded relaxation within the budget. By trial.
 ROUNDING_MAX_EXCESS: Final = 0.05  # Of the step above the relaxation's bound: slower starts are given up. By trial.

@@ -40,7 +40,7 @@ def test_a_decoder_trains_bitwise_under_a_budget_that_recomputing_cannot_reach(t
     model, batch = decoder()
     with pytest.raises(BudgetInfeasibleError) as alone:
         lowtide.fit(model, batch, budget=1)
-    budget = int(0.94 * alone.value.least_bytes)  # what the search finds differs by 4 %
+    budget = int(0.97 * alone.value.least_bytes)
     with pytest.raises(BudgetInfeasibleError):
         lowtide.fit(model, batch, budget=budget)
     theirs = plain(model, batch)

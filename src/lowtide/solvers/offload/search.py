@@ -173,8 +173,9 @@ class OffloadSearch:
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **offloaded}
         moves = Moves(0)  # one at a time, and fetched when needed
         search = ExactSearch(*rewrite_without_tiers(self.graph, self.costs, actions, moves), self.limits)
+        least = search.min_peak
         candidates = [
-            Candidate({**self._of_graph(search.min_peak.actions), **offloaded}, "feasible", moves=moves),
+            Candidate({**self._of_graph(least.actions), **offloaded}, "feasible", replays=least.replays, moves=moves),
             Candidate(actions, moves=moves),
         ]
         return min(map(self._evaluate, candidates), key=lambda e: (e.peak_bytes, e.timeline.step_ms))

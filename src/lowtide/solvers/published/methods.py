@@ -56,3 +56,11 @@ def fixed_actions(graph: StepGraph) -> list[Actions]:
         with suppress(ValueError):  # no layer repeats
             found.append(actions_of(graph))
     return found
+
+
+def chain_schedules(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
+    """Schedules of the chain methods, which may replay an op many times; none where no layer repeats."""
+    try:
+        return [c for method in ("rotor", "revolve") for c in lazy_candidates(graph, costs, method)]
+    except ValueError:
+        return []

@@ -1,0 +1,153 @@
+"""The least peak that is found for a graph. It depends on the graph alone: op times have no say, nor has a clock.
+
+Local search from several starts: the leanest choice of columns where segments are planned apart, the leanest chain
+schedule and published method, everything recomputed. The first change that lowers the peak is taken, fewest replays per
+byte first: looking at all changes for the best one left no time to come as low. Where no change helps, a few decisions
+are turned over and it goes on from there.
+
+Known weakness: what it finds is not proven; in graphs of many events it looks at fewer changes.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import SAVE
+from lowtide.solvers import tuning
+from lowtide.solvers.decomposition.master import ColumnGeneration
+from lowtide.solvers.decomposition.segments import segments, windows
+from lowtide.solvers.graph_queries import choices, complete_actions, ops_worth_replaying
+from lowtide.solvers.local_search import Evaluated, changes, evaluate
+from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.published.lazy_candidates import least_peak
+from lowtide.solvers.published.methods import chain_schedules, fixed_actions
+from lowtide.solvers.search_context import Limits, SearchContext
+
+
+class LeanPlan(NamedTuple):
+    """Actions and replays of one candidate, and its simulated peak."""
+
+    actions: dict[int, str]
+    replays: dict[int, int]
+    peak_bytes: int
+
+
+# By graph fingerprint: the least found, so that a graph that is traced again is not searched again.
+_least: OrderedDict[str, LeanPlan] = OrderedDict()
+
+
+class LeastPeakSearch:
+    """Candidates with ever lower peaks, searched for as far as somebody asks; the path is the same however it is."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph, self._costs = graph, Costs((1.0,) * len(graph.ops))
+        self._context = SearchContext(graph, self._costs, Limits(), per_op=False)
+        self._events = tuning.LEAST_PEAK_EVENTS
+        self._found: list[LeanPlan] = []
+        self._path = self._search()
+
+    def within(self, budget_bytes: int) -> LeanPlan | None:
+        """One that needs no more than ``budget_bytes``; None where none is found."""
+        known = _least.get(self._graph.fingerprint)
+        candidates = self._all() if known is None else (known,)
+        return next((plan for plan in candidates if plan.peak_bytes <= budget_bytes), None)
+
+    @property
+    def least(self) -> LeanPlan:
+        """The one with the least peak."""
+        fingerprint = self._graph.fingerprint
+        if fingerprint not in _least:
+            *_, _least[fingerprint] = self._all()
+            while len(_least) > tuning.LEAST_PEAKS_KEPT:
+                _least.popitem(last=False)
+        return _least[fingerprint]
+
+    def _all(self) -> Iterator[LeanPlan]:
+        yield from self._found
+        for found in self._path:
+            self._found.append(LeanPlan(found.actions, found.replays, found.peak_bytes))
+            yield self._found[-1]
+
+    def _search(self) -> Iterator[Evaluated]:
+        best = self._context.plain
+        yield best
+        reached: list[Evaluated] = []  # where the descent from each start ended
+        for start in self._starts():
+            for found in self._descent(start):
+                if found.peak_bytes < best.peak_bytes:
+                    best = found
+                    yield best
+            reached.append(found)
+        choose, proven = random.Random(0), bound_peak(self._graph)
+        for turn in range(tuning.LEAST_PEAK_RESTARTS):
+            if best.peak_bytes <= proven or self._events <= 0:
+                break
+            place = turn % len(reached)
+            *_, found = self._descent(self._turned_over(reached[place], choose))
+            if found.peak_bytes <= reached[place].peak_bytes:
+                reached[place] = found
+            if found.peak_bytes < best.peak_bytes:
+                best = found
+                yield best
+        # Saving what need not be replayed may lower the peak further.
+        while (saving := self._context.save_what_fits(best, best.peak_bytes)).peak_bytes < best.peak_bytes:
+            best = saving
+            yield best
+
+    def _starts(self) -> Iterator[Evaluated]:
+        graph, evaluate = self._graph, self._context.evaluate
+        chain = least_peak(graph, self._costs, chain_schedules(graph, self._costs))
+        if chain is not None:
+            yield evaluate(chain.actions, chain.replays)
+        else:
+            yield min(map(evaluate, fixed_actions(graph)), key=lambda e: (e.peak_bytes, *e.rank))
+        segment_of = segments(graph, ops_worth_replaying(graph))
+        found = windows(graph, segment_of)
+        if found is not None and len(found) >= tuning.MIN_SEGMENTS:
+            choice = ColumnGeneration(graph, self._costs, segment_of, found).min_peak_choice()
+            yield evaluate(choice.actions, choice.replays)
+        if len(graph.events) <= tuning.LEAST_PEAK_DEEP_EVENTS:
+            yield evaluate(complete_actions(graph, graph.stored))
+
+    def _descent(self, start: Evaluated) -> Iterator[Evaluated]:
+        """From ``start`` on, the first change each time that lowers the peak, or at how many moments it is reached."""
+        yield start
+        current, found = start, True
+        most = self._events - tuning.LEAST_PEAK_START_EVENTS
+        while found:
+            found, height = False, _height(current)
+            limit_bytes = height[0] - (height[1] == 1)
+            for change in sorted(changes(self._graph, self._costs, current), key=lambda c: c.ms_per_byte):
+                if self._events <= max(most, 0):
+                    return
+                other = evaluate(self._graph, self._costs, change.actions, change.replays, limit_bytes)
+                self._events -= len(other.timeline.live_bytes) + len(other.timeline.replays)
+                if _height(other) < height:
+                    current, found = other, True
+                    yield current
+                    break
+
+    def _turned_over(self, best: Evaluated, choose: random.Random) -> Evaluated:
+        """``best`` with a few decisions turned over; replay counts stay."""
+        graph = self._graph
+        dropped, stops = choices(graph, best.actions)
+        saved = [s for s in sorted(graph.stored) if best.actions[s] == SAVE]
+
+        def some(storages: list[int], of: int) -> set[int]:
+            share = choose.choice(tuning.LEAST_PEAK_TURNS) / max(of, 1)
+            return {s for s in storages if choose.random() < share}
+
+        to_save = some(dropped, len(dropped))
+        to_drop = some([*saved, *stops], len(saved) + len(stops))
+        dropped = [s for s in dropped if s not in to_save] + [s for s in saved if s in to_drop]
+        actions = complete_actions(graph, dropped, [s for s in stops if s not in to_drop])
+        return self._context.evaluate(actions, best.replays)
+
+
+def _height(evaluated: Evaluated) -> tuple[int, int]:
+    """The peak, and at how many moments it is reached."""
+    peaks = evaluated.timeline.event_peak_bytes
+    return evaluated.peak_bytes, peaks.count(evaluated.peak_bytes)
