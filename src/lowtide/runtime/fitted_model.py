@@ -151,6 +151,7 @@ class Fit:
         Raises:
             LowtideError: no step has been seen yet. TimeoutError: there is no plan after ``timeout_s``.
         """
+        self._watcher.settle()
         if not self._watcher.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
         self._watcher.shelf.wait(timeout_s)
@@ -172,6 +173,7 @@ class Fit:
 
     def status(self) -> Status:
         """What really ran so far."""
+        self._watcher.settle()
         counters, shelf = self._watcher.counters, self._watcher.shelf
         return Status(
             in_force=counters.last_step_planned,

@@ -113,7 +113,7 @@ class _StepBefore:
         if self._looks_ahead:
             self._look_at(roots)
 
-    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None:
+    def after_backward(self, roots: Iterable[Any], error: BaseException | None, **_: bool) -> None:
         if self._looks_ahead:
             return
         if error is None:
