@@ -1,14 +1,18 @@
 """Whatever a loop does with a fitted model: its plan is in force, or the user is told that it is not, and why."""
 
 import copy
+import gc
 import threading
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
-from support.watched_training import Layered, batch_of, reasons_of, same, train
+from support.watched_training import Layered, batch_of, reasons_of, resident_bytes, same, train
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lowtide
+from lowtide.measurement.allocator import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,6 +29,8 @@ def fit(request, model, budget):
     with lowtide.fit(model, **more, budget=budget + 100_000) as fit:
         train(model, [x])
         fit.wait()
+        train(model, [x])
+        assert fit.status().in_force
         yield fit
 
 
@@ -152,3 +158,77 @@ def test_a_budget_that_a_gradient_penalty_cannot_keep_is_named():
 
     with pytest.raises(lowtide.BudgetInfeasibleError):
         lowtide.fit(Layered(), batch_of(), budget="5%", step=step)
+
+
+def test_a_step_of_more_calls_than_planned_keeps_the_budget(model):
+    def step(model=model):
+        (loss_of(model(x)) + loss_of(model(x))).backward()
+
+    x = batch_of()
+    plain = copy.deepcopy(model)
+    step(plain)
+    limit = int(0.75 * peak_bytes(lambda: step(plain)))
+    step()
+    with lowtide.fit(model, x, budget=2 * resident_bytes(model) + x.nbytes + limit) as fit:
+        assert fit.plan.counts["recompute"] == 0
+        for _ in range(3):
+            assert peak_bytes(step) <= 1.1 * limit  # 16 KiB, in the first one
+            fit.wait()
+        assert fit.status().in_force
+        assert peak_bytes(step) <= limit
+
+
+def test_a_call_without_backward_is_no_part_of_the_next_step(model, fit):
+    for _ in range(3):
+        model(batch_of())
+        loss_of(model(batch_of())).backward()
+    assert fit.status().in_force
+
+
+def test_layers_that_a_rehearsal_skipped_are_noticed(budget):
+    class Skipping(Layered):
+        num_layers = 1
+
+        def forward(self, x):
+            for layer in self.layers[: self.num_layers]:
+                x = x + layer(x)
+            return x
+
+    model = Skipping()
+    with lowtide.fit(model, batch_of(), budget=budget + 100_000) as fit:
+        assert fit.plan.counts["recompute"] == 0
+        model.num_layers = 4
+        train(model, [batch_of()])
+        assert fit.status().why_not == "the last step ran other ops than its plan"
+
+
+def test_a_failed_backward_leaves_no_memory_behind(model, fit):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    y = model(batch_of())
+    gone = weakref.ref(y)
+    y.register_hook(interrupt)
+    with suppress(KeyboardInterrupt):
+        loss_of(y).backward()
+    gc.disable()
+    try:
+        del y
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_not_in_force_is_said_in_every_report(model, fit):
+    assert "NOT IN FORCE" not in fit.report() + str(fit.status())
+    loss_of(model.forward(batch_of())).backward()
+    found = fit.verify(batch_of(), rounds=0)
+    assert found.equal
+    assert found.in_force is False
+    for text in (str(found), fit.report(), str(fit.status())):
+        assert "NOT IN FORCE" in text
+        assert "its forward() was called directly" in " ".join(text.split())
+    train(model, [batch_of()])
+    assert str(fit.verify(batch_of(), rounds=0)).startswith("Loss, gradients and buffers bitwise equal in a rehearsal")
+    fit.remove()
+    assert str(fit.status()).startswith("NOT IN FORCE: the fit was removed.")

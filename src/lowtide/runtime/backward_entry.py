@@ -74,6 +74,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     finally:
         for observer in observers:
             observer.after_backward(args[0], failure, retains=bool(args[2]), creates=bool(args[3]))
+        failure = None  # its traceback holds this frame: a cycle, and the step's memory in it
 
 
 def leaves_of(roots: Iterable[Any]) -> list[torch.Tensor]:

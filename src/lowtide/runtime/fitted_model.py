@@ -175,8 +175,10 @@ class Fit:
         """What really ran so far."""
         self._watcher.settle()
         counters, shelf = self._watcher.counters, self._watcher.shelf
+        why_not = counters.why_not_planned if self._undo else "the fit was removed"
         return Status(
-            in_force=counters.last_step_planned,
+            in_force=not why_not,
+            why_not=why_not,
             steps=counters.steps,
             planned_steps=counters.planned_steps,
             calls=counters.calls,
@@ -226,7 +228,9 @@ class Fit:
         step = step or self._options.step
         found = verify_in(lambda _: tiers, self.model, batch, planned.plan, step=step, rounds=rounds)
         status = self.status()
-        self._verification = replace(found, in_force=status.in_force if status.steps else None)
+        self._verification = replace(
+            found, in_force=status.in_force if status.steps else None, why_not_in_force=status.why_not
+        )
         return self._verification
 
     def _planned_for(self, batch: Any) -> PlannedStep:

@@ -12,7 +12,7 @@ Nothing here raises into the training loop: an error of lowtide's own becomes a 
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +41,15 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
+from lowtide.tracing.operators import tensors_in
 from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
+_RAN_OTHER_OPS = "the last step ran other ops than its plan"
 _MANY_OTHERS = 16  # backward passes of other models in a row
 _ONLY_OTHERS = (
-    f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: fit "
-    "that"
+    f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
+    "fit that"
 )
 _SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
 
@@ -61,7 +63,7 @@ class Counters:
     calls: int = 0
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
-    last_step_planned: bool = False
+    why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
     diverged_steps: int = 0  # begun under a plan, with other ops
 
 
@@ -113,11 +115,13 @@ class StepWatcher:
         self._num_backwards = 0  # that ran
         self._retained = self._ended_elsewhere = False  # the graph of one; the last one ran on another thread
         self._seams_elsewhere: list[Seam] = []  # of steps that are over, in place on threads that are not this one
+        self._why_no_plan = ""  # for the present step, where there is none
         self._open_seams: list[Seam] = []
         # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
         weakref.finalize(model, _close_all, self._open_seams).atexit = False
         self._num_others = 0  # backward passes of other models since our last call
         self._made_nodes: dict[int, int] = {}  # of autograd, by each call of the present step
+        self._graphs: list[Callable[[], object]] = []  # of what its calls returned: None once one is gone
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]]
         self._gradients: list[Any] = []
@@ -164,7 +168,9 @@ class StepWatcher:
             return call(*args, **kwargs)
         try:
             with around:
-                return call(*args, **kwargs)
+                output = call(*args, **kwargs)
+                self._graphs += _lives_in(output)
+                return output
         except Exception as error:
             if is_out_of_memory(error) and not self.recovers:
                 self.lower_budget(error)
@@ -189,6 +195,8 @@ class StepWatcher:
         if self._shapes and self._is_over():
             self._end_step()
             self._thread = threading.current_thread()
+        if self._step is not None and self._watch is None and len(self._shapes) == len(self._step.shapes):
+            self._note_call_too_many()
         if not self._shapes:
             self._begin_step(model, shape, (args, kwargs))
         elif self._watch is not None and (self._spoiled or (self._step is None and self._watch.num_claims == 0)):
@@ -205,6 +213,16 @@ class StepWatcher:
             self._watch.begin_call(model, args, kwargs)
         return self._observed(self._watch)
 
+    def _note_call_too_many(self) -> None:
+        """A call beyond those planned: of the same step if the graph of one of them lives, else another step begins."""
+        assert self._step is not None
+        if all(life() is None for life in self._graphs):
+            self._leave_plan()
+            self._shapes = []
+        elif self.shelf.can_watch and self._region is None:
+            self._leave_plan()
+            self._go_online(max(call.last_op for call in self._step.calls))
+
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
         at = position % len(step.shapes)  # calls whose backward never came may be among them
@@ -213,6 +231,8 @@ class StepWatcher:
             watch = self._go_online(step.last_op_before(position))
             return nullcontext() if watch is None else self._observed(watch)
         tape.sizes_vary |= step.shapes[at] != shape
+        if not step.is_known and self.shelf.can_watch and self._region is None:
+            tape.matches_all = True  # nobody has seen a real step under it
         self._planned_calls += 1
         tape.on_divergence = self._go_online if self.shelf.can_watch and self._region is None else None
         if step.keeps_everything and not tape.matches_all:
@@ -326,7 +346,8 @@ class StepWatcher:
             self._close_watch(())
         self._follow_free_memory(model)
         self._step = self.shelf.plan_for(shape)
-        self._spoiled, self._made_nodes = False, {}
+        self._why_no_plan = self.shelf.why_no_plan(shape)
+        self._spoiled, self._made_nodes, self._graphs = False, {}, []
         self._forget_backwards()
         if self._step is not None:
             self._last = self._step
@@ -417,9 +438,10 @@ class StepWatcher:
 
     def settle(self) -> None:
         """End the present step, if nothing holds its graph any more."""
-        if self._thread is threading.current_thread() and self._watch is not None:
-            if self._num_backwards and not self._spoiled and self._watch.num_claims == 0:
-                self._end_step()
+        if self._thread is not threading.current_thread() or self._watch is None:
+            return
+        if self._num_backwards and not self._spoiled and self._watch.num_claims == 0:
+            self._end_step()
 
     def _end_step(self) -> None:
         counters = self.counters
@@ -435,9 +457,11 @@ class StepWatcher:
                     "may have taken more than the budget. Ops of such plans are followed one by one from now on"
                 )
             counters.diverged_steps += diverged
-            self.shelf.note_step(step, diverged=diverged)
-        counters.last_step_planned = step is not None and not diverged
-        counters.planned_steps += counters.last_step_planned
+            self.shelf.note_step(step, self._made_nodes, diverged=diverged)
+        counters.why_not_planned = _RAN_OTHER_OPS if diverged else ""
+        if step is None:
+            counters.why_not_planned = self._why_no_plan
+        counters.planned_steps += not counters.why_not_planned
         counters.planned_calls += self._planned_calls
         self._awaited = min(_MOST_AWAITED, self._awaited + max(0, len(self._shapes) - 1))
         shapes, self._shapes, self._planned_calls, self._thread = tuple(self._shapes), [], 0, None
@@ -566,6 +590,7 @@ class StepWatcher:
 
     def _fail(self, error: Exception) -> None:
         """An error of our own: the step goes on without us."""
+        self.counters.why_not_planned = "an error of lowtide's own"
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(f"an error of lowtide's own, the step is saved whole: {what}")
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
@@ -584,12 +609,11 @@ class StepWatcher:
         """Another model's, or a copy's of this one: told where it seems to be instead of this one."""
         self._num_others += 1
         if self._num_others == _MANY_OTHERS:
-            self.counters.last_step_planned = False
+            self.counters.why_not_planned = _ONLY_OTHERS
             self._say(_ONLY_OTHERS)
 
     def _note_unseen_step(self) -> None:
         self.counters.steps += 1
-        self.counters.last_step_planned = False
         why, model = "its forward() was called directly, or parts of it were, or a replica", self._model()
         if model is None:
             why = "the model is gone"
@@ -597,6 +621,7 @@ class StepWatcher:
             why = "it was compiled after fit"
         elif model._compiled_call_impl is not self:
             why = "something has replaced the model's call since fit"
+        self.counters.why_not_planned = f"lowtide did not see it: {why}"
         self._say(
             f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
             "itself, fit the part that is called, and fit it last"
@@ -606,6 +631,24 @@ class StepWatcher:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         self.abandon_step()
         self.checkpointing.restore()
+
+
+class _Life:
+    """Something that autograd holds as long as a node lives."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _lives_in(output: object) -> list[Callable[[], object]]:
+    """For each graph of what a call returned; called, None when that is gone."""
+    tensors = list(tensors_in(output))
+    if not tensors:  # something of the user's own, which may hold some
+        return [lambda: True]
+    lives: list[Callable[[], object]] = []
+    for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
+        life = node.metadata["lowtide"] = _Life()
+        lives.append(weakref.ref(life))
+    return lives
 
 
 def _close_all(seams: list[Seam]) -> None:
