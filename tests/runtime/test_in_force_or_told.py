@@ -232,3 +232,12 @@ def test_what_is_not_in_force_is_said_in_every_report(model, fit):
     assert str(fit.verify(batch_of(), rounds=0)).startswith("Loss, gradients and buffers bitwise equal in a rehearsal")
     fit.remove()
     assert str(fit.status()).startswith("NOT IN FORCE: the fit was removed.")
+
+
+def test_a_rehearsal_through_another_model_leaves_that_ones_gradients_alone(model):
+    critic, x = Layered(layers=2), batch_of()
+    loss_of(critic(x)).backward()
+    before = [p.grad.clone() for p in critic.parameters()]
+    with lowtide.fit(model, x, budget="80%", step=lambda model, x: loss_of(critic(model(x)))) as fit:
+        fit.verify(x, rounds=1)
+        assert all(torch.equal(p.grad, g) for p, g in zip(critic.parameters(), before, strict=True))

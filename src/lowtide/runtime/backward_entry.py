@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 import torch.autograd as autograd
 import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
@@ -75,19 +74,3 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         for observer in observers:
             observer.after_backward(args[0], failure, retains=bool(args[2]), creates=bool(args[3]))
         failure = None  # its traceback holds this frame: a cycle, and the step's memory in it
-
-
-def leaves_of(roots: Iterable[Any]) -> list[torch.Tensor]:
-    """The leaves that a backward from ``roots`` (tensors or graph edges) gives gradients to. About 0.5 us a node."""
-    todo = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
-    seen, leaves = set(), [root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if following := node.next_functions:
-            todo += [edge[0] for edge in following]
-        elif (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-    return leaves

@@ -22,7 +22,6 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
-from lowtide.runtime.backward_entry import leaves_of
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
@@ -41,6 +40,7 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
+from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.operators import tensors_in
 from lowtide.units import format_bytes
 
