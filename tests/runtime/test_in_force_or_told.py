@@ -241,3 +241,21 @@ def test_a_rehearsal_through_another_model_leaves_that_ones_gradients_alone(mode
     with lowtide.fit(model, x, budget="80%", step=lambda model, x: loss_of(critic(model(x)))) as fit:
         fit.verify(x, rounds=1)
         assert all(torch.equal(p.grad, g) for p, g in zip(critic.parameters(), before, strict=True))
+
+
+def test_parameters_may_get_other_memory_before_backward(model, fit):
+    def step(model):
+        model.zero_grad()
+        loss = loss_of(model(batch_of()))
+        for p in model.parameters():
+            p.data = p.data * 1.5
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    plain = copy.deepcopy(model)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = step(plain)
+        torch.manual_seed(seed)
+        assert all(map(torch.equal, expected, step(model)))
+        assert fit.status().in_force

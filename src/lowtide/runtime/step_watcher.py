@@ -591,6 +591,7 @@ class StepWatcher:
     def _fail(self, error: Exception) -> None:
         """An error of our own: the step goes on without us."""
         self.counters.why_not_planned = "an error of lowtide's own"
+        self._awaited += bool(self._shapes)  # the step's backward
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(f"an error of lowtide's own, the step is saved whole: {what}")
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
