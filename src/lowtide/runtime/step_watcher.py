@@ -40,7 +40,7 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
-from lowtide.tracing.autograd_leaves import leaves_of
+from lowtide.tracing.autograd_leaves import leaves_of, nodes_of
 from lowtide.tracing.operators import tensors_in
 from lowtide.units import format_bytes
 
@@ -51,6 +51,7 @@ _ONLY_OTHERS = (
     f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
     "fit that"
 )
+_MARK = "lowtide"
 _SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
 
 
@@ -122,6 +123,7 @@ class StepWatcher:
         self._num_others = 0  # backward passes of other models since our last call
         self._made_nodes: dict[int, int] = {}  # of autograd, by each call of the present step
         self._graphs: list[Callable[[], object]] = []  # of what its calls returned: None once one is gone
+        self._more_calls = False  # than planned
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]]
         self._gradients: list[Any] = []
@@ -169,7 +171,7 @@ class StepWatcher:
         try:
             with around:
                 output = call(*args, **kwargs)
-                self._graphs += _lives_in(output)
+                self._graphs += _marks_in(output, len(self._shapes) - 1)
                 return output
         except Exception as error:
             if is_out_of_memory(error) and not self.recovers:
@@ -214,14 +216,17 @@ class StepWatcher:
         return self._observed(self._watch)
 
     def _note_call_too_many(self) -> None:
-        """A call beyond those planned: of the same step if the graph of one of them lives, else another step begins."""
-        assert self._step is not None
-        if all(life() is None for life in self._graphs):
+        """A call beyond those planned: if nothing is left of those, another step begins."""
+        if all(mark() is None for mark in self._graphs):
             self._leave_plan()
             self._shapes = []
-        elif self.shelf.can_watch and self._region is None:
-            self._leave_plan()
-            self._go_online(max(call.last_op for call in self._step.calls))
+
+    def _has_more_calls_than_planned(self, roots: Iterable[Any]) -> bool:
+        """Whether one backward is of more calls than its plan; in a pipeline each call has its own."""
+        step = self._step
+        if step is None or self._watch is not None or not 0 < len(step.shapes) < len(self._shapes):
+            return False
+        return self.shelf.can_watch and self._region is None and len(_marks_reached(roots)) > len(step.shapes)
 
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
@@ -348,6 +353,7 @@ class StepWatcher:
         self._step = self.shelf.plan_for(shape)
         self._why_no_plan = self.shelf.why_no_plan(shape)
         self._spoiled, self._made_nodes, self._graphs = False, {}, []
+        self._more_calls = False
         self._forget_backwards()
         if self._step is not None:
             self._last = self._step
@@ -392,6 +398,7 @@ class StepWatcher:
             moved = self._sampled_gradients() != self._gradients
             if self._shapes or self._step is not None:
                 if moved or not self.shelf.can_watch or self._trains(roots):
+                    self._more_calls |= self._has_more_calls_than_planned(roots)
                     self._after_backward_of_step(error, retains, creates)
             elif moved and not self._awaited:
                 self._note_unseen_step()
@@ -455,6 +462,12 @@ class StepWatcher:
                 self._say(
                     "a step ran other ops than its plan where that keeps everything, which shows only at the end: it "
                     "may have taken more than the budget. Ops of such plans are followed one by one from now on"
+                )
+            if not diverged and self._more_calls:
+                diverged = True
+                self._say(
+                    f"a step ran {len(self._shapes)} calls of the model, and its plan is for {len(step.shapes)}: it "
+                    "may have taken more than the budget, and is planned again"
                 )
             counters.diverged_steps += diverged
             self.shelf.note_step(step, self._made_nodes, diverged=diverged)
@@ -634,22 +647,31 @@ class StepWatcher:
         self.checkpointing.restore()
 
 
-class _Life:
-    """Something that autograd holds as long as a node lives."""
+class _Mark:
+    """Which call of the step a graph is of. Autograd holds it as long as the node lives."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "position")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
 
 
-def _lives_in(output: object) -> list[Callable[[], object]]:
-    """For each graph of what a call returned; called, None when that is gone."""
+def _marks_in(output: object, position: int) -> list[Callable[[], object]]:
+    """Mark each graph of what a call returned; what comes back gives None when that is gone."""
     tensors = list(tensors_in(output))
     if not tensors:  # something of the user's own, which may hold some
         return [lambda: True]
-    lives: list[Callable[[], object]] = []
+    marks: list[Callable[[], object]] = []
     for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
-        life = node.metadata["lowtide"] = _Life()
-        lives.append(weakref.ref(life))
-    return lives
+        mark = node.metadata[_MARK] = _Mark(position)
+        marks.append(weakref.ref(mark))
+    return marks
+
+
+def _marks_reached(roots: Iterable[Any]) -> set[int]:
+    """The calls whose graphs a backward from ``roots`` runs through."""
+    marks = (node.metadata.get(_MARK) for node in nodes_of(roots))
+    return {mark.position for mark in marks if mark is not None}
 
 
 def _close_all(seams: list[Seam]) -> None:
