@@ -28,6 +28,7 @@ from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, run_step, trace
+from lowtide.units import format_bytes
 
 _PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
 
@@ -48,6 +49,7 @@ class Verification:
         mismatched_ops, unplanned_ops: What the tape met that the plan did not say; saved.
         in_force: Whether the last real step ran under the plan; None: no step has run, or nobody watches. Where it did
             not, equal bits say nothing of the training.
+        why_not_in_force: The reason, where it is known.
         note: What was done differently from the step that was asked for, "" if nothing.
     """
 
@@ -65,12 +67,27 @@ class Verification:
     mismatched_ops: int
     unplanned_ops: int
     in_force: bool | None = None
+    why_not_in_force: str = ""
     note: str = ""
 
     @property
     def equal(self) -> bool:
         """The planned step gave the plain step's bits."""
         return self.loss_bitwise_equal and self.gradients_bitwise_equal and self.buffers_bitwise_equal
+
+    def __str__(self) -> str:
+        equal = "bitwise equal" if self.equal else f"DIFFERENT ({', '.join(self.differing[:3])})"
+        found = (
+            f"Loss, gradients and buffers {equal} in a rehearsal; peak {format_bytes(self.measured_peak_bytes)}, "
+            f"predicted {format_bytes(self.predicted_peak_bytes)}."
+        )
+        return " ".join(filter(None, [f"{self.not_in_force}." if self.not_in_force else "", found, self.note]))
+
+    @property
+    def not_in_force(self) -> str:
+        """A sentence for the user if the last real step did not run under the plan; else ""."""
+        why = f": {self.why_not_in_force}" if self.why_not_in_force else ""
+        return f"NOT IN FORCE in the last step of training{why}" if self.in_force is False else ""
 
 
 def verify(

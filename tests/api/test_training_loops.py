@@ -220,7 +220,9 @@ def adversaries(fitted: bool) -> list[float]:
         makers.step()
         losses += [judged.item(), fooled.item()]
     if fitted:
-        assert all(sum(p.tape.counts.dropped for p in fit._watcher.shelf.plans) for fit in fits)
+        of_maker, of_judge = fits
+        assert sum(p.tape.counts.dropped for p in of_maker._watcher.shelf.plans)
+        assert "2 calls of the model, and its plan is for 1" in " ".join(of_judge.warnings)
     return losses
 
 

@@ -89,7 +89,7 @@ for replays alone  save 2 (8.00 MiB)
 before the step    100.00 MiB
 taped              the model's own calls; what runs outside them is saved
 proof              2 of 2 dropped ops ran twice and gave the same bits
-against plain      loss, gradients and buffers bitwise equal
+against plain      loss, gradients and buffers bitwise equal, in a rehearsal
 drift              0 ops not as planned, 1 unknown to the plan, in 7 steps of 1 input shape
 preparation        trace 0.5 s, measure 1.2 s
 

@@ -82,9 +82,9 @@ def test_fit_makes_a_new_plan_when_the_ops_drift(monkeypatch):
         bare = copy.deepcopy(model)
         fit.wait()
         assert differing(plain(bare, -x), outcome(model, loss)) == []
-    fit.remove()
 
     assert fit.status().in_force and fit.plan is not first
+    fit.remove()
 
 
 class CountsOnDemand(FalseSchema):

@@ -79,7 +79,9 @@ def facts(
         rows.append(("proof", proven))
     if verification is not None:
         equal = "bitwise equal" if verification.equal else "DIFFERENT"
-        rows.append(("against plain", f"loss, gradients and buffers {equal}"))
+        rows.append(("against plain", f"loss, gradients and buffers {equal}, in a rehearsal"))
+        if verification.not_in_force:
+            rows.append(("in training", verification.not_in_force))
     if counts is not None:
         drift = f"{counts.mismatched_ops} ops not as planned, {counts.unplanned_ops} unknown to the plan"
         where = f"{_count(counts.steps, 'step')} of {_count(counts.shapes, 'input shape')}"
@@ -194,6 +196,7 @@ def summary(
         measured["plain_peak_bytes"] = verification.plain_peak_bytes
         measured["overhead"] = None if math.isnan(verification.overhead) else verification.overhead
         measured["bitwise_equal"] = verification.equal
+        measured["in_force"] = verification.in_force
     same_name = (
         "method", "device", "region", "graph_fingerprint", "budget_bytes", "plain_peak_bytes", "resident_bytes",
         "predicted_peak_bytes", "predicted_fraction", "plain_step_ms", "predicted_step_ms", "predicted_overhead",

@@ -2,7 +2,8 @@
 
 What a hook, an unpack or a queued callback pushes or pops inside backward is undone by the engine, which restores the
 thread's state for every node; and no hook tells that a backward has failed. ``Tensor.backward``, ``autograd.backward``
-and ``autograd.grad`` all go through one Python function, which is wrapped while somebody observes.
+and ``autograd.grad`` all go through one Python function, which is wrapped while somebody observes. All three pass the
+roots first, then their gradients, whether the graph is retained, and whether one is created.
 """
 
 import weakref
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 import torch.autograd as autograd
 import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
@@ -19,10 +19,15 @@ _NAME = "_engine_run_backward"  # in both modules
 
 
 class BackwardObserver(Protocol):
-    """Is told of each outermost backward and its roots, on the thread that runs it. Must not raise."""
+    """Is told of each outermost backward and its roots, on the thread that runs it. Must not raise.
+
+    ``retains``: its graph was retained, for another backward; ``creates``: it made a graph of its own, for a loss.
+    """
 
     def before_backward(self, roots: Iterable[Any]) -> None: ...
-    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None: ...
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None: ...
 
 
 _observers: list[weakref.ref[BackwardObserver]] = []  # weak: this list must not keep a fitted model alive
@@ -67,20 +72,5 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         for observer in observers:
-            observer.after_backward(args[0], failure)
-
-
-def leaves_of(roots: Iterable[Any]) -> list[torch.Tensor]:
-    """The leaves that a backward from ``roots`` (tensors or graph edges) gives gradients to. About 0.5 us a node."""
-    todo = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
-    seen, leaves = set(), [root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if following := node.next_functions:
-            todo += [edge[0] for edge in following]
-        elif (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-    return leaves
+            observer.after_backward(args[0], failure, retains=bool(args[2]), creates=bool(args[3]))
+        failure = None  # its traceback holds this frame: a cycle, and the step's memory in it

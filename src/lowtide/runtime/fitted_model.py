@@ -151,6 +151,7 @@ class Fit:
         Raises:
             LowtideError: no step has been seen yet. TimeoutError: there is no plan after ``timeout_s``.
         """
+        self._watcher.settle()
         if not self._watcher.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
         self._watcher.shelf.wait(timeout_s)
@@ -172,9 +173,12 @@ class Fit:
 
     def status(self) -> Status:
         """What really ran so far."""
+        self._watcher.settle()
         counters, shelf = self._watcher.counters, self._watcher.shelf
+        why_not = counters.why_not_planned if self._undo else "the fit was removed"
         return Status(
-            in_force=counters.last_step_planned,
+            in_force=not why_not,
+            why_not=why_not,
             steps=counters.steps,
             planned_steps=counters.planned_steps,
             calls=counters.calls,
@@ -224,7 +228,9 @@ class Fit:
         step = step or self._options.step
         found = verify_in(lambda _: tiers, self.model, batch, planned.plan, step=step, rounds=rounds)
         status = self.status()
-        self._verification = replace(found, in_force=status.in_force if status.steps else None)
+        self._verification = replace(
+            found, in_force=status.in_force if status.steps else None, why_not_in_force=status.why_not
+        )
         return self._verification
 
     def _planned_for(self, batch: Any) -> PlannedStep:

@@ -149,10 +149,29 @@ class PlanShelf:
             return False
         return len(self.plans) < self._options.max_plans and shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
-    def note_step(self, planned: PlannedStep, *, diverged: bool) -> None:
-        """A step has ended that began under ``planned``; ``diverged``: it ran other ops."""
+    def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
+        """A step has ended that began under ``planned``.
+
+        Args:
+            num_nodes: How many autograd nodes each call made.
+            diverged: The step ran other ops.
+        """
         planned.diverged = diverged
-        self._diverged[planned.shapes[0].pattern].append(diverged)
+        before = self._diverged[planned.shapes[0].pattern]
+        before.append(diverged)
+        if not planned.is_known and not diverged and len(num_nodes) == len(planned.shapes):
+            planned.num_nodes = num_nodes
+            planned.tape.matches_all = any(before)
+
+    def why_no_plan(self, shape: CallShape) -> str:
+        """In words, where ``plan_for`` has none."""
+        if shape in self._refused:
+            return "there is no plan for steps like the last one"
+        if shape.pattern in self._unsteady:
+            return "steps like the last one run other ops each time, so they run online"
+        if self._is_waiting_for(shape):
+            return "the plan for the last step is still being made"
+        return "the last step was watched, to plan the next"
 
     def _keep_diverged(self, planned: PlannedStep) -> bool:
         """The last step under ``planned`` ran other ops: whether it is still the best there is."""

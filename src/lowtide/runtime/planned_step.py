@@ -31,7 +31,7 @@ class PlannedStep:
         trace_s, measure_s: How long those took; None for a step that was watched.
         last_served: Shape of the first call of the step that ran under it last.
         diverged: That step ran other ops than planned.
-        num_nodes: Of autograd, by each call: what the watched step made.
+        num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
     """
 
     plan: Plan
@@ -49,6 +49,11 @@ class PlannedStep:
     def is_derived(self) -> bool:
         """Nobody has watched a step of its shape."""
         return "derived" in self.graph.provenance
+
+    @property
+    def is_known(self) -> bool:
+        """A real step ran the ops of the plan."""
+        return bool(self.num_nodes)
 
     @property
     def calls(self) -> list[TapedCall]:

@@ -32,6 +32,10 @@ class Reasons:
         self._latest[subject] = reason
         self.say(reason)
 
+    def withdraw(self, reason: str) -> None:
+        """It is no longer so."""
+        self.lines[:] = [line for line in self.lines if line != reason]
+
     def correct(self, before: str, reason: str) -> None:
         """The same with another number, which is not told again."""
         self.lines[:] = [reason if line == before else line for line in self.lines]

@@ -18,6 +18,7 @@ from lowtide.runtime.accumulated_gradients import GradientsBefore
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.out_of_memory import is_out_of_memory
 from lowtide.runtime.step_watcher import StepWatcher
+from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import ddp_wrapper_of
 from lowtide.tracing.restore import TrainingState
@@ -113,7 +114,7 @@ class _StepBefore:
         if self._looks_ahead:
             self._look_at(roots)
 
-    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None:
+    def after_backward(self, roots: Iterable[Any], error: BaseException | None, **_: bool) -> None:
         if self._looks_ahead:
             return
         if error is None:
@@ -123,7 +124,7 @@ class _StepBefore:
 
     def _look_at(self, roots: Iterable[Any]) -> bool:
         """Whether a backward from ``roots`` adds to more than the model and the batch."""
-        others = [leaf for leaf in backward_entry.leaves_of(roots) if leaf not in self._gradients]
+        others = [leaf for leaf in leaves_of(roots) if leaf not in self._gradients]
         self._gradients.add(others)
         self._trains_others |= bool(others)
         return bool(others)

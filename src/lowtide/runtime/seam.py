@@ -18,23 +18,28 @@ class Seam:
 
     def __init__(self, mode: TorchDispatchMode, hooks: Hooks) -> None:
         self._mode, self._hooks = mode, hooks
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def is_here(self) -> bool:
-        return self._thread == threading.get_ident()
+        return self._thread is threading.current_thread()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """In place on another thread, which still runs."""
+        return self._thread is not None and not self.is_here and self._thread.is_alive()
 
     def open(self) -> None:
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         insert_mode(self._mode)
         insert_hooks(self._hooks)
 
     def close(self) -> None:
-        """Take mode and hooks away. From another thread they cannot be reached: what they do there is nothing."""
+        """Take mode and hooks away. From another thread they cannot be reached, and stay."""
         if self.is_here:
             remove_mode(self._mode)
             remove_hooks(self._hooks)
-        self._thread = None
+            self._thread = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

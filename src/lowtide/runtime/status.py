@@ -11,7 +11,8 @@ class Status:
     """Counted from real steps. A step is a forward pass with the backward that follows.
 
     Attributes:
-        in_force: The last step ran under a plan, all its calls of the model.
+        in_force: The last step ran under a plan, all its calls of the model, and the fit has not been removed.
+        why_not: Why no plan is in force, "" where one is.
         steps, planned_steps: Seen in all, and of these under a plan.
         calls, planned_calls: Calls of the model with gradients, likewise.
         observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured.
@@ -22,6 +23,7 @@ class Status:
     """
 
     in_force: bool
+    why_not: str
     steps: int
     planned_steps: int
     calls: int
@@ -44,11 +46,12 @@ class Status:
     def headline(self) -> str:
         """All but the reasons."""
         if not self.steps:
-            text = "No step has been seen yet."
+            text = "No step has been seen yet"
+            text += f": {self.calls} calls of the model, and no backward." if self.calls else "."
         elif self.in_force:
             text = f"The plan is in force: {self.planned_steps} of {self.steps} steps ran under a plan."
         else:
-            text = f"No plan was in force in the last step: {self.planned_steps} of {self.steps} steps ran under one."
+            text = f"NOT IN FORCE: {self.why_not}. {self.planned_steps} of {self.steps} steps ran under a plan."
         if self.steps:
             text += f" Of {self.calls} calls of the model {self.planned_calls} were planned."
         budget = "not known yet" if self.budget_bytes is None else format_bytes(self.budget_bytes)

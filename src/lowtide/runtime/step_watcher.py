@@ -12,7 +12,7 @@ Nothing here raises into the training loop: an error of lowtide's own becomes a 
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
-from lowtide.runtime.backward_entry import leaves_of
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
@@ -41,9 +40,18 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
+from lowtide.tracing.autograd_leaves import leaves_of, nodes_of
+from lowtide.tracing.operators import tensors_in
 from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
+_RAN_OTHER_OPS = "the last step ran other ops than its plan"
+_MANY_OTHERS = 16  # backward passes of other models in a row
+_ONLY_OTHERS = (
+    f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
+    "fit that"
+)
+_MARK = "lowtide"
 _SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
 
 
@@ -56,7 +64,7 @@ class Counters:
     calls: int = 0
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
-    last_step_planned: bool = False
+    why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
     diverged_steps: int = 0  # begun under a plan, with other ops
 
 
@@ -91,7 +99,7 @@ class StepWatcher:
         self._pressure = MemoryPressure(budget)
         self._times_out_of_memory = 0
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
-        self._thread: int | None = None  # that runs the present step
+        self._thread: threading.Thread | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
         self._planned_calls = 0  # of these
         self._awaited = 0  # more backward passes that may come of earlier calls, as in a pipeline
@@ -104,7 +112,18 @@ class StepWatcher:
         self._uncalled: PlannedStep | None = None  # for a step that never calls the model itself
         self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
         self._spoiled = False  # the step failed, or mixes with another: no plan comes of it
+        # Of the present step, though something still holds its graph:
+        self._num_backwards = 0  # that ran
+        self._retained = self._ended_elsewhere = False  # the graph of one; the last one ran on another thread
+        self._seams_elsewhere: list[Seam] = []  # of steps that are over, in place on threads that are not this one
+        self._why_no_plan = ""  # for the present step, where there is none
+        self._open_seams: list[Seam] = []
+        # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
+        weakref.finalize(model, _close_all, self._open_seams).atexit = False
+        self._num_others = 0  # backward passes of other models since our last call
         self._made_nodes: dict[int, int] = {}  # of autograd, by each call of the present step
+        self._graphs: list[Callable[[], object]] = []  # of what its calls returned: None once one is gone
+        self._more_calls = False  # than planned
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]]
         self._gradients: list[Any] = []
@@ -138,11 +157,12 @@ class StepWatcher:
         if not torch.is_grad_enabled():
             with self._aside():
                 return call(*args, **kwargs)
-        if self._thread not in (None, threading.get_ident()):
+        if not self._is_ours(threading.current_thread()):
             self._say("the model was called on two threads at once: only one is planned")
             return call(*args, **kwargs)
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self.counters.calls += 1
+        self._note_call()
         try:
             around = self._around(model, shape_of_call(model, args, kwargs), args, kwargs)
         except Exception as error:  # nothing of ours may end the training
@@ -150,14 +170,35 @@ class StepWatcher:
             return call(*args, **kwargs)
         try:
             with around:
-                return call(*args, **kwargs)
+                output = call(*args, **kwargs)
+                self._graphs += _marks_in(output, len(self._shapes) - 1)
+                return output
         except Exception as error:
             if is_out_of_memory(error) and not self.recovers:
                 self.lower_budget(error)
             raise
 
+    def _is_ours(self, thread: threading.Thread) -> bool:
+        """Whether a call on ``thread`` may be part of a step; a step that another thread has left behind ends here."""
+        for seam in self._seams_elsewhere:
+            seam.close()  # what another step has left on this thread
+        self._seams_elsewhere = [seam for seam in self._seams_elsewhere if seam.is_elsewhere]
+        owner = self._thread
+        if owner is None or owner is thread:
+            return True
+        if self._ended_elsewhere:
+            self._end_step()
+        elif not owner.is_alive():  # nobody can go on with its forward pass
+            self.abandon_step()
+        return self._thread is None
+
     def _around(self, model: nn.Module, shape: CallShape, args: tuple, kwargs: dict) -> AbstractContextManager[None]:
         """What surrounds this call: a planned tape, or the watch."""
+        if self._shapes and self._is_over():
+            self._end_step()
+            self._thread = threading.current_thread()
+        if self._step is not None and self._watch is None and len(self._shapes) == len(self._step.shapes):
+            self._note_call_too_many()
         if not self._shapes:
             self._begin_step(model, shape, (args, kwargs))
         elif self._watch is not None and (self._spoiled or (self._step is None and self._watch.num_claims == 0)):
@@ -174,6 +215,19 @@ class StepWatcher:
             self._watch.begin_call(model, args, kwargs)
         return self._observed(self._watch)
 
+    def _note_call_too_many(self) -> None:
+        """A call beyond those planned: if nothing is left of those, another step begins."""
+        if all(mark() is None for mark in self._graphs):
+            self._leave_plan()
+            self._shapes = []
+
+    def _has_more_calls_than_planned(self, roots: Iterable[Any]) -> bool:
+        """Whether one backward is of more calls than its plan; in a pipeline each call has its own."""
+        step = self._step
+        if step is None or self._watch is not None or not 0 < len(step.shapes) < len(self._shapes):
+            return False
+        return self.shelf.can_watch and self._region is None and len(_marks_reached(roots)) > len(step.shapes)
+
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
         at = position % len(step.shapes)  # calls whose backward never came may be among them
@@ -183,6 +237,8 @@ class StepWatcher:
                 watch = self._go_online(step.last_op_before(position))
                 return nullcontext() if watch is None else self._observed(watch)
             tape.sizes_vary = True
+        if not step.is_known and self.shelf.can_watch and self._region is None:
+            tape.matches_all = True  # nobody has seen a real step under it
         self._planned_calls += 1
         tape.on_divergence = self._go_online if self.shelf.can_watch and self._region is None else None
         if step.keeps_everything and not tape.matches_all:
@@ -192,7 +248,7 @@ class StepWatcher:
         elif tape.program.root.has_actions:
             if at == 0:
                 self._leave_plan()
-                self._plan_seam = _opened(tape)
+                self._plan_seam = self._opened(tape)
                 tape.enter_step()
         else:
             call = step.calls[at] if at < len(step.calls) else TapedCall()
@@ -232,10 +288,23 @@ class StepWatcher:
     def _leave_plan(self) -> None:
         """A plan that was in place from the model's call on goes: backward begins, or another step."""
         if self._plan_seam is not None:
-            self._plan_seam.close()
+            self._close_seam(self._plan_seam)
             self._plan_seam = None
             if self._step is not None:
                 self._step.tape.leave_region(failed=False)
+
+    def _opened(self, tape: Tape | OnlineTape) -> Seam:
+        seam = Seam(tape, (tape.pack, tape.unpack))
+        seam.open()
+        self._open_seams.append(seam)
+        return seam
+
+    def _close_seam(self, seam: Seam) -> None:
+        """What another thread has in place goes when that thread calls the model next."""
+        seam.close()
+        self._open_seams.remove(seam)
+        if seam.is_elsewhere:
+            self._seams_elsewhere.append(seam)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -254,7 +323,7 @@ class StepWatcher:
         with ExitStack() as self._region:
             step = self._uncalled
             if step is not None and not step.keeps_everything:
-                self._step, self._thread = step, threading.get_ident()
+                self._step, self._thread = step, threading.current_thread()
                 self._region.enter_context(attach.TapedRegion(step.tape, step.tape.program.root, whole_step=True))
             try:
                 yield
@@ -263,7 +332,7 @@ class StepWatcher:
 
     def _count_call_in_region(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if not self._shapes and self.latest is not None:  # another step inside the same region
-            self._step, self._thread = self.latest, threading.get_ident()
+            self._step, self._thread = self.latest, threading.current_thread()
         self._shapes.append(shape_of_call(model, args, kwargs))
         self.counters.calls += 1
         self._planned_calls += self._step is not None
@@ -275,7 +344,10 @@ class StepWatcher:
             self._close_watch(())
         self._follow_free_memory(model)
         self._step = self.shelf.plan_for(shape)
-        self._spoiled, self._made_nodes = False, {}
+        self._why_no_plan = self.shelf.why_no_plan(shape)
+        self._spoiled, self._made_nodes, self._graphs = False, {}, []
+        self._more_calls = False
+        self._forget_backwards()
         if self._step is not None:
             self._last = self._step
             self._step.tape.sizes_vary = False
@@ -289,7 +361,7 @@ class StepWatcher:
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
         self._watch = kind(model, self._budget.for_step(model, batch), self._expected)
         self._watch.begin_step(unseen_bytes)
-        self._seam = _opened(self._watch)
+        self._seam = self._opened(self._watch)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -304,33 +376,72 @@ class StepWatcher:
         if self._paused:
             return
         self._leave_plan()
-        if not self._shapes:  # else the end of a step that was seen
-            self._gradients = self._sampled_gradients()
+        self._gradients = self._sampled_gradients()
 
     def _sampled_gradients(self) -> list[tuple[int, int]]:
         parameters = (reference() for reference in self._sampled)
         return [(id(p.grad), _version(p.grad)) for p in parameters if p is not None]
 
-    def after_backward(self, roots: Iterable[Any], error: BaseException | None) -> None:
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
         if self._paused:
             return
         try:
-            if (self._shapes or self._step is not None) and self._thread == threading.get_ident():
-                self._spoiled |= error is not None
-                if error is not None and is_out_of_memory(error):
-                    if self.recovers:
-                        return
-                    if self._trains(roots):
-                        self.lower_budget(error)
-                if self._watch is None or self._watch.num_claims == 0:
-                    self._end_step()
-            elif self._awaited:
-                self._awaited -= 1
-            elif not self._shapes and self._sampled_gradients() != self._gradients:
+            moved = self._sampled_gradients() != self._gradients
+            if self._shapes or self._step is not None:
+                if moved or not self.shelf.can_watch or self._trains(roots):
+                    self._more_calls |= self._has_more_calls_than_planned(roots)
+                    self._after_backward_of_step(error, retains, creates)
+            elif moved and not self._awaited:
                 self._note_unseen_step()
+            elif moved:
+                self._awaited += retains - 1
+            else:
+                self._note_backward_of_others()
         except Exception as own:
             self._fail(own)
         self._gradients = []
+
+    def _after_backward_of_step(self, error: BaseException | None, retains: bool, creates: bool) -> None:
+        """A backward of the present step has ended, or failed."""
+        self._spoiled |= error is not None
+        if error is not None and is_out_of_memory(error):
+            if self.recovers:
+                return
+            self.lower_budget(error)
+        self._num_backwards += not creates  # what creates a graph is part of a loss
+        self._retained |= retains and not creates
+        if self._thread is not threading.current_thread():
+            self._ended_elsewhere = self._spoiled = True
+            if self._watch is not None:
+                self._say("backward runs on another thread than the forward pass: no plan comes of such steps")
+        elif self._watch is None or self._watch.num_claims == 0:
+            self._end_step()
+            self._awaited = min(_MOST_AWAITED, self._awaited + retains)
+
+    def _is_over(self) -> bool:
+        """Whether the present step is, though its backward left something that is held. Asked when a call comes."""
+        if self._ended_elsewhere:
+            return True
+        if self._watch is None or not self._num_backwards or self._spoiled:
+            return False
+        waiting = len(self._shapes) - self._num_backwards
+        if waiting > _MOST_AWAITED:  # no pipeline is that deep
+            self._spoiled = True
+            self._say(
+                "something holds on to the graphs of earlier steps (a loss or metric that was not detached), so it is "
+                "not known where a step ends: they run online. Call .detach() or .item() on what you keep"
+            )
+            return True
+        return self._watch.num_claims == 0 or self._retained or waiting <= 0
+
+    def settle(self) -> None:
+        """End the present step, if nothing holds its graph any more."""
+        if self._thread is not threading.current_thread() or self._watch is None:
+            return
+        if self._num_backwards and not self._spoiled and self._watch.num_claims == 0:
+            self._end_step()
 
     def _end_step(self) -> None:
         counters = self.counters
@@ -345,16 +456,28 @@ class StepWatcher:
                     "a step ran other ops than its plan where that keeps everything, which shows only at the end: it "
                     "may have taken more than the budget. Ops of such plans are followed one by one from now on"
                 )
+            if not diverged and self._more_calls:
+                diverged = True
+                self._say(
+                    f"a step ran {len(self._shapes)} calls of the model, and its plan is for {len(step.shapes)}: it "
+                    "may have taken more than the budget, and is planned again"
+                )
             counters.diverged_steps += diverged
-            self.shelf.note_step(step, diverged=diverged)
-        counters.last_step_planned = step is not None and not diverged
-        counters.planned_steps += counters.last_step_planned
+            self.shelf.note_step(step, self._made_nodes, diverged=diverged)
+        counters.why_not_planned = _RAN_OTHER_OPS if diverged else ""
+        if step is None:
+            counters.why_not_planned = self._why_no_plan
+        counters.planned_steps += not counters.why_not_planned
         counters.planned_calls += self._planned_calls
         self._awaited = min(_MOST_AWAITED, self._awaited + max(0, len(self._shapes) - 1))
         shapes, self._shapes, self._planned_calls, self._thread = tuple(self._shapes), [], 0, None
         self._step = None
+        self._forget_backwards()
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
+
+    def _forget_backwards(self) -> None:
+        self._num_backwards, self._retained, self._ended_elsewhere = 0, False, False
 
     def _close_watch(self, shapes: tuple[CallShape, ...]) -> None:
         """The watched step is over; ``shapes`` are those of the calls of a whole step that a plan is wanted for."""
@@ -362,7 +485,7 @@ class StepWatcher:
         seam, self._seam = self._seam, None
         model = self._model()
         assert watch is not None and seam is not None
-        seam.close()
+        self._close_seam(seam)
         self._note_peak(watch)
         if watch.checkpointed:
             self._say(
@@ -451,6 +574,7 @@ class StepWatcher:
             self._close_watch(())
         self._leave_plan()
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
+        self._forget_backwards()
 
     def _trains(self, roots: Iterable[Any]) -> bool:
         """Whether a backward from ``roots`` is one of this model."""
@@ -472,27 +596,42 @@ class StepWatcher:
 
     def _fail(self, error: Exception) -> None:
         """An error of our own: the step goes on without us."""
+        self.counters.why_not_planned = "an error of lowtide's own"
+        self._awaited += bool(self._shapes)  # the step's backward
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(f"an error of lowtide's own, the step is saved whole: {what}")
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
+        self._forget_backwards()
         for seam in (self._seam, self._plan_seam):
             if seam is not None:
-                seam.close()
+                self._close_seam(seam)
         self._watch = self._seam = self._plan_seam = None
+
+    def _note_call(self) -> None:
+        if self._num_others >= _MANY_OTHERS:
+            self._reasons.withdraw(_ONLY_OTHERS)
+        self._num_others = 0
+
+    def _note_backward_of_others(self) -> None:
+        """Another model's, or a copy's of this one: told where it seems to be instead of this one."""
+        self._num_others += 1
+        if self._num_others == _MANY_OTHERS:
+            self.counters.why_not_planned = _ONLY_OTHERS
+            self._say(_ONLY_OTHERS)
 
     def _note_unseen_step(self) -> None:
         self.counters.steps += 1
-        self.counters.last_step_planned = False
-        why, model = "its forward() was called directly, or a copy or a wrapper of it was", self._model()
+        why, model = "its forward() was called directly, or parts of it were, or a replica", self._model()
         if model is None:
             why = "the model is gone"
         elif module_calls.is_compiled(model):
             why = "it was compiled after fit"
         elif model._compiled_call_impl is not self:
             why = "something has replaced the model's call since fit"
+        self.counters.why_not_planned = f"lowtide did not see it: {why}"
         self._say(
             f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
-            "itself, and fit it last"
+            "itself, fit the part that is called, and fit it last"
         )
 
     def close(self) -> None:
@@ -520,10 +659,36 @@ class _Call:
         self._watcher.note_call(self._position, num_nodes() - self._nodes_before, failed=failure is not None)
 
 
-def _opened(tape: Tape | OnlineTape) -> Seam:
-    seam = Seam(tape, (tape.pack, tape.unpack))
-    seam.open()
-    return seam
+class _Mark:
+    """Which call of the step a graph is of. Autograd holds it as long as the node lives."""
+
+    __slots__ = ("__weakref__", "position")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+def _marks_in(output: object, position: int) -> list[Callable[[], object]]:
+    """Mark each graph of what a call returned; what comes back gives None when that is gone."""
+    tensors = list(tensors_in(output))
+    if not tensors:  # something of the user's own, which may hold some
+        return [lambda: True]
+    marks: list[Callable[[], object]] = []
+    for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
+        mark = node.metadata[_MARK] = _Mark(position)
+        marks.append(weakref.ref(mark))
+    return marks
+
+
+def _marks_reached(roots: Iterable[Any]) -> set[int]:
+    """The calls whose graphs a backward from ``roots`` runs through."""
+    marks = (node.metadata.get(_MARK) for node in nodes_of(roots))
+    return {mark.position for mark in marks if mark is not None}
+
+
+def _close_all(seams: list[Seam]) -> None:
+    for seam in seams:
+        seam.close()
 
 
 def _version(gradient: torch.Tensor | None) -> int:

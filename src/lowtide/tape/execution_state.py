@@ -52,6 +52,11 @@ class ExecutionState:
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
         self.on_difference: Callable[[Any], None] | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Parameters are parts of sharded ones."""
+        return self._versions is not None
+
     def steps_in_backward(self) -> bool:
         """Whether an optimizer may be fused into backward.
 

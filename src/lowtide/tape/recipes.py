@@ -21,7 +21,7 @@ from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
 from lowtide.tape.storage_bits import has_seal
-from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, value_of
+from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, sharing_version, value_of
 from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
@@ -64,7 +64,9 @@ class Recipe(Value):
             elif kind in _PLAIN_TYPES:
                 stored.append(argument)
             elif kind is Parameter:
-                stored.append(Kept(argument))
+                # Not the parameter itself: ``p.data = new`` gives it other memory, which this op has not read. That of
+                # a sharded one comes and goes.
+                stored.append(Kept(argument if run.is_sharded else sharing_version(argument)))
             else:
                 found: list[Value] = []
                 stored.append(_stored(argument, run, found))

@@ -1,6 +1,7 @@
 """Restores everything that a step of training may move, whatever happens in it."""
 
 import random
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,13 +11,53 @@ import numpy
 import torch
 from torch import nn
 
+from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import preserve_ddp_state
 from lowtide.tracing.fsdp.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
-from lowtide.tracing.subclasses import plain_tensors
+from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
 Gradients = Literal["zeroed", "kept", "none", "discarded"]
+
+
+class _Rehearsals(threading.local):
+    """Those that are open on a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.others: list[_OtherGradients] = []
+
+
+_rehearsals = _Rehearsals()
+
+
+class _OtherGradients:
+    """Gradients of leaves that are neither the model's nor the batch's (a discriminator's): set aside meanwhile."""
+
+    def __init__(self, model: nn.Module, known: Iterable[torch.Tensor]) -> None:
+        self._known = set(map(id, known))
+        self._memory = {p.data_ptr() for p in model.parameters()}  # a rehearsal under DDP runs on aliases
+        self._sharded = bool(wrapped_parameters(model))  # whose leaves are made in the step
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, Any]] = []
+
+    def set_aside(self, loss: torch.Tensor) -> None:
+        for leaf in () if self._sharded else leaves_of([loss]):
+            if id(leaf) not in self._known and leaf.data_ptr() not in self._memory:
+                self._known.add(id(leaf))
+                self._gradients.append((leaf, leaf.grad, leaf._post_accumulate_grad_hooks))
+                leaf.grad = None
+                if leaf._post_accumulate_grad_hooks is not None:
+                    leaf._post_accumulate_grad_hooks = OrderedDict()
+
+    def restore(self) -> None:
+        for leaf, gradient, hooks in self._gradients:
+            leaf.grad, leaf._post_accumulate_grad_hooks = gradient, hooks
+
+
+def set_aside_other_gradients(loss: torch.Tensor) -> None:
+    """Backward from ``loss`` in a rehearsal: leaves that it does not know get back the gradients that they have now."""
+    if _rehearsals.others:
+        _rehearsals.others[-1].set_aside(loss)
 
 
 class TrainingState:
@@ -72,6 +113,8 @@ def preserve_training_state(
 ) -> Iterator[None]:
     """Run a step inside; gradients, buffers, batch and random generators are afterwards as they were before.
 
+    Gradients of other models that the step's loss reaches too; their buffers not.
+
     Inside, post-accumulate hooks are off: an optimizer fused into backward must not step.
 
     Args:
@@ -89,6 +132,8 @@ def preserve_training_state(
         written = (p for n, p in model.named_parameters() if n in written_parameters)
         before = TrainingState(model, (*batch_tensors(batch), *written), unwritten)
         anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        others = _OtherGradients(model, (*parameters, *leaves))
+        _rehearsals.others.append(others)
         torch.autograd.set_detect_anomaly(False)  # the tracer's blank tensors may give NaN gradients
         try:
             for leaf in leaves:
@@ -106,6 +151,7 @@ def preserve_training_state(
             yield
         finally:
             torch.autograd.set_detect_anomaly(*anomaly)
+            _rehearsals.others.pop().restore()
             for p, hook in zip(parameters, hooks, strict=True):
                 if hook is None and p._post_accumulate_grad_hooks is not None:
                     p._post_accumulate_grad_hooks = OrderedDict()  # takes ours away, which None leaves in force

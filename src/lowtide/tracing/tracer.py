@@ -22,7 +22,7 @@ from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.restore import preserve_training_state
+from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
 from lowtide.tracing.subclasses import local_bytes, plain_tensors, wrapped_parameters
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
@@ -72,6 +72,7 @@ def run_step(model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Ten
             "the step's loss requires no gradient: nothing would be trained.\n"
             "Leave no_grad, and train at least one parameter that the loss depends on."
         )
+    set_aside_other_gradients(loss)
     return loss, output
 
 

@@ -124,7 +124,7 @@ class StepChain:
         kept = set().union(*made) - recomputable(graph)
         for storage, ops in step_facts(graph).readers.items():
             maker = graph.storages[storage].op
-            if maker is None or storage in kept:
+            if maker not in stage_of or storage in kept:  # made by backward, where that creates a graph: no decision
                 continue
             furthest = max(stage_of[op] for op in ops)
             if furthest > stage_of[maker] + 1:
