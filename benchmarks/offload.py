@@ -108,9 +108,11 @@ class Bench:
         from lowtide.tape.offload.open_tiers import open_tiers
 
         least = {way: self._least(graph, costs, options) for way, options in WAYS.items()}
-        beyond = (least["recompute"] + least["disk"]) // 2
+        budgets: list[tuple[str, int | str]] = [(f, f) for f in FRACTIONS]
+        if least["disk"] < least["recompute"]:
+            budgets.append(("beyond recomputing", (least["recompute"] + least["disk"]) // 2))
         methods = [Method("", "plain")]
-        for name, budget in [*((f, f) for f in FRACTIONS), ("beyond recomputing", beyond)]:
+        for name, budget in budgets:
             for way, options in WAYS.items():
                 try:
                     plan = lowtide.solve(graph, costs, budget, **options)

@@ -27,7 +27,8 @@ def test_the_dry_run_measures_every_method_that_a_cpu_has(tmp_path):
     assert lines["transformers offload"]["status"] == "not here"
     ours = [line for name, line in lines.items() if name.startswith("lowtide") and line["status"] == "ok"]
     assert len(ours) >= 6 and all(line["peak_bytes"] <= line["budget_bytes"] for line in ours)
-    assert all(abs(line["peak_error"]) <= 0.02 for line in ours)
+    # Of a step this small: where fetches come later than planned, the peak is lower.
+    assert all(-0.001 <= line["peak_error"] <= 0.03 for line in ours)
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
