@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -71,13 +72,9 @@ def plans_of(model: nn.Module, batch: Any, step: Any) -> dict[str, Plan]:
     with pytest.raises(lowtide.BudgetInfeasibleError) as error:
         lowtide.solve(graph, costs, 1, **QUICKLY)
     plans["least"] = lowtide.solve(graph, costs, error.value.least_bytes, **QUICKLY)
-    if error.value.least_bytes <= plans["all"].resident_bytes + 0.5 * plain_bytes(plans["all"]):
+    with suppress(lowtide.BudgetInfeasibleError):  # a budget a little below the least that was named may do
         plans["half"] = lowtide.solve(graph, costs, "50%", **QUICKLY)
     return plans
-
-
-def plain_bytes(plan: Plan) -> int:
-    return plan.plain_peak_bytes - plan.resident_bytes
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
