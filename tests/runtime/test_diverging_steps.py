@@ -10,6 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime.planned_step import PlannedStep
+from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.tape import Tape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,3 +225,15 @@ def test_an_error_in_the_online_rest_ends_that_step_only():
             fit.wait()
         step(model)
         assert fit.status().in_force
+
+
+def test_the_batch_counts_in_what_a_step_that_left_its_plan_may_take(monkeypatch):
+    model = with_gradients(Changing())
+    with fitted(model, allowance(model)) as fit:
+        began, begin_step = [], OnlineTape.begin_step
+        monkeypatch.setattr(PlannedStep, "made_bytes_after", lambda self, op: 0)
+        monkeypatch.setattr(OnlineTape, "begin_step", lambda self, size=0: began.append(size) or begin_step(self, size))
+        model.way = EXTRA
+        step(model)
+
+        assert not fit.status().in_force and began == [batch_of().nbytes]

@@ -23,6 +23,7 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
+from lowtide.runtime.call_marks import calls_reached, marks_in
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
@@ -40,8 +41,7 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
-from lowtide.tracing.autograd_leaves import leaves_of, nodes_of
-from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
@@ -51,7 +51,6 @@ _ONLY_OTHERS = (
     f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
     "fit that"
 )
-_MARK = "lowtide"
 _SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
 
 
@@ -171,7 +170,7 @@ class StepWatcher:
         try:
             with around:
                 output = call(*args, **kwargs)
-                self._graphs += _marks_in(output, len(self._shapes) - 1)
+                self._graphs += marks_in(output, len(self._shapes) - 1)
                 return output
         except Exception as error:
             if is_out_of_memory(error) and not self.recovers:
@@ -226,7 +225,7 @@ class StepWatcher:
         step = self._step
         if step is None or self._watch is not None or not 0 < len(step.shapes) < len(self._shapes):
             return False
-        return self.shelf.can_watch and self._region is None and len(_marks_reached(roots)) > len(step.shapes)
+        return self.shelf.can_watch and self._region is None and len(calls_reached(roots)) > len(step.shapes)
 
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
@@ -279,8 +278,9 @@ class StepWatcher:
         """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
         step, model = self._step, self._model()
         assert step is not None and model is not None
+        there = step.graph.resident["batch"] + step.made_bytes_after(last_op)
         try:
-            self._open_watch(OnlineTape, model, (), unseen_bytes=step.made_bytes_after(last_op))
+            self._open_watch(OnlineTape, model, (), unseen_bytes=there)
         except Exception as error:  # the step goes on without us
             self._fail(error)
         return self._watch
@@ -657,33 +657,6 @@ class _Call:
         if self._region is not None:
             self._region.__exit__(failure)
         self._watcher.note_call(self._position, num_nodes() - self._nodes_before, failed=failure is not None)
-
-
-class _Mark:
-    """Which call of the step a graph is of. Autograd holds it as long as the node lives."""
-
-    __slots__ = ("__weakref__", "position")
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-
-def _marks_in(output: object, position: int) -> list[Callable[[], object]]:
-    """Mark each graph of what a call returned; what comes back gives None when that is gone."""
-    tensors = list(tensors_in(output))
-    if not tensors:  # something of the user's own, which may hold some
-        return [lambda: True]
-    marks: list[Callable[[], object]] = []
-    for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
-        mark = node.metadata[_MARK] = _Mark(position)
-        marks.append(weakref.ref(mark))
-    return marks
-
-
-def _marks_reached(roots: Iterable[Any]) -> set[int]:
-    """The calls whose graphs a backward from ``roots`` runs through."""
-    marks = (node.metadata.get(_MARK) for node in nodes_of(roots))
-    return {mark.position for mark in marks if mark is not None}
 
 
 def _close_all(seams: list[Seam]) -> None:
