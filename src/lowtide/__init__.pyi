@@ -3,6 +3,7 @@
 from lowtide.api import fit as fit
 from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
 from lowtide.errors import GraphFormatError as GraphFormatError
+from lowtide.errors import IntegrationError as IntegrationError
 from lowtide.errors import LowtideError as LowtideError
 from lowtide.errors import PlanMismatchError as PlanMismatchError
 from lowtide.errors import PlannerFailedError as PlannerFailedError

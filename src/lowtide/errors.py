@@ -50,3 +50,7 @@ class GraphFormatError(LowtideError, ValueError):
 
 class StepError(LowtideError, ValueError):
     """The training step itself cannot be planned: it fails, has no scalar loss, or trains nothing."""
+
+
+class IntegrationError(LowtideError):
+    """A library's version or settings that lowtide does not work with; raised before training starts."""

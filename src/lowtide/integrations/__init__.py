@@ -1,0 +1,1 @@
+"""Where people train already: one file for each library. None of them is imported before it is asked for."""
