@@ -25,15 +25,14 @@ def check_version(package: str) -> None:
         IntegrationError: with the version found and the range.
     """
     least, too_new = SUPPORTED[package]
+    install = f"pip install '{package}>={least},<{too_new}'"
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise IntegrationError(
-            f"{package} is not installed.\nInstall it: pip install '{package}>={least},<{too_new}'."
-        ) from None
+        raise IntegrationError(f"{package} is not installed.\nInstall it: {install}.") from None
     if not Version(least) <= Version(Version(found).base_version) < Version(too_new):
         raise IntegrationError(
-            f"{package} {found} was never tried: lowtide's seams are those of {least} up to, not including, {too_new}.\n"
-            f"Install one of these (pip install '{package}>={least},<{too_new}'), or call lowtide.fit(model, budget=...) "
-            "yourself where your loop begins."
+            f"{package} {found} was never tried: the seams that lowtide uses are those of {least} up to, not including, "
+            f"{too_new}.\nInstall one of these ({install}), or call lowtide.fit(model, budget=...) yourself where your "
+            "loop begins."
         )
