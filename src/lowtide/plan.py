@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ class Plan:
         """When offloaded storages are stored and fetched."""
         return Moves(self.max_inflight_bytes, {d.storage: d.fetch_at for d in self.decisions if d.fetch_at is not None})
 
-    @property
+    @cached_property
     def tiers(self) -> frozenset[str]:
         """Where the plan moves storages to: some of ``host`` and ``disk``."""
         return frozenset(TIER_OF[d.action] for d in self.decisions if d.action in TIER_OF)

@@ -185,14 +185,16 @@ def test_other_ops_under_a_plan_that_keeps_everything_are_noticed(looks, monkeyp
         assert (step(model) <= 1.005 * allowed) == looks  # its ops are followed one by one now
 
 
-def test_sizes_that_depend_on_data_are_told():
+@pytest.mark.parametrize("chosen_by", ["mask", "numbers of rows"])
+def test_sizes_that_depend_on_data_are_told_and_only_those(chosen_by):
     class Choosing(Changing):
         def forward(self, x):
-            return super().forward(x[(x[:, 0] > 0).nonzero()[:, 0]])
+            chosen = x[:, 0] > 0 if chosen_by == "mask" else torch.arange(len(x) // 2)
+            return super().forward(x[chosen])
 
     model = Choosing()
     with fitted(model, allowance(model)) as fit:
-        assert "some sizes depend on data" in reasons_of(fit)
+        assert ("some sizes depend on data" in reasons_of(fit)) == (chosen_by == "mask")
 
 
 def test_evaluation_and_logging_between_steps_leave_the_plan_in_force():

@@ -32,7 +32,7 @@ def check_version(package: str) -> None:
         raise IntegrationError(f"{package} is not installed.\nInstall it: {install}.") from None
     if not Version(least) <= Version(Version(found).base_version) < Version(too_new):
         raise IntegrationError(
-            f"{package} {found} was never tried: the seams that lowtide uses are those of {least} up to, not including, "
+            f"{package} {found} was never tried: lowtide's seams are those of {least} up to, not including, "
             f"{too_new}.\nInstall one of these ({install}), or call lowtide.fit(model, budget=...) yourself where your "
             "loop begins."
         )

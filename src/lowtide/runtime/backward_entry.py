@@ -46,7 +46,7 @@ def observe(observer: BackwardObserver) -> Callable[[], None]:
 
 
 def _forget(reference: weakref.ref[BackwardObserver]) -> None:
-    if reference in _observers:
+    if _observers and reference in _observers:  # None when the interpreter ends
         _observers.remove(reference)
         # Whoever has wrapped the wrapper meanwhile keeps it; without observers it only passes on.
         if not _observers and vars(autograd_graph)[_NAME] is _run_backward:

@@ -264,7 +264,7 @@ class PlanShelf:
             tops = [p.shapes[0].sizes for p in self.plans if p.shapes[0].pattern == shape.pattern]
             wanted = self._book.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
             if wanted is None:
-                self._choice_after = self._num_steps + 1 + self._num_steps // 10
+                self._choice_after = self._num_steps + 1 + self._num_steps // 4
         if wanted is None or wanted in self._refused or self._is_waiting_for(wanted):
             return found
         if kept_plan := self._keep_everything(wanted):

@@ -25,7 +25,9 @@ class ShapeBook:
     def __init__(self) -> None:
         self._families: list[WatchedFamily] = []
         self._counts: dict[str, Counter[Vector]] = defaultdict(Counter)  # by the pattern of the first call
+        # What follows from the examples so far, asked again at every step:
         self._plain_bytes: dict[CallShape, tuple[int, int] | None] = {}
+        self._known: dict[CallShape, bool] = {}
 
     def saw(self, shape: CallShape) -> None:
         """A step begins with a call of ``shape``."""
@@ -48,19 +50,25 @@ class ShapeBook:
             own = WatchedFamily(shapes, graph)
             self._families = [*self._families[1 - _MOST_FAMILIES :], own]
         own.add(shapes, graph, costs)
-        self._plain_bytes.clear()
+        self._forget_answers()
         return reason
 
     def forget(self, like: CallShape) -> None:
         """The model has changed: what was watched of steps that are called like this one is worth nothing."""
         self._families = [family for family in self._families if family.patterns[0] != like.pattern]
+        self._forget_answers()
+
+    def _forget_answers(self) -> None:
         self._plain_bytes.clear()
+        self._known.clear()
 
     # -- one shape ------------------------------------------------------------------------------------------
 
     def knows(self, shape: CallShape) -> bool:
         """Whether ``derive`` gives a graph."""
-        return any(family.knows(shape.sizes) for family in self._of(shape))
+        if shape not in self._known:
+            self._known[shape] = any(family.knows(shape.sizes) for family in self._of(shape))
+        return self._known[shape]
 
     def wants(self, shape: CallShape) -> bool:
         """Whether a step of ``shape`` that is watched anyway would tell something new, or should be compared."""

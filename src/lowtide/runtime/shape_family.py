@@ -12,7 +12,7 @@ unseen. Sizes that are padded to a multiple of something are no polynomials. On 
 that can be too much in all. A small storage may still be a block larger.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lowtide.runtime.dimensions import Vector
 from lowtide.runtime.interpolation import Estimate, Interpolation
 from lowtide.runtime.plain_peak import PlainPeak
 
+_MOST_REMEMBERED = 256  # shapes whose sizes are remembered
 BLOCK_BYTES = 512  # of an accelerator's allocator
 _NO_SIZES_OF_THE_SHAPE = ("batch", "optimizer", "other")  # resident parts: of the inputs, or of how far training is
 
@@ -86,6 +87,7 @@ class ShapeFamily:
         self._examples: list[Example] = []
         self._interpolation: Interpolation | None = None
         self._sizes: _SizeTable | None = None
+        self._signatures: _SignatureTable | None = None
         self._plain_peak: PlainPeak | None = None
 
     @property
@@ -123,7 +125,7 @@ class ShapeFamily:
         self._examples.append(example)
         self._interpolation = Interpolation([e.dimensions for e in self._examples])
         self._sizes = _SizeTable(self._examples, self._interpolation)
-        self._plain_peak = None
+        self._signatures = self._plain_peak = None
 
     def confirms(self, dimensions: Vector) -> bool:
         """Whether ``derive`` gives a confirmed graph, without making it."""
@@ -186,7 +188,9 @@ class ShapeFamily:
         if reason := self._why_unvaried(dimensions):
             return reason
         assert self._sizes is not None
-        return _Derivation(self._examples, self._interpolation, self._sizes, dimensions).result()
+        if self._signatures is None:
+            self._signatures = _SignatureTable(self._examples)
+        return _Derivation(self._examples, self._interpolation, self._sizes, self._signatures, dimensions).result()
 
     def _why_unvaried(self, dimensions: Vector) -> str:
         if self._interpolation is None:
@@ -213,13 +217,15 @@ class _SizeTable:
         number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._classes = list(number)
         self.class_of = [number[key] for key in keys]
-        self._at: tuple[Vector, list[Estimate | None]] = (), []
+        self._at: dict[Vector, list[Estimate | None]] = {}  # asked for several times at each step
 
     def at(self, dimensions: Vector) -> list[Estimate | None]:
         """The size of each class; None where the examples leave it open."""
-        if self._at[0] != dimensions or not self._at[1]:
-            self._at = dimensions, [self._estimate(values, b, dimensions) for values, b in self._classes]
-        return self._at[1]
+        if dimensions not in self._at:
+            if len(self._at) == _MOST_REMEMBERED:
+                self._at.clear()
+            self._at[dimensions] = [self._estimate(values, b, dimensions) for values, b in self._classes]
+        return self._at[dimensions]
 
     def _estimate(self, values: tuple[int, ...], in_blocks: bool, dimensions: Vector) -> Estimate | None:
         if in_blocks:
@@ -227,15 +233,78 @@ class _SizeTable:
         return self._interpolation.estimate(values, dimensions)
 
 
+class _SignatureTable:
+    """The ops' signatures in every example. Ops that are equal in all of them share one.
+
+    Attributes:
+        of_ops: Which signature each op has.
+    """
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self._graphs = [e.graph for e in examples]
+        numbers: dict[tuple[int, ...], int] = {}
+        self.of_ops = [0] * len(self._graphs[0].ops)
+        if all(graph.signatures for graph in self._graphs):
+            keys = zip(*([op.signature for op in graph.ops] for graph in self._graphs))
+            self.of_ops = [numbers.setdefault(key, len(numbers)) for key in keys]
+        self._keys = list(numbers)
+        self._varying = [_varying(tuple(g.signatures[at] for g, at in zip(self._graphs, key))) for key in self._keys]
+
+    def at(self, nearest: int, integer: Callable[[tuple[int, ...]], Estimate | None]) -> tuple[dict, ...]:
+        """Those of the example ``nearest``, with the integers that vary as ``integer`` gives them."""
+        graph = self._graphs[nearest]
+        return tuple(
+            _filled(graph.signatures[key[nearest]], varying, integer) for key, varying in zip(self._keys, self._varying)
+        )
+
+    def recorded_ms(self, nearest: int) -> dict[int, float]:
+        known = self._graphs[nearest].recorded_ms
+        return {number: known[key[nearest]] for number, key in enumerate(self._keys) if key[nearest] in known}
+
+
+def _varying(found: tuple[Any, ...]) -> Any:
+    """Where JSON values of one form differ in an integer: its values, in dicts by key or index; None: nowhere.
+
+    Where forms differ, nothing is said.
+    """
+    base = found[0]
+    parts: Iterable[tuple[Any, tuple[Any, ...]]]
+    if isinstance(base, dict) and all(isinstance(v, dict) and v.keys() == base.keys() for v in found):
+        parts = ((key, tuple(v[key] for v in found)) for key in base)
+    elif isinstance(base, list) and all(isinstance(v, list) and len(v) == len(base) for v in found):
+        parts = enumerate(zip(*found))
+    else:
+        return found if all(type(v) is int for v in found) and len(set(found)) > 1 else None
+    return {key: varying for key, values in parts if (varying := _varying(values)) is not None} or None
+
+
+def _filled(base: Any, varying: Any, integer: Callable[[tuple[int, ...]], Estimate | None]) -> Any:
+    """``base`` with other integers where they vary; what does not is shared with it."""
+    if varying is None:
+        return base
+    if isinstance(varying, tuple):
+        estimate = integer(varying)
+        return base if estimate is None else estimate.value
+    copy = base.copy()
+    for key, part in varying.items():
+        copy[key] = _filled(base[key], part, integer)
+    return copy
+
+
 class _Derivation:
     """One graph on its way; ``unconfirmed`` counts sizes that the examples do not confirm."""
 
     def __init__(
-        self, examples: Sequence[Example], interpolation: Interpolation, sizes: _SizeTable, dimensions: Vector
+        self,
+        examples: Sequence[Example],
+        interpolation: Interpolation,
+        sizes: _SizeTable,
+        signatures: _SignatureTable,
+        dimensions: Vector,
     ) -> None:
         self._examples = examples
         self._interpolation = interpolation
-        self._sizes = sizes
+        self._sizes, self._signatures = sizes, signatures
         self._dimensions = dimensions
         self._integers: dict[tuple[int, ...], Estimate | None] = {}  # in arguments: few differ
         self._nearest_at = min(range(len(examples)), key=lambda at: distance(examples[at].dimensions, dimensions))
@@ -260,13 +329,12 @@ class _Derivation:
             least.append(estimate.least)
         num_storages, num_ops = len(base.storages), len(base.ops)
         storages = tuple(s if s.bytes == size else replace(s, bytes=size) for s, size in zip(base.storages, found))
-        signatures, numbers, recorded_ms = self._signatures()
         workspaces = found[num_storages : num_storages + num_ops]
         ops = tuple(
             op
             if (op.workspace_bytes, op.signature) == (workspace, number)
             else replace(op, workspace_bytes=workspace, signature=number)
-            for op, workspace, number in zip(base.ops, workspaces, numbers)
+            for op, workspace, number in zip(base.ops, workspaces, self._signatures.of_ops)
         )
         resident = dict(zip(_parts_of_a_size(base), found[num_storages + num_ops :]))
         if "batch" in base.resident:
@@ -276,12 +344,12 @@ class _Derivation:
         graph = replace(
             base,
             resident={part: resident[part] for part in base.resident},
-            signatures=signatures,
+            signatures=self._signatures.at(self._nearest_at, self._integer),
             storages=storages,
             ops=ops,
             calls=tuple(map(self._text, zip(*(e.graph.calls for e in self._examples)))),
             optimizer_step_bytes=max(e.graph.optimizer_step_bytes for e in self._examples),
-            recorded_ms=recorded_ms,
+            recorded_ms=self._signatures.recorded_ms(self._nearest_at),
             provenance=self._provenance(),
         )
         known = [(e.graph, e.costs) for e in self._examples if e.costs is not None]
@@ -302,34 +370,6 @@ class _Derivation:
         if values not in self._integers:
             self._integers[values] = self._interpolation.estimate(values, self._dimensions)
         return self._integers[values]
-
-    def _signatures(self) -> tuple[tuple[dict, ...], list[int], dict[int, float]]:
-        """The ops' signatures, the number of each op's, and the recorded times; ops equal in all examples share one."""
-        if not all(e.graph.signatures for e in self._examples):
-            return (), [0] * len(self._nearest.ops), {}
-        numbers: dict[tuple[int, ...], int] = {}
-        of_ops = [numbers.setdefault(key, len(numbers)) for key in
-                  zip(*([op.signature for op in e.graph.ops] for e in self._examples))]  # fmt: skip
-        signatures, recorded_ms = [], {}
-        nearest = self._nearest_at
-        for key, number in numbers.items():
-            found = tuple(e.graph.signatures[at] for e, at in zip(self._examples, key))
-            signatures.append(self._merged(found, nearest))
-            if key[nearest] in self._nearest.recorded_ms:
-                recorded_ms[number] = self._nearest.recorded_ms[key[nearest]]
-        return tuple(signatures), of_ops, recorded_ms
-
-    def _merged(self, found: tuple[Any, ...], nearest: int) -> Any:
-        """JSON of the same form with its integers derived; where forms differ, that of the nearest example."""
-        base = found[nearest]
-        if isinstance(base, dict) and all(isinstance(v, dict) and v.keys() == base.keys() for v in found):
-            return {key: self._merged(tuple(v[key] for v in found), nearest) for key in base}
-        if isinstance(base, list) and all(isinstance(v, list) and len(v) == len(base) for v in found):
-            return [self._merged(values, nearest) for values in zip(*found)]
-        if all(type(v) is int for v in found):
-            estimate = self._integer(found)
-            return base if estimate is None else estimate.value
-        return base
 
     def _text(self, texts: tuple[str, ...]) -> str:
         """``texts``, which differ in numbers alone, with the numbers of these dimensions."""

@@ -88,8 +88,15 @@ def _dropout_argument(func: Any) -> int | None:
     return next((i for i, a in enumerate(func._schema.arguments) if a.name == DROPOUT), None)
 
 
+def shape_depends_on_values(func: Any, args: tuple) -> bool:
+    """Whether what ``func`` makes is as large as the values of ``args`` say. Indices do where they are masks."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
+    return _may_depend_on_values(func)
+
+
 @cache
-def shape_depends_on_values(func: Any) -> bool:
+def _may_depend_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 

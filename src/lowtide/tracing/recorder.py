@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             reason = "reads a tensor without one plain storage"
         if backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
-        self._add_op(func, result, reads, writes, reason, signature, rng_bytes, backward=backward)
+        self._add_op(func, args, result, reads, writes, reason, signature, rng_bytes, backward=backward)
         return result
 
     def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:
@@ -208,8 +208,8 @@ class Recorder(TorchDispatchMode):
         return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)
 
     def _add_op(
-        self, func: Any, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str, signature: int,
-        rng_bytes: int, *, backward: bool,
+        self, func: Any, args: tuple, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str,
+        signature: int, rng_bytes: int, *, backward: bool,
     ) -> None:  # fmt: skip
         builder = self.builder
         number = builder.begin_op()
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
             self.sums.add_made(makes)
         elif all(builder.storages[s].fixed in ("", UNINITIALISED) for s in makes):
             builder.allow_completion(makes)
-        if shape_depends_on_values(func) or not self._value_shaped.isdisjoint(reads):
+        if shape_depends_on_values(func, args) or not self._value_shaped.isdisjoint(reads):
             self._value_shaped.update(makes)
         completes = None
         if not backward and reason == WRITES and len(writes) == 1:
