@@ -133,7 +133,7 @@ def test_the_plan_of_a_failed_step_goes_and_a_leaner_one_comes(model):
 
         model.tight.refuse("backward")
         fit.run(step, batch_of())
-        assert not fit.status().in_force
+        assert all(plan.predicted_peak_bytes < before for plan in fit.plans)  # one may be there already
         fit.wait()
         fit.run(step, batch_of())
 
