@@ -24,7 +24,7 @@ class BackwardObserver(Protocol):
     ``retains``: its graph was retained, for another backward; ``creates``: it made a graph of its own, for a loss.
     """
 
-    def before_backward(self, roots: Iterable[Any]) -> None: ...
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None: ...
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
     ) -> None: ...
@@ -61,9 +61,10 @@ def _set(entry: Any) -> None:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if graph_task() != -1:  # inside another one
         return _entry(*args, **kwargs)
+    retains, creates = bool(args[2]), bool(args[3])
     observers = [observer for reference in _observers if (observer := reference()) is not None]
     for observer in observers:
-        observer.before_backward(args[0])
+        observer.before_backward(args[0], creates=creates)
     failure: BaseException | None = None
     try:
         return _entry(*args, **kwargs)
@@ -72,5 +73,5 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         for observer in observers:
-            observer.after_backward(args[0], failure, retains=bool(args[2]), creates=bool(args[3]))
+            observer.after_backward(args[0], failure, retains=retains, creates=creates)
         failure = None  # its traceback holds this frame: a cycle, and the step's memory in it

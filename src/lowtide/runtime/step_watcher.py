@@ -244,7 +244,7 @@ class StepWatcher:
             return _Call(self, position)
         if self._region is not None:
             self._region.enter_context(attach.TapedRegion(tape, tape.program.root, whole_step=True))
-        elif tape.program.root.has_actions:
+        elif step.needs_whole_step:
             if at == 0:
                 self._leave_plan()
                 self._plan_seam = self._opened(tape)
@@ -372,10 +372,13 @@ class StepWatcher:
         finally:
             self._paused = before
 
-    def before_backward(self, _: Iterable[Any]) -> None:
+    def before_backward(self, _: Iterable[Any], *, creates: bool) -> None:
         if self._paused:
             return
-        self._leave_plan()
+        if not creates:
+            self._leave_plan()
+        elif self._plan_seam is not None and self._step is not None:  # part of a loss
+            self._step.tape.have_hooks()
         self._gradients = self._sampled_gradients()
 
     def _sampled_gradients(self) -> list[tuple[int, int]]:
@@ -406,12 +409,16 @@ class StepWatcher:
     def _after_backward_of_step(self, error: BaseException | None, retains: bool, creates: bool) -> None:
         """A backward of the present step has ended, or failed."""
         self._spoiled |= error is not None
+        if isinstance(self._watch, WatchedStep):
+            self._watch.forget_nodes()
         if error is not None and is_out_of_memory(error):
             if self.recovers:
                 return
             self.lower_budget(error)
-        self._num_backwards += not creates  # what creates a graph is part of a loss
-        self._retained |= retains and not creates
+        if creates and error is None:  # part of a loss: its own backward is to come
+            return
+        self._num_backwards += 1
+        self._retained |= retains
         if self._thread is not threading.current_thread():
             self._ended_elsewhere = self._spoiled = True
             if self._watch is not None:

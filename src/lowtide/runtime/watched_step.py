@@ -189,6 +189,10 @@ class WatchedStep(OnlineTape):
                 self._storages.note_free(number)
                 del self._python_holds[key]
 
+    def forget_nodes(self) -> None:
+        """A backward has ended: what the recorder holds of the graph would keep the step from ending."""
+        self.recorder.sums.forget_nodes()
+
     # -- the end --------------------------------------------------------------------------------------------
 
     def graph_and_costs(self, model: nn.Module, optimizer: Any) -> tuple[StepGraph, Costs]:

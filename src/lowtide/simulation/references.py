@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import RECOMPUTE, TIER_OF
 
 
@@ -33,7 +33,10 @@ class GraphIndex:
         # The op that completes the outputs of each op: the op itself, or a later one that writes them in place.
         facts = step_facts(graph)
         self.completed_by = [facts.completed_by.get(op.id, op.id) for op in graph.ops]
-        self.backward_start = facts.first_backward_run
+        # The first backward op after the last pack: a backward that creates a graph is part of the forward pass.
+        last_pack = max(facts.packed.values(), default=-1)
+        after = (at for at in range(last_pack + 1, len(graph.events)) if graph.events[at][0] == RUN)
+        self.backward_start = next((at for at in after if graph.ops[graph.events[at][1]].backward), len(graph.events))
 
 
 graph_index = once_per_graph(GraphIndex)

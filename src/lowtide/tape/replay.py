@@ -21,7 +21,7 @@ from torch._C import _current_graph_task_id as graph_task
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, no_autocast
 from lowtide.tape.recipes import Recipe, count_use, keeps_graph
-from lowtide.tape.values import Source, Value, View
+from lowtide.tape.values import Source, Value, View, stand_for
 
 _lock = threading.RLock()
 
@@ -34,7 +34,9 @@ def unpacked(placeholder: Value | View) -> Tensor:
     """
     if torch.is_grad_enabled():  # under create_graph
         with torch.no_grad():
-            return unpacked(placeholder)
+            tensor = unpacked(placeholder)
+        stand_for(placeholder.value, tensor)  # ops of this backward save it again
+        return tensor
     value = placeholder.value
     if value.source is None and value.tensor is not None:  # after the final replay
         return placeholder.view_of(value.tensor)

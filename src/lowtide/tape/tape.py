@@ -274,6 +274,11 @@ class Tape(SwitchedMode):
             else:
                 call.watches = call.hooks = None
 
+    def have_hooks(self) -> None:
+        """A backward that creates a graph is about to run: it saves tensors again."""
+        self._call.hooks = True
+        self.switch(watches=self.watches, hooks=True)
+
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
         planned = call.planned
@@ -570,7 +575,8 @@ class Tape(SwitchedMode):
             RuntimeError: a kept tensor was changed in place. Autograd's own check is off under hooks.
             ReplayError: a dropped tensor cannot be replayed exactly.
         """
-        if self._whole_step and not self._callers and not self._backward_began:
+        # A backward that creates a graph, which has grad mode on, is part of the forward pass.
+        if self._whole_step and not self._callers and not self._backward_began and not torch.is_grad_enabled():
             self.end()
             self._backward_began = True
         if self._transfers is not None and graph_task() != -1:

@@ -204,6 +204,13 @@ def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
     return view
 
 
+def stand_for(value: Value, tensor: Tensor) -> None:
+    """``tensor`` has been made again: where it is saved once more, ``value`` stands for it."""
+    storage = tensor.untyped_storage()
+    if value.version == tensor._version and MARK not in storage.__dict__:
+        storage.__dict__[MARK] = value
+
+
 def value_of(tensor: Tensor, run: ExecutionState) -> Value | None:
     """The Value of a tensor dropped in this run and unchanged since; does not count as a user."""
     placeholder = placeholder_for(tensor, run)

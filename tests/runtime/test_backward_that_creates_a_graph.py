@@ -1,0 +1,104 @@
+"""Losses with gradients in them (gradient penalties, forces): planned as they run, with the peak that is predicted."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from support.watched_training import resident_bytes
+from torch import nn
+
+import lowtide
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.runtime.planned_step import PlannedStep
+from lowtide.runtime.watched_step import WatchedStep
+from lowtide.tape import replay
+from lowtide.tape.tape import Tape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS = 512
+
+
+class Energies(nn.Sequential):
+    """Gives the energy of each row; with ``forces``, how much it falls with each input, which is part of the loss."""
+
+    def __init__(self, *, forces: bool) -> None:
+        sizes = [64, 256, 256, 256]
+        layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.SiLU())]
+        super().__init__(*layers, nn.Linear(256, 1))
+        self.forces = forces
+
+    def forward(self, x):
+        if not self.forces:
+            return super().forward(x)
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+def train(model: nn.Module) -> int:
+    """One step. Returns the allocator's peak, without the batch."""
+    batch = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        if model.forces:
+            loss = model(batch).square().mean()
+        else:  # a gradient penalty
+            x = batch.requires_grad_()
+            energy = model(x)
+            (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            loss = energy.mean() + (gradient.norm(dim=1) - 1).square().mean()
+        loss.backward()
+
+    model.zero_grad(set_to_none=False)
+    return peak_bytes(step)
+
+
+def fitted(forces: bool, share: float):
+    """A model, what its plain step takes, and a fit of it with a plan for ``share`` of that."""
+    torch.manual_seed(0)
+    model = Energies(forces=forces)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    allowed = int(share * train(model))
+    plain = [p.grad.clone() for p in model.parameters()]
+    fit = lowtide.fit(model, budget=2 * resident_bytes(model) + ROWS * 64 * 4 + allowed)
+    return model, plain, allowed, fit
+
+
+@pytest.mark.parametrize("share", [0.9, 0.85])
+@pytest.mark.parametrize("forces", [False, True], ids=["penalty", "forces"])
+def test_steps_are_planned_within_the_budget(forces, share):
+    model, plain, allowed, fit = fitted(forces, share)
+    with fit:
+        for planned in (False, True, True):
+            assert train(model) <= 1.005 * allowed
+            assert fit.status().in_force == planned
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+            fit.wait()
+        assert fit.plan.counts["recompute"] > 0
+
+
+@pytest.mark.parametrize(
+    ("forces", "owner", "name", "broken"),
+    [
+        (False, replay, "stand_for", lambda value, tensor: None),
+        (False, PlannedStep, "needs_whole_step", property(lambda self: self.tape.program.root.has_actions)),
+        (True, Tape, "have_hooks", lambda self: None),
+    ],
+    ids=["what is saved again is held", "the tape is there in calls only", "no hooks where nothing is dropped"],
+)
+def test_each_rule_is_needed_for_the_peak(forces, owner, name, broken, monkeypatch):
+    monkeypatch.setattr(owner, name, broken)
+    model, _, allowed, fit = fitted(forces, 0.85)
+    with fit:
+        train(model)
+        fit.wait()
+        assert train(model) > 1.005 * allowed
+
+
+def test_what_the_recorder_holds_of_the_graph_does_not_keep_the_step_from_ending(monkeypatch):
+    monkeypatch.setattr(WatchedStep, "forget_nodes", lambda self: None)
+    model, _, _, fit = fitted(True, 0.9)
+    with fit:
+        train(model)
+        assert fit.status().steps == 0
