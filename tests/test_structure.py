@@ -17,7 +17,7 @@ STAGES = (
     "argument_checks", "settings",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
-ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations")
+ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
 # Plain data as well, in a package that holds more.

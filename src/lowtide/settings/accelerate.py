@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.settings.blocks import blocks
 from lowtide.settings.description import Checkpoint, Description
-from lowtide.settings.given import Given
+from lowtide.settings.given import Given, near
 
 _ON, _OFFLOAD = "activation_checkpointing", "activation_checkpointing_offload"
 _LAYERS = "transformer_layer_cls_to_wrap"
@@ -25,6 +25,9 @@ def describe(given: Given, model: nn.Module) -> Description:
     """
     nested = given.section("fsdp_config")
     if nested:
+        for key in nested:
+            if "checkpoint" in key and key not in KEYS and "state_dict" not in key:
+                raise given.error(f"fsdp_config has {key!r}, which is not known.{near(key, KEYS)}", "Correct its name.")
         inner = Given(given.framework, nested)
         inner.findings = given.findings
         given = inner

@@ -1,4 +1,4 @@
-"""Where a model has the parts that settings speak of: repeated blocks, and attention, norms, MLP and experts in them."""
+"""Where a model has the parts that settings speak of: its repeated blocks, and attention, norms and experts in them."""
 
 from collections.abc import Iterator
 

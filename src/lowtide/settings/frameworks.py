@@ -64,10 +64,7 @@ def describe(model: nn.Module, settings: Mapping[str, Any], framework: str | Non
         raise TypeError(f"settings is a {type(settings).__name__}. Pass a dict of names and values.")
     values = normalised(settings)
     name = framework_of(values) if framework is None else framework
-    if name not in FRAMEWORKS:
-        raise SettingsError(
-            f"framework={name!r} is not known.{near(str(name), FRAMEWORKS)}\nUse one of {', '.join(FRAMEWORKS)}."
-        )
+    check_framework(name)
     known = FRAMEWORKS[name]
     values = flattened(values, known.sections)
     for key in values:
@@ -76,6 +73,14 @@ def describe(model: nn.Module, settings: Mapping[str, Any], framework: str | Non
                 f"{name} settings: {key!r} is not known.{near(key, known.keys)}\nThese are: {', '.join(known.keys)}."
             )
     return known.describe(Given(name, values), model)
+
+
+def check_framework(name: str | None) -> None:
+    """Raises: SettingsError: it is not known."""
+    if name is not None and name not in FRAMEWORKS:
+        raise SettingsError(
+            f"framework={name!r} is not known.{near(str(name), FRAMEWORKS)}\nUse one of {', '.join(FRAMEWORKS)}."
+        )
 
 
 def normalised(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +133,12 @@ def about_memory(settings: Mapping[str, Any], framework: str | None) -> tuple[di
 
     A name that is nearly one of those, or that speaks of checkpointing, is kept: a typo must not be lost.
     """
-    known = FRAMEWORKS.values() if framework not in FRAMEWORKS else [FRAMEWORKS[framework]]
-    keys = {name for entry in known for name in (*entry.keys, *entry.sections)}
+    known = FRAMEWORKS.values() if framework is None else [FRAMEWORKS[framework]]
+    keys = {name for entry in known for name in entry.keys}
     kept: dict[str, Any] = {}
     others = []
-    for name, value in normalised(settings).items():
+    sections = [section for entry in known for section in entry.sections]
+    for name, value in flattened(normalised(settings), sections).items():
         speaks = any(word in name for word in _SUBJECT) and name not in _NOT_OURS
         if name in keys or speaks or near(name, keys):
             kept[name] = value

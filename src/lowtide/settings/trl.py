@@ -2,7 +2,8 @@
 
 Read in trl 1.16: ``_BaseConfig`` (``gradient_checkpointing`` is True unless switched off), ``SFTTrainer``
 (``selective`` in the kwargs keeps attention's outputs; it needs checkpointing, and not the reentrant variant; other
-trainers pass it on to PyTorch), ``OffloadActivations`` (stored tensors of 1024 bytes and more, except those of the output head).
+trainers pass it on to PyTorch), ``OffloadActivations`` (stored tensors of 1024 bytes and more, but not those of the
+output head).
 """
 
 from torch import nn
