@@ -12,7 +12,7 @@ from torch import nn
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.timing import compare_times
+from lowtide.measurement.timing import Times, compare_times
 from lowtide.options import Offload
 from lowtide.plan import Plan
 from lowtide.tape.attach import applied
@@ -40,7 +40,7 @@ class Row:
     Attributes:
         peak_bytes: Absolute, with the gradients allocated beforehand.
         fraction: Activation memory as a share of the plain step's.
-        time_ratio: Step time / plain step time, medians of interleaved rounds.
+        time_ratio: Step time / time of the plain step in the same round, the median; quartiles beside it.
         bitwise_equal: Loss and gradients against the plain step's.
         predicted_peak_bytes, predicted_overhead: By the plan; None where there is none.
     """
@@ -49,6 +49,7 @@ class Row:
     peak_bytes: int
     fraction: float
     time_ratio: float
+    time_ratio_quartiles: tuple[float, float]
     bitwise_equal: bool
     predicted_peak_bytes: int | None = None
     predicted_overhead: float | None = None
@@ -90,12 +91,16 @@ class SideBySide:
             calls: dict[str, Callable[[], Any]] = {way.name: partial(self._run, way) for way in ways}
             times = compare_times(calls, rounds=rounds, device=device_of(self.model), on_round=progress)
         resident = self.graph.resident_bytes
+        plain_ms = times[PLAIN].samples_ms
+        # Each sample by the plain step of its own round: what slows the machine down slows both.
+        ratios = {name: Times.of([a / b for a, b in zip(t.samples_ms, plain_ms)]) for name, t in times.items()}
         return [
             Row(
                 name=way.name,
                 peak_bytes=resident + peaks[way.name],
                 fraction=peaks[way.name] / peaks[PLAIN],
-                time_ratio=times[way.name].median_ms / times[PLAIN].median_ms,
+                time_ratio=ratios[way.name].median_ms,
+                time_ratio_quartiles=ratios[way.name].quartiles,
                 bitwise_equal=equal[way.name],
                 predicted_peak_bytes=None if way.plan is None else way.plan.predicted_peak_bytes,
                 predicted_overhead=None if way.plan is None else way.plan.predicted_overhead,

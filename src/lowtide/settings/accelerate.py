@@ -15,6 +15,7 @@ _ON, _OFFLOAD = "activation_checkpointing", "activation_checkpointing_offload"
 _LAYERS = "transformer_layer_cls_to_wrap"
 _NAMES = (_ON, _OFFLOAD, _LAYERS, "version")
 KEYS = (*_NAMES, *(f"fsdp_{name}" for name in _NAMES), "fsdp_config")
+GROUPS = ("fsdp_config",)
 
 
 def describe(given: Given, model: nn.Module) -> Description:

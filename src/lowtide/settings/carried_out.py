@@ -62,7 +62,7 @@ def _enabled(model: Any, enable: dict[str, Any], context: dict[str, Any]) -> Ite
         (module, {name: vars(module).get(name) for name in ("gradient_checkpointing", "_gradient_checkpointing_func")})
         for module in model.modules()
     ]
-    had_hooks = hasattr(model, "_require_grads_hook")
+    had_hooks = bool(getattr(model, "_require_grads_hooks", None))
     kwargs = {**(enable.pop("kwargs") or {}), **context} or None
     if kwargs:
         kwargs.setdefault("use_reentrant", not context)
@@ -70,7 +70,7 @@ def _enabled(model: Any, enable: dict[str, Any], context: dict[str, Any]) -> Ite
     try:
         yield
     finally:
-        if not had_hooks and hasattr(model, "_require_grads_hook"):
+        if not had_hooks and getattr(model, "_require_grads_hooks", None):
             model.disable_input_require_grads()  # its own switch leaves these hooks on
         for module, values in before:
             for name, value in values.items():

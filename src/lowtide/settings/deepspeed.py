@@ -15,6 +15,7 @@ _INNER = (
     "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
 )  # fmt: skip
+GROUPS = (_BLOCK,)
 KEYS = (_BLOCK, *_INNER)
 _NEEDS_CALLS = "only deepspeed.checkpointing.checkpoint() reads it, and nothing calls that by itself"
 

@@ -29,22 +29,26 @@ class Framework:
     Attributes:
         keys: Every name that it reads.
         sections: Nested groups whose names may stand at the top as well.
+        groups: Names whose value is a group of settings.
+        own: Names of which one has to be there for the framework to be guessed; by default any will do.
     """
 
     keys: tuple[str, ...]
     describe: Callable[[Given, nn.Module], Description]
     sections: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
 
 FRAMEWORKS = {
-    "transformers": Framework(transformers.KEYS, transformers.describe),
-    "trl": Framework(trl.KEYS, trl.describe),
-    "roll": Framework(roll.KEYS, roll.describe, roll.SECTIONS),
+    "transformers": Framework(transformers.KEYS, transformers.describe, groups=transformers.GROUPS),
+    "trl": Framework(trl.KEYS, trl.describe, groups=transformers.GROUPS),
+    "roll": Framework(roll.KEYS, roll.describe, roll.SECTIONS, own=roll.OWN),
     "megatron": Framework(megatron.KEYS, megatron.describe),
     "colossalai": Framework(colossalai.KEYS, colossalai.describe),
-    "deepspeed": Framework(deepspeed.KEYS, deepspeed.describe),
+    "deepspeed": Framework(deepspeed.KEYS, deepspeed.describe, groups=deepspeed.GROUPS),
     "torchtitan": Framework(torchtitan.KEYS, torchtitan.describe, torchtitan.SECTIONS),
-    "accelerate": Framework(accelerate.KEYS, accelerate.describe),
+    "accelerate": Framework(accelerate.KEYS, accelerate.describe, groups=accelerate.GROUPS),
     "torch": Framework(torch_policies.KEYS, torch_policies.describe),
 }
 _SUBJECT = ("checkpointing", "recompute", "offload", "activation", "memory_budget", "selective_ac")
@@ -125,7 +129,10 @@ def framework_of(values: Mapping[str, Any]) -> str:
 
 def _knows(known: Framework, values: Mapping[str, Any]) -> bool:
     flat = flattened(values, known.sections)
-    return bool(flat) and all(key in known.keys for key in flat)
+    if known.own and not any(name in flat for name in known.own):
+        return False
+    named = bool(flat) and all(key in known.keys for key in flat)
+    return named and all((name in known.groups) == isinstance(value, Mapping) for name, value in flat.items())
 
 
 def about_memory(settings: Mapping[str, Any], framework: str | None) -> tuple[dict[str, Any], list[str]]:

@@ -14,7 +14,8 @@ from lowtide.settings.description import Description
 from lowtide.settings.given import Given
 
 _DISABLE, _REENTRANT = "disable_gradient_checkpointing", "gradient_checkpointing_use_reentrant"
-KEYS = (_DISABLE, _REENTRANT, *megatron.KEYS)
+OWN = (_DISABLE, _REENTRANT)  # the rest are Megatron's as well
+KEYS = (*OWN, *megatron.KEYS)
 SECTIONS = ("model_args", "training_args", "strategy_args", "strategy_config", "actor_train", "critic")
 
 

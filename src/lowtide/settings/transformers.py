@@ -19,6 +19,7 @@ from lowtide.settings.given import Given, near
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 _OWN = ("every_n_layers", "offload")
 _TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+GROUPS = (f"{_NEW}_kwargs", f"{_OLD}_kwargs", "fsdp_config")
 KEYS = (_NEW, f"{_NEW}_kwargs", _OLD, f"{_OLD}_kwargs", *_OWN, "use_reentrant", "fsdp_config")
 
 
