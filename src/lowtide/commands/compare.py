@@ -198,7 +198,7 @@ def compare(
             rows = bench.rows(ways, progress=progress)
     findings = found.description.findings
     if others:
-        text = f"{len(others)} settings about other things are left aside: {', '.join(others[:6])}"
+        text = f"what is about other things is left aside: {', '.join(others[:6])}"
         findings = (*findings, SettingsFinding("file", NOTE, text + (", ..." if len(others) > 6 else "")))
     return Comparison(framework, found.description.summary, findings, tuple(rows), real, why, difference)
 

@@ -73,13 +73,7 @@ def checkpointed_layers(
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         given.note("use_cache", "is on in the model's config; checkpointed layers drop the cache, plain ones keep it")
-    what = (
-        "all layers"
-        if every == 1
-        else f"every {every}th layer"
-        if every > 3
-        else f"every {every}{'nd' * (every == 2) or 'rd'} layer"
-    )
+    what = "all layers" if every == 1 else f"one layer in {every}"
     return Description(
         f"transformers checkpoints {what}, {len(chosen)} of {len(layers)}" + (", reentrant" if reentrant else ""),
         tuple(Checkpoint((path,), keeps) for path in chosen),
