@@ -40,6 +40,17 @@ def setup():
     return Stack(4), torch.randn(512, 32)
 
 
+class RunsOnce(Block):
+    def forward(self, x):
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("this layer must not run in backward")
+        return super().forward(x)
+
+
+def runs_once():
+    return nn.Sequential(RunsOnce(), RunsOnce()), torch.randn(512, 32)
+
+
 def flat():
     return nn.TransformerEncoderLayer(16, 2, 32, 0.0), torch.randn(8, 4, 16)
 """
@@ -163,6 +174,19 @@ def test_bench_tells_what_it_leaves_out(capsys):
     assert "full: left out: no layer of the model repeats" in out
     assert "torch selective: left out: the model has no repeated blocks" in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_checkpoints_that_fail_are_a_finding_and_plans_run_all_the_same(folder, capsys):
+    (folder / "s.json").write_text('{"modules": ["0", "1"]}')
+    assert main(["compare", "train.py:runs_once", "--settings", "s.json", "--framework", "torch", "--json"]) == 1
+    body = json.loads(capsys.readouterr().out)
+
+    assert {"key": "settings", "kind": "fails", "text": body["why_not_measured"]} in body["findings"]
+    assert "must not run in backward" in body["why_not_measured"]
+    rows = {row["name"]: row["bitwise_equal"] for row in body["rows"]}
+    assert rows["settings, as a plan"] and rows["exact, same peak"] and body["measured_as"] is None
+    assert main(["bench", "train.py:runs_once"]) == 0
+    assert "torch selective: left out: RuntimeError: this layer must not run in backward" in capsys.readouterr().out
 
 
 def test_bench_refuses_a_plot_that_cannot_be_written_before_it_measures(capsys):

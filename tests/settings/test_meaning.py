@@ -168,6 +168,25 @@ def test_a_module_that_is_called_twice_is_two_checkpoints():
     assert len(saved) == 4  # what each of the four calls hands on
 
 
+def test_what_a_plan_cannot_make_again_inside_a_checkpoint_is_told():
+    class Writing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            hidden = self.inner(x)
+            out = hidden.sigmoid()
+            hidden.mul_(2)  # sigmoid has read what is gone now
+            return out + hidden.detach()
+
+    model, x = torch.nn.Sequential(Writing(), Writing()), torch.randn(64, 16)
+    plan = lowtide.from_settings(model, {"modules": ["0", "1"]}, framework="torch", batch=x)
+
+    assert "inside checkpoints cannot be made again op by op" in plan.provenance["settings_findings"]
+    assert plan.counts["recompute"] == 0
+
+
 def test_with_a_link_the_inputs_of_layers_move(llama):
     costs = Costs(llama.costs.op_ms, links={HOST: Link(1e9, 1e9)})
     description = describe(llama.model, kwargs(offload=True), "transformers")

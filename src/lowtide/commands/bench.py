@@ -97,9 +97,16 @@ def bench(model: Any, batch: Any, step: Any) -> Bench:
             graph = trace(model, batch, step=step)
             costs = measure(graph)
             next_stage()
-            ways = [Way(PLAIN), *_planned(graph, costs, left_out), *_selective(model, left_out)]
+            ways = [Way(PLAIN), *_planned(graph, costs, left_out)]
+            side_by_side = SideBySide(model, batch, step, graph)
+            for way in _selective(model, left_out):
+                try:
+                    side_by_side.peak_bytes(way)
+                    ways.append(way)
+                except Exception as error:  # whatever the model does when its layers run again
+                    left_out[way.name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         with counting("timing, rounds") as progress:
-            rows = SideBySide(model, batch, step, graph).rows(ways, progress=progress)
+            rows = side_by_side.rows(ways, progress=progress)
     return Bench(tuple(rows), left_out)
 
 

@@ -74,9 +74,9 @@ class Comparison:
     @property
     def failures(self) -> list[str]:
         """Why the exit code is not 0."""
-        from lowtide.settings.description import NOTHING
+        from lowtide.settings.description import FAILS, NOTHING
 
-        found = [str(f) for f in self.findings if f.kind == NOTHING]
+        found = [str(f) for f in self.findings if f.kind in (NOTHING, FAILS)]
         return found + [
             f"{r.name}: loss or gradients differ from the plain step's" for r in self.rows if not r.bitwise_equal
         ]
@@ -172,7 +172,7 @@ def compare(
     from lowtide.commands.side_by_side import PLAIN, SideBySide, Way
     from lowtide.reports.progress import counting, stages
     from lowtide.settings.carried_out import carried_out, carrier, why_not
-    from lowtide.settings.description import NOTE, SettingsFinding
+    from lowtide.settings.description import FAILS, NOTE, SettingsFinding
     from lowtide.settings.settings_plan import settings_plan, without_checkpointing
 
     with without_checkpointing(model):
@@ -180,6 +180,7 @@ def compare(
             found = settings_plan(model, settings, batch=batch, framework=framework, step=step)
             next_stage()
             graph, costs, plan = found.graph, found.costs, found.plan
+            findings = list(found.description.findings)
             bench = SideBySide(model, batch, step, graph)
             ways, real, why, difference = [Way(PLAIN)], "", "", None
             if plan.keeps_everything:
@@ -188,19 +189,24 @@ def compare(
                 why, peak = why_not(found.description, model), plan.predicted_peak_bytes
                 if not why:
                     real = f"settings, by {carrier(found.description, model)}"
-                    ways.append(Way(real, around=partial(carried_out, found.description, model)))
-                    peak = bench.peak_bytes(ways[-1])
-                    difference = plan.predicted_peak_bytes / peak - 1
+                    way = Way(real, around=partial(carried_out, found.description, model))
+                    try:
+                        peak = bench.peak_bytes(way)
+                    except Exception as error:  # whatever the model does when its layers run again
+                        real, why = "", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                        findings.append(SettingsFinding("settings", FAILS, why))
+                    else:
+                        ways.append(way)
+                        difference = plan.predicted_peak_bytes / peak - 1
                 same_peak = exact_or_least(graph, costs, max(peak, plan.predicted_peak_bytes))
                 same_time = smallest_within(graph, costs, plan.predicted_step_ms, same_peak)
                 ways += [Way(_AS_PLAN, plan), Way(_SAME_PEAK, same_peak), Way(_SAME_TIME, same_time)]
         with counting("timing, rounds") as progress:
             rows = bench.rows(ways, progress=progress)
-    findings = found.description.findings
     if others:
         text = f"what is about other things is left aside: {', '.join(others[:6])}"
-        findings = (*findings, SettingsFinding("file", NOTE, text + (", ..." if len(others) > 6 else "")))
-    return Comparison(framework, found.description.summary, findings, tuple(rows), real, why, difference)
+        findings.append(SettingsFinding("file", NOTE, text + (", ..." if len(others) > 6 else "")))
+    return Comparison(framework, found.description.summary, tuple(findings), tuple(rows), real, why, difference)
 
 
 def exact_or_least(graph: StepGraph, costs: Costs, budget: int | str) -> Plan:

@@ -23,11 +23,14 @@ def candidate_of(graph: StepGraph, costs: Costs, description: Description) -> tu
     """
     findings: list[SettingsFinding] = []
     segment_of = _segments(graph, description.checkpoints)
-    actions = _recomputed(graph, description.checkpoints, segment_of)
+    actions = _recomputed(graph, segment_of)
     inside = {s for op in segment_of for s in graph.ops[op].makes}
-    stuck = sum(graph.storages[s].bytes for s in (inside & graph.stored) - recomputable(graph))
+    stuck = [s for s, action in actions.items() if action == SAVE and s in inside and s not in recomputable(graph)]
     if stuck:
-        text = f"{format_bytes(stuck)} inside checkpoints cannot be run again op by op and are saved in the plan"
+        size = format_bytes(sum(graph.storages[s].bytes for s in stuck))
+        text = (
+            f"{size} inside checkpoints cannot be made again op by op (written in place, mostly): the plan saves them"
+        )
         findings.append(SettingsFinding("plan", NOTE, text))
     if segment_of and all(action == SAVE for action in actions.values()):
         findings.append(SettingsFinding("plan", NOTHING, "the checkpoints store nothing that could be made again"))
@@ -91,9 +94,7 @@ def base_name(op: str) -> str:
     return op.split(".")[1] if "." in op else op
 
 
-def _recomputed(
-    graph: StepGraph, checkpoints: Iterable[Checkpoint], segment_of: dict[int, tuple[Checkpoint, int]]
-) -> dict[int, str]:
+def _recomputed(graph: StepGraph, segment_of: dict[int, tuple[Checkpoint, int]]) -> dict[int, str]:
     """Actions that make again what checkpoints hold inside, except what they keep and what crosses their border."""
     kept = set()
     run_of = {op: run for op, (_, run) in segment_of.items()}

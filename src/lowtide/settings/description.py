@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NOTHING, DEPRECATED, NOTE = "does nothing", "deprecated", "note"
+NOTHING, DEPRECATED, FAILS, NOTE = "does nothing", "deprecated", "fails", "note"
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class SettingsFinding:
     """What is worth knowing about one setting.
 
     Attributes:
-        kind: ``does nothing``, ``deprecated`` or ``note``.
+        kind: ``does nothing``, ``deprecated``, ``fails`` or ``note``.
     """
 
     key: str

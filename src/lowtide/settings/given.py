@@ -1,7 +1,9 @@
 """The settings that a user gave: read key by key, each with its type checked, and what is found on the way."""
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lowtide.errors import SettingsError
@@ -82,6 +84,9 @@ class Given:
     def section(self, name: str) -> dict[str, Any]:
         """A nested group of settings; empty where none is given."""
         value = self._values.get(name, {})
+        if isinstance(value, str) and value.startswith("{"):  # as TrainingArguments take it on a command line
+            with suppress(json.JSONDecodeError):
+                value = json.loads(value)
         if not isinstance(value, Mapping):
             raise self.error(f"{name}={value!r} is a {type(value).__name__}.", f"Write {name} as names with values.")
         return dict(value)
