@@ -2,11 +2,13 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 
 from lowtide.cli import main
 from lowtide.graph.costs import Costs
+from lowtide.measurement.timing import compare_times
 
 SCRIPT = """
 import torch
@@ -64,6 +66,8 @@ def folder(tmp_path, monkeypatch):
     # Bytes and bits do not depend on what an op takes.
     for place in ("settings.settings_plan", "measurement.op_times"):
         monkeypatch.setattr(f"lowtide.{place}.measure", lambda graph, **_: Costs((1.0,) * len(graph.ops)))
+    once = partial(compare_times, rounds=1, warmup=0)
+    monkeypatch.setattr("lowtide.commands.side_by_side.compare_times", lambda calls, *, rounds, **options: once(calls))
     return tmp_path
 
 
