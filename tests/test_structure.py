@@ -14,10 +14,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
     "scratch_file", "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
-    "argument_checks",
+    "argument_checks", "settings",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
-ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations")
+ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
 # Plain data as well, in a package that holds more.
@@ -34,7 +34,7 @@ PLAIN_MODULES = tuple(
         "buckets",
     )
 )
-PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier"}
+PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier", "from_settings"}
 
 MODULES = sorted(p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for p in SOURCE.rglob("*.py"))
 

@@ -8,6 +8,7 @@ from lowtide.errors import LowtideError as LowtideError
 from lowtide.errors import PlanMismatchError as PlanMismatchError
 from lowtide.errors import PlannerFailedError as PlannerFailedError
 from lowtide.errors import ReplayError as ReplayError
+from lowtide.errors import SettingsError as SettingsError
 from lowtide.errors import StepError as StepError
 from lowtide.errors import TierError as TierError
 from lowtide.errors import UnsupportedModelError as UnsupportedModelError
@@ -18,6 +19,7 @@ from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
 from lowtide.runtime.fitted_model import Fit as Fit
 from lowtide.runtime.status import Status as Status
+from lowtide.settings.settings_plan import from_settings as from_settings
 from lowtide.simulation.simulator import Timeline as Timeline
 from lowtide.simulation.simulator import simulate as simulate
 from lowtide.solvers.dispatch import solve as solve

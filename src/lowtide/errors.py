@@ -54,3 +54,7 @@ class StepError(LowtideError, ValueError):
 
 class IntegrationError(LowtideError):
     """A library's version or settings that lowtide does not work with; raised before training starts."""
+
+
+class SettingsError(LowtideError, ValueError):
+    """Checkpointing settings that their own library refuses, or that contradict each other or mean nothing at all."""

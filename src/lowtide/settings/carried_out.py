@@ -1,0 +1,101 @@
+"""Settings as they are really carried out in this process: by transformers, or by ``torch.utils.checkpoint``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowtide.settings.decisions import PRODUCTS, base_name
+from lowtide.settings.description import Checkpoint, Description
+
+
+def why_not(description: Description, model: nn.Module) -> str:
+    """Why these settings cannot be carried out here; "" where they can."""
+    if description.moves:
+        return "it moves tensors to host memory, which only the library itself does"
+    if description.kept_ratio is not None:
+        return "it is a rule of the compiler"
+    if not description.checkpoints:
+        return "it checkpoints nothing"
+    if any(len(c.modules) > 1 for c in description.checkpoints):
+        return "several layers in one checkpoint are one call of the library's own loop over layers"
+    if any(c.attention_only or c.discards_output for c in description.checkpoints):
+        return "it is a part of a layer that only the library's own layer can run again"
+    return ""
+
+
+def carrier(description: Description, model: nn.Module) -> str:
+    """Who carries them out."""
+    enables = description.enable is not None and hasattr(model, "activation_checkpointing_enable")
+    return "transformers" if enables else "torch.utils.checkpoint"
+
+
+@contextmanager
+def carried_out(description: Description, model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` runs with the checkpoints of ``description``; ``why_not`` has to be ""."""
+    context = _context_fn(description.checkpoints[0])
+    if carrier(description, model) == "transformers":
+        with _enabled(model, dict(description.enable or {}), context):
+            yield
+        return
+    changed = [model.get_submodule(path) for c in description.checkpoints for path in c.modules]
+    for module in changed:
+        module.forward = partial(_checkpointed, module.forward, context)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _checkpointed(forward: Callable[..., Any], context: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+
+@contextmanager
+def _enabled(model: Any, enable: dict[str, Any], context: dict[str, Any]) -> Iterator[None]:
+    """transformers' own switch, and afterwards everything as it was."""
+    before = [
+        (module, {name: vars(module).get(name) for name in ("gradient_checkpointing", "_gradient_checkpointing_func")})
+        for module in model.modules()
+    ]
+    had_hooks = bool(getattr(model, "_require_grads_hooks", None))
+    kwargs = {**(enable.pop("kwargs") or {}), **context} or None
+    if kwargs:
+        kwargs.setdefault("use_reentrant", not context)
+    model.activation_checkpointing_enable(kwargs, **enable)
+    try:
+        yield
+    finally:
+        if not had_hooks and getattr(model, "_require_grads_hooks", None):
+            model.disable_input_require_grads()  # its own switch leaves these hooks on
+        for module, values in before:
+            for name, value in values.items():
+                if value is not None:
+                    setattr(module, name, value)
+                elif name in vars(module):
+                    delattr(module, name)
+
+
+def _context_fn(rule: Checkpoint) -> dict[str, Any]:
+    """The argument that makes ``torch.utils.checkpoint`` keep the outputs of some ops."""
+    if not rule.keeps:
+        return {}
+
+    def contexts() -> Any:
+        seen = {True: 0, False: 0}
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name = base_name(str(op))
+            if name in PRODUCTS and name in rule.keeps and rule.skips_every:
+                seen[ctx.is_recompute] += 1
+                if seen[ctx.is_recompute] % rule.skips_every == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if name in rule.keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return {"context_fn": contexts}
