@@ -24,7 +24,7 @@ class BackwardObserver(Protocol):
     ``retains``: its graph was retained, for another backward; ``creates``: it made a graph of its own, for a loss.
     """
 
-    def before_backward(self, roots: Iterable[Any]) -> None: ...
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None: ...
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
     ) -> None: ...
@@ -63,7 +63,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _entry(*args, **kwargs)
     observers = [observer for reference in _observers if (observer := reference()) is not None]
     for observer in observers:
-        observer.before_backward(args[0])
+        observer.before_backward(args[0], creates=bool(args[3]))
     failure: BaseException | None = None
     try:
         return _entry(*args, **kwargs)

@@ -109,7 +109,7 @@ class _StepBefore:
         """The backward that fails would not tell all that was added to."""
         return self._num_backwards > 1 or self._trains_others or self._adds_unseen
 
-    def before_backward(self, roots: Iterable[Any]) -> None:
+    def before_backward(self, roots: Iterable[Any], **_: bool) -> None:
         self._num_backwards += 1
         if self._looks_ahead:
             self._look_at(roots)
