@@ -13,6 +13,7 @@ SUPPORTED = {
     "lightning": ("2.6", "2.7"),
     "megatron-core": ("0.16", "0.17"),
     "peft": ("0.17", "0.22"),
+    "pytorch-lightning": ("2.6", "2.7"),
     "transformers": ("5.0", "6"),
     "trl": ("1.16", "1.17"),
 }
@@ -32,7 +33,7 @@ def check_version(package: str) -> None:
         raise IntegrationError(f"{package} is not installed.\nInstall it: {install}.") from None
     if not Version(least) <= Version(Version(found).base_version) < Version(too_new):
         raise IntegrationError(
-            f"{package} {found} was never tried: the seams that lowtide uses are those of {least} up to, not including, "
-            f"{too_new}.\nInstall one of these ({install}), or call lowtide.fit(model, budget=...) yourself where your "
-            "loop begins."
+            f"{package} {found} was never tried: the seams that lowtide uses are those of {least} up to, not "
+            f"including, {too_new}.\nInstall one of these ({install}), or call lowtide.fit(model, budget=...) yourself "
+            "where your loop begins."
         )
