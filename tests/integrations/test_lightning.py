@@ -289,14 +289,21 @@ def test_under_ddp_the_step_is_seen_at_the_modules_own_call():
     plain = Autoencoder()
     model = copy.deepcopy(plain)
     ours = LowtideCallback(budget="80%")
+    seam = lightning.callbacks.LambdaCallback(
+        on_train_batch_start=lambda trainer, *_: seams.append(vars(trainer.strategy).get("training_step"))
+    )
+    seams = []
     try:
         trained(plain, strategy=lightning.strategies.DDPStrategy(process_group_backend="gloo"))
-        trained(model, ours, EachStep(ours), strategy=lightning.strategies.DDPStrategy(process_group_backend="gloo"))
+        trained(
+            model, ours, EachStep(ours), seam, strategy=lightning.strategies.DDPStrategy(process_group_backend="gloo")
+        )
     finally:
         torch.distributed.destroy_process_group()
     status = ours.fit.status()
     assert model.losses == plain.losses and same_weights(model, plain)
     assert (status.steps, status.calls, status.planned_steps) == (6, 6, 4), status
+    assert seams == [None] * 6
     assert is_clean(model)
 
 

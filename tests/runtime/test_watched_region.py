@@ -1,6 +1,7 @@
 """Steps that never call the fitted model itself, watched and planned inside ``fit.step_region``."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -238,4 +239,24 @@ def test_an_error_in_a_region_leaves_nothing_behind_and_the_next_step_is_right()
             run(plain, parts, [X] * 2)
         assert fit.status().in_force
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert is_clean(model)
+
+
+def test_backward_on_another_thread_leaves_the_region_to_the_thread_that_opened_it():
+    model = Parts()
+    plain = copy.deepcopy(model)
+    _, budget = budget_for(model, parts, 0.6)
+    with lowtide.fit(model, budget=budget) as fit:
+        for _ in range(3):
+            torch.manual_seed(3)
+            with fit.step_region(X):
+                loss = parts(model, X)
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            torch.manual_seed(3)
+            parts(plain, X).backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters()) if p.grad is not None
+    )
     assert is_clean(model)
