@@ -137,6 +137,8 @@ def adversarial(model, x, optimizers):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(part(x).mean().item())
     return losses
 
 
@@ -247,16 +249,34 @@ def test_backward_on_another_thread_leaves_the_region_to_the_thread_that_opened_
     plain = copy.deepcopy(model)
     _, budget = budget_for(model, parts, 0.6)
     with lowtide.fit(model, budget=budget) as fit:
-        for _ in range(3):
-            torch.manual_seed(3)
-            with fit.step_region(X):
-                loss = parts(model, X)
-                thread = threading.Thread(target=loss.backward)
-                thread.start()
-                thread.join()
-            torch.manual_seed(3)
-            parts(plain, X).backward()
+        run(model, parts, [X] * 3, fit)
+        with fit.step_region(X):
+            loss = parts(model, X)
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+            assert fit.status().planned_steps == 2
+    run(plain, parts, [X] * 3)
+    parts(plain, X).backward()
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters()) if p.grad is not None
     )
     assert is_clean(model)
+
+
+def test_a_region_inside_a_call_of_the_model_is_part_of_that_call():
+    model = Layered()
+    with lowtide.fit(model, budget="80%") as fit:
+        forward = model.forward
+
+        def in_region(x):
+            with fit.step_region(x):
+                return forward(x)
+
+        model.forward = in_region
+        for _ in range(3):
+            model(X).square().mean().backward()
+            fit.wait()
+        status, paths = fit.status(), {frame.path for frame in fit.plan.frames}
+    assert (status.calls, status.planned_calls) == (3, 2)
+    assert "layers.0" in paths
