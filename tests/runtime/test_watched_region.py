@@ -247,16 +247,16 @@ def test_an_error_in_a_region_leaves_nothing_behind_and_the_next_step_is_right()
 def test_backward_on_another_thread_leaves_the_region_to_the_thread_that_opened_it():
     model = Parts()
     plain = copy.deepcopy(model)
-    _, budget = budget_for(model, parts, 0.6)
+    _, budget = budget_for(model, functional, 0.6)
     with lowtide.fit(model, budget=budget) as fit:
-        run(model, parts, [X] * 3, fit)
+        run(model, functional, [X] * 3, fit)
         with fit.step_region(X):
-            loss = parts(model, X)
+            loss = functional(model, X)
             thread = threading.Thread(target=loss.backward)
             thread.start()
             thread.join()
-    run(plain, parts, [X] * 3)
-    parts(plain, X).backward()
+    run(plain, functional, [X] * 3)
+    functional(plain, X).backward()
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters()) if p.grad is not None
     )
