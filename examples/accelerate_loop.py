@@ -18,7 +18,7 @@ def train(model, dataset, budget=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(dataset, batch_size=16))
     fit = budget and lowtide.fit(accelerator.unwrap_model(model), budget=budget, optimizer=optimizer)
-    losses = []
+    losses, start = [], 0.0
     for n, tokens in enumerate(loader):
         start = time.perf_counter() if n <= 3 else start
         with accelerator.accumulate(model), measuring("cpu") as memory:

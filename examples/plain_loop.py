@@ -26,7 +26,7 @@ class Autoencoder(nn.Module):
 def train(model, batches, fit=None):
     """Losses, the peak of the last step in MiB, and seconds of all steps from the fourth on."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
+    losses, start = [], 0.0
     for n, x in enumerate(batches):
         start = time.perf_counter() if n <= 3 else start
         with measuring("cpu") as memory:

@@ -259,7 +259,7 @@ def test_each_plan_and_the_end_are_logged(caplog):
     assert lines[0] == "lowtide: the budget of a training step is 80%; the first steps are watched"
     assert sum("planned beside training" in line for line in lines) == 1
     assert lines[-1].startswith("lowtide: The plan is in force: 4 of 6 steps ran under a plan.")
-    assert "Observed peak: " in lines[-1] and " 1 plans, overhead up to " in lines[-1]
+    assert "Observed peak: " in lines[-1] and " Predicted overhead: up to " in lines[-1]
 
 
 def test_the_library_under_its_older_name_is_the_same():

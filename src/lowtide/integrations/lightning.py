@@ -139,7 +139,6 @@ def _wrap_training_step(strategy: Any, fitted: Fit) -> Callable[[], None]:
 
 def _summary(fitted: Fit) -> str:
     """What really ran, in a line."""
-    status = fitted.status()
     overhead = [plan.predicted_overhead for plan in fitted.plans]
-    plans = f"{len(overhead)} plans" + (f", overhead up to {100 * max(overhead):.1f} %" if overhead else "")
-    return f"{status.headline} {plans}."
+    predicted = f" Predicted overhead: up to {100 * max(overhead):.1f} %." if overhead else ""
+    return fitted.status().headline + predicted
