@@ -4,10 +4,12 @@ import copy
 import gc
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from support.training_steps import differing, outcome
+from support.watched_training import Layered, same
 from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -191,3 +193,59 @@ def test_a_watched_loop_gives_the_same_gradients_and_leaves_nothing_behind(loop)
     written = torch.zeros(1)
     written.add_(1)
     assert written._version == 1, "a dispatch key was left excluded: versions count no more"
+
+
+def adversaries(both, fits=(), region=nullcontext):
+    """A generator and a discriminator in turns: the losses, and the weights at the end."""
+    maker, judge = both
+    makers, judges = (torch.optim.Adam(m.parameters(), lr=0.01) for m in both)
+    real = torch.randn(256, 64, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(1)
+    losses = []
+    for n in range(6):
+        with region():
+            made = maker(torch.randn(256, 64))
+            judged = judge(torch.cat([made.detach(), real])).square().mean()
+            judged.backward()
+            judges.step()
+            fooled = (1 - judge(made)).square().mean()
+            fooled.backward()
+            makers.step()
+        makers.zero_grad()
+        judges.zero_grad()
+        losses += [judged.item(), fooled.item()]
+        if n == 2:
+            for fit in fits:
+                fit.wait()
+    return losses, [p.detach().clone() for p in both.parameters()]
+
+
+def layered_pair():
+    torch.manual_seed(0)
+    return nn.ModuleList([Layered(3), Layered(3)])
+
+
+def test_two_watched_models_that_train_against_each_other_step_as_plainly():
+    both = layered_pair()
+    expected = adversaries(copy.deepcopy(both))
+    fits = [lowtide.fit(model, budget="90%") for model in both]
+    found = adversaries(both, fits)
+    reasons = [reason for fit in fits for reason in fit.status().reasons]
+    planned = [fit.status().planned_steps for fit in fits]
+    for fit in fits:
+        fit.remove()
+
+    assert same(expected, found)
+    assert min(planned) > 0
+    assert not any("saved whole" in reason for reason in reasons), reasons
+
+
+def test_two_models_are_one_fit_in_a_region():
+    both = layered_pair()
+    expected = adversaries(copy.deepcopy(both))
+    with lowtide.fit(both, budget="90%") as fit:
+        found = adversaries(both, [fit], fit.step_region)
+        status = fit.status()
+
+    assert same(expected, found)
+    assert status.in_force and status.planned_steps >= 6, status

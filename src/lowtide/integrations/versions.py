@@ -13,6 +13,7 @@ SUPPORTED = {
     "lightning": ("2.6", "2.7"),
     "megatron-core": ("0.16", "0.17"),
     "peft": ("0.17", "0.22"),
+    "pytorch-lightning": ("2.6", "2.7"),
     "transformers": ("5.0", "6"),
     "trl": ("1.16", "1.17"),
 }

@@ -1,7 +1,7 @@
-"""Which calls of a model a backward is of: graphs are marked by call, and a backward finds those that it reaches."""
+"""Which calls of a model a backward is of, and whether anything still holds what a call made."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lowtide.tracing.autograd_leaves import nodes_of
@@ -11,27 +11,24 @@ _MARK = "lowtide"
 
 
 class _Mark:
-    """Which call of the step a graph is of. Autograd holds it as long as the node lives."""
+    """Autograd holds it as long as the node lives."""
 
-    __slots__ = ("__weakref__", "position")
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+    __slots__ = ("__weakref__",)
 
 
-def marks_in(output: object, position: int) -> list[Callable[[], object]]:
+def marks_in(output: object) -> list[Callable[[], object]]:
     """Mark each graph of what a call returned; what comes back gives None when that is gone."""
     tensors = list(tensors_in(output))
     if not tensors:  # something of the user's own, which may hold some
         return [lambda: True]
     marks: list[Callable[[], object]] = []
     for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
-        mark = node.metadata[_MARK] = _Mark(position)
+        mark = node.metadata[_MARK] = _Mark()
         marks.append(weakref.ref(mark))
     return marks
 
 
-def calls_reached(roots: Iterable[Any]) -> set[int]:
-    """The calls whose graphs a backward from ``roots`` runs through."""
-    marks = (node.metadata.get(_MARK) for node in nodes_of(roots))
-    return {mark.position for mark in marks if mark is not None}
+def calls_reached(roots: Iterable[Any], nodes: Mapping[int, range]) -> set[int]:
+    """The calls through whose graphs a backward from ``roots`` runs; ``nodes``: the sequence numbers that each made."""
+    reached = {node._sequence_nr() for node in nodes_of(roots)}
+    return {call for call, made in nodes.items() if any(number in made for number in reached)}

@@ -25,9 +25,10 @@ from lowtide.runtime.recovery import Recovery
 from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Status
+from lowtide.runtime.step_region import step_region
 from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing import module_calls
-from lowtide.tracing.batches import batch_tensors, call_of
+from lowtide.tracing.batches import Call, batch_tensors, call_of
 from lowtide.tracing.tracer import Step, check_supported, device_of
 from lowtide.verifier import Verification, suspended, verify_in
 
@@ -255,13 +256,18 @@ class Fit:
         report = fit_report(self.plan, self.graph, self._verification, counts, warnings=self.warnings)
         return f"{status.headline}\n\n{report}"
 
-    def step_region(self) -> AbstractContextManager[None]:
-        """Tape all that runs forward inside as part of the step.
+    def step_region(self, batch: Any = None) -> AbstractContextManager[None]:
+        """All that runs forward inside is part of the step: needed only where a step never calls the model itself.
 
-        Needed only by a step that never calls the model itself, or that runs much before it does: what runs between
-        the model's call and backward is taped wherever the plan drops something there.
+        Without a batch in ``fit``, the region counts as a call of the model: the step is watched from here to the end
+        of the backward that follows. Where backward runs inside, the next call of a module begins the next step.
+
+        Args:
+            batch: What the step is given. Its sizes tell one shape from another, and its bytes count as there before.
+                Without it a batch of another size shows only by its ops, and runs online.
         """
-        return self._watcher.region()
+        call = Call((), {}) if batch is None else call_of(batch)
+        return step_region(self._watcher, self.model, call, self._first)
 
     def remove(self) -> None:
         """Detach: the model is as it was before ``fit``. Safe to call twice, and between forward and backward."""

@@ -6,6 +6,19 @@ from typing import Any
 from lowtide.units import format_bytes
 
 
+@dataclass
+class Counters:
+    """What went by."""
+
+    steps: int = 0
+    planned_steps: int = 0
+    calls: int = 0
+    planned_calls: int = 0
+    observed_peak_bytes: int | None = None
+    why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
+    diverged_steps: int = 0  # begun under a plan, with other ops
+
+
 @dataclass(frozen=True)
 class Status:
     """Counted from real steps. A step is a forward pass with the backward that follows.

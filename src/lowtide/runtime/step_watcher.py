@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.shared_tiers import SharedTiers
+from lowtide.runtime.status import Counters
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
 from lowtide.tape.online.room import ExpectedBytes
@@ -52,19 +52,6 @@ _ONLY_OTHERS = (
     "fit that"
 )
 _SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
-
-
-@dataclass
-class Counters:
-    """What went by."""
-
-    steps: int = 0
-    planned_steps: int = 0
-    calls: int = 0
-    planned_calls: int = 0
-    observed_peak_bytes: int | None = None
-    why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
-    diverged_steps: int = 0  # begun under a plan, with other ops
 
 
 class StepWatcher:
@@ -107,8 +94,8 @@ class StepWatcher:
         self._expected = ExpectedBytes()
         self._seam: Seam | None = None  # of the watch
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
-        self._region: ExitStack | None = None  # of ``region``
-        self._uncalled: PlannedStep | None = None  # for a step that never calls the model itself
+        self._is_called = False  # the model runs, as part of the present step
+        self._end_part: Callable[[], None] | None = None  # of the region that is open
         self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
         self._spoiled = False  # the step failed, or mixes with another: no plan comes of it
         # Of the present step, though something still holds its graph:
@@ -120,7 +107,7 @@ class StepWatcher:
         # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
         weakref.finalize(model, _close_all, self._open_seams).atexit = False
         self._num_others = 0  # backward passes of other models since our last call
-        self._made_nodes: dict[int, int] = {}  # of autograd, by each call of the present step
+        self._nodes: dict[int, range] = {}  # of autograd, made by each call of the present step
         self._graphs: list[Callable[[], object]] = []  # of what its calls returned: None once one is gone
         self._more_calls = False  # than planned
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -133,7 +120,7 @@ class StepWatcher:
         if planned.shapes:
             self.shelf.put(planned)
         else:
-            self._last = self._uncalled = planned
+            self._last = planned
 
     @property
     def latest(self) -> PlannedStep | None:
@@ -148,34 +135,32 @@ class StepWatcher:
         call = self._compiled or model._call_impl
         observer = module_calls.thread_state.observer
         if observer is not None:
-            if self._region is not None and torch.is_grad_enabled():
-                self._count_call_in_region(model, args, kwargs)
             return attach.call_in_open_region(observer, call, args, kwargs)
+        with self.around(model, args, kwargs):
+            output = call(*args, **kwargs)
+            if self._is_called:
+                self._graphs += marks_in(output)
+            return output
+
+    def around(self, model: nn.Module, args: tuple, kwargs: dict) -> AbstractContextManager[None]:
+        """What surrounds a call of the model, or a region that counts as one."""
         if attach.cannot_tape():
-            return call(*args, **kwargs)
+            return nullcontext()
         if not torch.is_grad_enabled():
-            with self._aside():
-                return call(*args, **kwargs)
+            return self._aside()
         if not self._is_ours(threading.current_thread()):
             self._say("the model was called on two threads at once: only one is planned")
-            return call(*args, **kwargs)
+            return nullcontext()
+        if self._is_called:  # and keeps everything, so nobody observes the calls inside
+            return nullcontext()
         self._thread = threading.current_thread()
         self.counters.calls += 1
         self._note_call()
         try:
-            around = self._around(model, shape_of_call(model, args, kwargs), args, kwargs)
+            return self._around(model, shape_of_call(model, args, kwargs), args, kwargs)
         except Exception as error:  # nothing of ours may end the training
             self._fail(error)
-            return call(*args, **kwargs)
-        try:
-            with around:
-                output = call(*args, **kwargs)
-                self._graphs += marks_in(output, len(self._shapes) - 1)
-                return output
-        except Exception as error:
-            if is_out_of_memory(error) and not self.recovers:
-                self.lower_budget(error)
-            raise
+            return nullcontext()
 
     def _is_ours(self, thread: threading.Thread) -> bool:
         """Whether a call on ``thread`` may be part of a step; a step that another thread has left behind ends here."""
@@ -209,7 +194,7 @@ class StepWatcher:
         if self._step is not None and self._watch is None:
             return self._planned(self._step, position, shape)
         if self._watch is None:
-            return nullcontext()
+            return _Call(self, position)
         if isinstance(self._watch, WatchedStep):
             self._watch.begin_call(model, args, kwargs)
         return self._observed(self._watch)
@@ -225,7 +210,7 @@ class StepWatcher:
         step = self._step
         if step is None or self._watch is not None or not 0 < len(step.shapes) < len(self._shapes):
             return False
-        return self.shelf.can_watch and self._region is None and len(calls_reached(roots)) > len(step.shapes)
+        return self.shelf.can_watch and len(calls_reached(roots, self._nodes)) > len(step.shapes)
 
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
@@ -234,17 +219,15 @@ class StepWatcher:
         if step.shapes[at] != shape:
             if not step.shapes[at].covers(shape):
                 watch = self._go_online(step.last_op_before(position))
-                return nullcontext() if watch is None else self._observed(watch)
+                return _Call(self, position) if watch is None else self._observed(watch)
             tape.sizes_vary = True
-        if not step.is_known and self.shelf.can_watch and self._region is None:
+        if not step.is_known and self.shelf.can_watch:
             tape.matches_all = True  # nobody has seen a real step under it
         self._planned_calls += 1
-        tape.on_divergence = self._go_online if self.shelf.can_watch and self._region is None else None
+        tape.on_divergence = self._go_online if self.shelf.can_watch else None
         if step.keeps_everything and not tape.matches_all:
             return _Call(self, position)
-        if self._region is not None:
-            self._region.enter_context(attach.TapedRegion(tape, tape.program.root, whole_step=True))
-        elif step.needs_whole_step:
+        if step.needs_whole_step:
             if at == 0:
                 self._leave_plan()
                 self._plan_seam = self._opened(tape)
@@ -265,14 +248,25 @@ class StepWatcher:
                 yield
         finally:
             tape.leave()
-            state.observer = tape if self._region is not None and isinstance(tape, Tape) else None
+            state.observer = None
 
-    def note_call(self, position: int, num_made: int, *, failed: bool) -> None:
-        """The step's call at ``position`` has ended, and made so many nodes of autograd."""
-        if failed:
-            self._spoiled = True
-        else:
-            self._made_nodes[position] = num_made
+    def begin_call(self) -> None:
+        """The model runs: calls of it in this one are part of it."""
+        self._is_called = True
+
+    def end_call(self, position: int, nodes: range, error: BaseException | None) -> None:
+        """The step's call at ``position`` is over, and made these nodes of autograd."""
+        self._is_called = False
+        if error is None:
+            self._nodes[position] = nodes
+            return
+        self._spoiled = True
+        if is_out_of_memory(error) and not self.recovers:
+            self.lower_budget(error)
+
+    @property
+    def _made_nodes(self) -> dict[int, int]:
+        return {position: len(nodes) for position, nodes in self._nodes.items()}
 
     def _go_online(self, last_op: int) -> OnlineTape | None:
         """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
@@ -316,26 +310,23 @@ class StepWatcher:
             yield
 
     @contextmanager
-    def region(self) -> Iterator[None]:
-        """All that runs inside belongs to the step, also before the model's first call and without one."""
-        if self._region is not None:
+    def in_region(self, end_part: Callable[[], None]) -> Iterator[None]:
+        """A region is open; ``end_part`` is called where a backward begins inside."""
+        if self._end_part is not None:
             raise LowtideError("step_region() is open already: one step at a time.")
-        with ExitStack() as self._region:
-            step = self._uncalled
-            if step is not None and not step.keeps_everything:
-                self._step, self._thread = step, threading.current_thread()
-                self._region.enter_context(attach.TapedRegion(step.tape, step.tape.program.root, whole_step=True))
-            try:
-                yield
-            finally:
-                self._region = None
+        self._end_part = end_part
+        try:
+            yield
+        finally:
+            self._end_part = None
 
-    def _count_call_in_region(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not self._shapes and self.latest is not None:  # another step inside the same region
-            self._step, self._thread = self.latest, threading.current_thread()
-        self._shapes.append(shape_of_call(model, args, kwargs))
-        self.counters.calls += 1
-        self._planned_calls += self._step is not None
+    def note_region(self) -> None:
+        """A region's part of the step has run forward; what holds its graph is not known."""
+        self._graphs.append(lambda: True)
+
+    def begin_uncalled(self, step: PlannedStep) -> None:
+        """A step begins under a plan that a rehearsal made, and will not call the model itself."""
+        self._step, self._thread = step, threading.current_thread()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -345,7 +336,7 @@ class StepWatcher:
         self._follow_free_memory(model)
         self._step = self.shelf.plan_for(shape)
         self._why_no_plan = self.shelf.why_no_plan(shape)
-        self._spoiled, self._made_nodes, self._graphs = False, {}, []
+        self._spoiled, self._nodes, self._graphs = False, {}, []
         self._more_calls = False
         self._forget_backwards()
         if self._step is not None:
@@ -375,10 +366,15 @@ class StepWatcher:
     def before_backward(self, _: Iterable[Any], *, creates: bool) -> None:
         if self._paused:
             return
-        if not creates:
-            self._leave_plan()
-        elif self._plan_seam is not None and self._step is not None:  # part of a loss
-            self._step.tape.have_hooks()
+        try:
+            if not creates:
+                if self._end_part is not None:
+                    self._end_part()
+                self._leave_plan()
+            elif self._plan_seam is not None and self._step is not None:  # part of a loss
+                self._step.tape.have_hooks()
+        except Exception as own:
+            self._fail(own)
         self._gradients = self._sampled_gradients()
 
     def _sampled_gradients(self) -> list[tuple[int, int]]:
@@ -650,20 +646,21 @@ class StepWatcher:
 class _Call:
     """Surrounds a call of the model: its ``region``, if it has one of its own, and the nodes that autograd makes."""
 
-    __slots__ = ("_nodes_before", "_position", "_region", "_watcher")
+    __slots__ = ("_first_node", "_position", "_region", "_watcher")
 
     def __init__(self, watcher: StepWatcher, position: int, region: attach.TapedRegion | None = None) -> None:
         self._watcher, self._position, self._region = watcher, position, region
 
     def __enter__(self) -> None:
-        self._nodes_before = num_nodes()
+        self._watcher.begin_call()
+        self._first_node = num_nodes()
         if self._region is not None:
             self._region.__enter__()
 
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._region is not None:
             self._region.__exit__(failure)
-        self._watcher.note_call(self._position, num_nodes() - self._nodes_before, failed=failure is not None)
+        self._watcher.end_call(self._position, range(self._first_node, num_nodes()), error)
 
 
 def _close_all(seams: list[Seam]) -> None:

@@ -35,7 +35,8 @@ def unpacked(placeholder: Value | View) -> Tensor:
     if torch.is_grad_enabled():  # under create_graph
         with torch.no_grad():
             tensor = unpacked(placeholder)
-        stand_for(placeholder.value, tensor)  # ops of this backward save it again
+        if graph_task() != -1:
+            stand_for(placeholder.value, tensor)  # ops of this backward save it again
         return tensor
     value = placeholder.value
     if value.source is None and value.tensor is not None:  # after the final replay

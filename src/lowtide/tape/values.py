@@ -192,6 +192,8 @@ def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
         value = getattr(tensor.untyped_storage(), MARK, None)
     except (NotImplementedError, RuntimeError):  # sparse, functorch: no plain storage
         return None
+    if type(value) is weakref.ref:
+        value = value()
     if value is None or value.run is not run or value.version != tensor._version:
         return None
     value.users += 1
@@ -205,10 +207,13 @@ def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
 
 
 def stand_for(value: Value, tensor: Tensor) -> None:
-    """``tensor`` has been made again: where it is saved once more, ``value`` stands for it."""
+    """``tensor`` has been made again: where it is saved once more, ``value`` stands for it.
+
+    The mark is weak: the Value may hold this storage.
+    """
     storage = tensor.untyped_storage()
     if value.version == tensor._version and MARK not in storage.__dict__:
-        storage.__dict__[MARK] = value
+        storage.__dict__[MARK] = weakref.ref(value)
 
 
 def value_of(tensor: Tensor, run: ExecutionState) -> Value | None:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lowtide.tracing.operators import packet_name, tensors_in
@@ -66,8 +67,9 @@ def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
         return found
 
     try:
-        args, kwargs = tree_map_only(torch.Tensor, twin, (args, kwargs))
-        results = list(tensors_in(func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))))
+        with _disable_current_modes():  # another model's watch below would take these ops for its own
+            args, kwargs = tree_map_only(torch.Tensor, twin, (args, kwargs))
+            results = list(tensors_in(func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))))
     except Exception:
         return None
     if any(result.device.type != "meta" for result in results):
