@@ -14,7 +14,7 @@ from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
 from lowtide.runtime.fitted_model import Fit
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape.offload.open_tiers import usable
-from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.tracer import Step, device_of
 
 logger = logging.getLogger("lowtide")
@@ -81,7 +81,7 @@ def fit(
     if batch is None and step is not None:
         raise ValueError("step= needs a batch to plan with. Pass one, or leave step= out: the real steps are watched.")
     if isinstance(model, nn.Module):
-        model = unwrap_ddp(model)
+        model = unwrapped(model)
     check_arguments(model, batch, budget, step, optimizer)
     options = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
     given = {name: value for name, value in options.items() if value is not None}
