@@ -56,7 +56,7 @@ def test_real_steps_of_a_sharded_model_are_watched_and_planned(way, watched):
     for told in watched:
         plain, ours = told[way]
         assert bitwise_the_same(ours, plain)
-        assert ours["why_not"][1] == WATCHED_ONCE and ours["why_not"][4:] == ["", ""]
+        assert WATCHED_ONCE in ours["why_not"][:2] and ours["why_not"][4:] == ["", ""]
         assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0
         assert ours["measured"] == pytest.approx(ours["predicted"], rel=BUFFERS)
         assert ours["warnings"][0].startswith("the model is sharded: steps without a plan are saved whole")
