@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from torch import nn
 
 _ENGINE = "DeepSpeedEngine"  # ``deepspeed.runtime.engine``
+_OTHER_ENGINES = frozenset({"PipelineEngine", "DeepSpeedHybridEngine"})  # run the module in ways of their own
 _PARTITIONED = "ds_status"  # what ZeRO-3 puts on each parameter that it partitions
 
 
 def unwrap_engine(model: nn.Module) -> nn.Module:
     """What a DeepSpeed engine trains, else ``model`` itself."""
-    if any(kind.__name__ == _ENGINE for kind in type(model).__mro__):
-        return model.module
-    return model
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    return model.module if _ENGINE in kinds and not kinds & _OTHER_ENGINES else model
 
 
 def is_partitioned(parameters: Iterable[nn.Parameter]) -> bool:
