@@ -209,6 +209,19 @@ def test_a_shape_that_was_not_fitted_is_saved_whole_and_watched_unless_it_is_add
     assert ours == sharded_training.digest(p.grad for p in model.parameters())
 
 
+def test_a_watched_step_counts_what_is_gathered_in_forward_and_in_backward():
+    model = net()
+    with lowtide.fit(model, budget="90%") as fit:
+        for _ in range(2):
+            model(IDS).backward()
+        fit.wait(60)
+        model(IDS).backward()
+        graph = fit.graph
+    gathers = [op.backward for op in graph.ops if op.name == recording.NAME]
+    assert gathers.count(True) >= len(model.layers) <= gathers.count(False)
+    assert any(s.fixed == recording.CROSSES for s in graph.storages)
+
+
 REFUSED = {
     "ReplicateModule": lambda: net(lambda model: replicate(model)),
     "CPUOffloadPolicy": lambda: net(offloaded),

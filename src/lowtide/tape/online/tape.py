@@ -198,7 +198,7 @@ class OnlineTape(TorchDispatchMode):
             if storage is None or storage in self.live or any(s is storage for s in inputs):
                 continue
             self.live.add(storage)
-            if tensor.is_inference() or self._pauses:
+            if tensor.is_inference():
                 continue
             value = StoredValue(storage, self._number, tensor._version, self._layer, self._run)
             value.cost_s = seconds
