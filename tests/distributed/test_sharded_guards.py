@@ -209,8 +209,28 @@ def test_a_shape_that_was_not_fitted_is_saved_whole_and_watched_unless_it_is_add
     assert ours == sharded_training.digest(p.grad for p in model.parameters())
 
 
-def test_a_watched_step_counts_what_is_gathered_in_forward_and_in_backward():
+class Saves(torch.autograd.Function):
+    """Saves a tensor that no op here reads."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].detach().isfinite().all(), None
+
+
+def crossing(graph):
+    return sum(s.fixed == recording.CROSSES for s in graph.storages)
+
+
+def test_a_watched_step_counts_what_is_gathered_and_saves_what_crosses_a_unit():
     model = net()
+    up, kept = model.layers[0].up, []
+    up.register_forward_hook(lambda _, inputs, output: kept.append(output))
+    model.norm.register_forward_pre_hook(lambda _, inputs: (Saves.apply(inputs[0], kept.pop()),))
     with lowtide.fit(model, budget="90%") as fit:
         for _ in range(2):
             model(IDS).backward()
@@ -219,7 +239,7 @@ def test_a_watched_step_counts_what_is_gathered_in_forward_and_in_backward():
         graph = fit.graph
     gathers = [op.backward for op in graph.ops if op.name == recording.NAME]
     assert gathers.count(True) >= len(model.layers) <= gathers.count(False)
-    assert any(s.fixed == recording.CROSSES for s in graph.storages)
+    assert crossing(graph) == crossing(lowtide.trace(model, IDS)) > 0
 
 
 REFUSED = {
