@@ -14,7 +14,7 @@ from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
 from lowtide.runtime.fitted_model import Fit
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape.offload.open_tiers import usable
-from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.tracer import Step, device_of
 
 logger = logging.getLogger("lowtide")
@@ -49,8 +49,8 @@ def fit(
 
     Args:
         model: Where and as it trains: on its device, in train mode, with the autocast around it that training uses.
-            In ``DistributedDataParallel`` or before it is wrapped; wrapped, every rank has to call ``fit``. Each rank
-            has a plan of its own.
+            In ``DistributedDataParallel`` or before it is wrapped; wrapped, every rank has to call ``fit``. A DeepSpeed
+            engine (ZeRO-0 to 2). Each rank has a plan of its own.
         batch: One batch of the training data; None: watch the steps that really run.
         budget: Peak allocated device memory for forward and backward, weights and gradients included: ``"6GiB"``, an
             int in bytes, ``"40%"`` of the plain step's activation memory, or ``"auto"``: what is free now, less a
@@ -63,8 +63,8 @@ def fit(
         n, ratio, gap, time_limit_s, node_limit: Options of the method; see ``solve``.
         offload: Where tensors may be stored outside device memory, and how many bytes of them. By default a model on
             CPU stores none, a model on an accelerator uses pinned host memory.
-        checkpointing: ``"replace"``: transformers' gradient checkpointing, where it is on, is switched off while the
-            model is fitted. ``"keep"``: it stays on, and what it drops is not planned.
+        checkpointing: ``"replace"``: transformers' gradient checkpointing and Megatron's recomputation, where they are
+            on, are switched off while the model is fitted. ``"keep"``: it stays on, and what it drops is not planned.
         max_plans: Plans at hand at most; the one that was used least recently goes.
         **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
@@ -81,7 +81,7 @@ def fit(
     if batch is None and step is not None:
         raise ValueError("step= needs a batch to plan with. Pass one, or leave step= out: the real steps are watched.")
     if isinstance(model, nn.Module):
-        model = unwrap_ddp(model)
+        model = unwrapped(model)
     check_arguments(model, batch, budget, step, optimizer)
     options = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
     given = {name: value for name, value in options.items() if value is not None}

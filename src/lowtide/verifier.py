@@ -23,7 +23,7 @@ from lowtide.tape.program import program_of
 from lowtide.tape.tape import Counts
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
-from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
@@ -123,7 +123,7 @@ def verify_in(
 ) -> Verification:  # fmt: skip
     """``verify`` with tiers that may be open already."""
     note = ""
-    model, batch = unwrap_ddp(model), without_history(batch)
+    model, batch = unwrapped(model), without_history(batch)
     with suspended(model):
         attach.check_plan_fits(model, plan)
         device = device_of(model)

@@ -9,6 +9,7 @@ from lowtide.plan import RECOMPUTE
 # gloo's threads free a buffer when they come to it: on a busy machine a traced or a measured step held two more, 14 %
 # of what these small steps need.
 BUFFERS = 0.2
+WATCHED_ONCE = "the last step was watched, to plan the next"
 
 
 def check(way, trained):
@@ -41,13 +42,46 @@ def test_tensors_in_parts_train_bitwise_the_same_and_send_no_more(way, in_parts)
     check(way, in_parts)
 
 
+def bitwise_the_same(ours, plain):
+    return all(ours[what] == plain[what] for what in ("losses", "gradients", "state", "sent"))
+
+
+@pytest.fixture(scope="module")
+def watched():
+    return on_every_rank(sharded_training.all_ways_watched)
+
+
+@pytest.mark.parametrize("way", sharded_training.WATCHED)
+def test_real_steps_of_a_sharded_model_are_watched_and_planned(way, watched):
+    for told in watched:
+        plain, ours = told[way]
+        assert bitwise_the_same(ours, plain)
+        assert WATCHED_ONCE in ours["why_not"][:2] and ours["why_not"][4:] == ["", ""]
+        assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0
+        assert ours["measured"] == pytest.approx(ours["predicted"], rel=BUFFERS)
+        assert ours["warnings"][0].startswith("the model is sharded: steps without a plan are saved whole")
+
+
+def test_a_step_of_a_sharded_model_that_leaves_its_plan_is_saved_from_there_on_and_planned_again():
+    for plain, ours in on_every_rank(sharded_training.leaving_the_plan):
+        assert bitwise_the_same(ours, plain)
+        assert ours["why_not"][4] == "the last step ran other ops than its plan"
+        assert ours["why_not"][5] and not ours["why_not"][6]
+
+
+def test_a_model_that_is_sharded_after_fit_is_saved_whole_and_told():
+    for plain, ours in on_every_rank(sharded_training.sharded_after_fit):
+        assert bitwise_the_same(ours, plain)
+        assert any("the model was sharded after fit. Fit it afterwards" in reason for reason in ours["reasons"])
+
+
 def test_ranks_may_have_different_plans():
     told = on_every_rank(sharded_training.with_a_budget, "90%", "60%")
 
     first, second = (ours["plan"] for _, ours in told)
     assert first.decisions != second.decisions and second.predicted_fraction <= 0.6 < first.predicted_fraction
     for plain, ours in told:
-        assert all(ours[what] == plain[what] for what in ("losses", "gradients", "state", "sent"))
+        assert bitwise_the_same(ours, plain)
 
 
 def check_stages(trained):

@@ -187,7 +187,7 @@ def test_gradients_that_fsdp_has_not_reduced_yet_outlive_a_rehearsal():
     assert accumulated(plan_between=True) == accumulated(plan_between=False)
 
 
-def test_a_shape_that_was_not_fitted_is_saved_whole_and_said_so(monkeypatch):
+def test_a_shape_that_was_not_fitted_is_saved_whole_and_watched_unless_it_is_added(monkeypatch):
     monkeypatch.setattr(rehearsal, "measure", sharded_training.an_ms_an_op)
     model = net()
     longer = IDS.view(2, 32)  # no less memory, and not covered by the other shape
@@ -195,18 +195,51 @@ def test_a_shape_that_was_not_fitted_is_saved_whole_and_said_so(monkeypatch):
         torch.manual_seed(3)
         model(longer).backward()
         ours = sharded_training.digest(p.grad for p in model.parameters())
-        assert len(fit.plans) == 1 and "fit.add(batch)" in fit.warnings[0]
+        assert len(fit.plans) == 1 and "saved whole" in fit.warnings[0]
         added = fit.add((longer,))
         model.zero_grad()
         torch.manual_seed(3)
         model(longer).backward()
-        assert len(fit.plans) == 2 and fit._watcher.shelf.plans[1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
+        assert fit._watcher.shelf.plans[-1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
         assert ours == sharded_training.digest(p.grad for p in model.parameters())
     model.zero_grad()
     torch.manual_seed(3)
     model(longer).backward()
 
     assert ours == sharded_training.digest(p.grad for p in model.parameters())
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor that no op here reads."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].detach().isfinite().all(), None
+
+
+def crossing(graph):
+    return sum(s.fixed == recording.CROSSES for s in graph.storages)
+
+
+def test_a_watched_step_counts_what_is_gathered_and_saves_what_crosses_a_unit():
+    model = net()
+    up, kept = model.layers[0].up, []
+    up.register_forward_hook(lambda _, inputs, output: kept.append(output))
+    model.norm.register_forward_pre_hook(lambda _, inputs: (Saves.apply(inputs[0], kept.pop()),))
+    with lowtide.fit(model, budget="90%") as fit:
+        for _ in range(2):
+            model(IDS).backward()
+        fit.wait(60)
+        model(IDS).backward()
+        graph = fit.graph
+    gathers = [op.backward for op in graph.ops if op.name == recording.NAME]
+    assert gathers.count(True) >= len(model.layers) <= gathers.count(False)
+    assert crossing(graph) == crossing(lowtide.trace(model, IDS)) > 0
 
 
 REFUSED = {

@@ -53,10 +53,12 @@ class Block(nn.Module):
         self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.register_buffer("calls", torch.zeros(()))
+        self.drops = True
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x) * scale))))
+        h = self.down(nn.functional.gelu(self.up(self.norm(x) * scale)))
+        return x + (self.drop(h) if self.drops else h)
 
 
 class Net(nn.Module):
@@ -166,6 +168,32 @@ def all_ways(rank: int, ways: dict[str, dict[str, Any]]) -> dict[str, tuple[dict
     return {way: (train(rank, **how), train(rank, budget="70%", **how)) for way, how in ways.items()}
 
 
+WATCHED = (
+    "resharded after forward", "mixed precision", "units in units", "accumulation", "tensor parallel",
+    "FSDP2, tensor parallel over one",
+)  # fmt: skip
+
+
+def all_ways_watched(rank: int) -> dict[str, tuple[dict, dict]]:
+    """As ``all_ways``, with no batch for ``fit``."""
+    ways = {way: how for way, how in (WAYS | IN_PARTS).items() if way in WATCHED}
+    return {way: _watched(rank, **how) for way, how in ways.items()}
+
+
+def leaving_the_plan(rank: int) -> tuple[dict, dict]:
+    """From the fifth step on the blocks run other ops."""
+    return _watched(rank, shard=each_layer, steps=7, leaves_plan=True)
+
+
+def _watched(rank: int, steps: int = 6, **how: Any) -> tuple[dict, dict]:
+    return train(rank, steps=steps, **how), train(rank, steps=steps, budget="70%", watched=True, **how)
+
+
+def sharded_after_fit(rank: int) -> tuple[dict, dict]:
+    """``fit`` saw the model whole."""
+    return train(rank, shard=each_layer), train(rank, shard=each_layer, budget="70%", watched=True, fitted_first=True)
+
+
 def digest(tensors: Any) -> str:
     """Equal for equal bits of what this rank has."""
     found = hashlib.sha256()
@@ -181,21 +209,23 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
 
 
 def train(
-    rank: int, *, shard: Any, budget: Any = None, steps: int = 2, accumulate: bool = False, words: int = VOCABULARY,
-    **options: Any,
+    rank: int, *, shard: Any, budget: Any = None, watched: bool = False, steps: int = 2, accumulate: bool = False,
+    words: int = VOCABULARY, leaves_plan: bool = False, fitted_first: bool = False, **options: Any,
 ) -> dict:  # fmt: skip
-    """A few steps of a sharded model; fitted where there is a ``budget``."""
+    """A few steps of a sharded model; fitted where there is a ``budget``, on a batch unless it is ``watched``."""
     rehearsal.measure = an_ms_an_op
     torch.manual_seed(0)
     net = Net(words=words)
+    fit = lowtide.fit(net, budget=budget) if fitted_first else None
     shard(net, **options)
     # Ranks that share a batch have to have the same: those of one row of the mesh.
     share = 1 if shard in WHOLE else 2 if "shape" not in options else options["shape"][1]
     data = list(batches(rank // share, steps))
-    fit = lowtide.fit(net, (data[0],), budget=budget) if budget is not None else None
+    if budget is not None and fit is None:
+        fit = lowtide.fit(net, None if watched else (data[0],), budget=budget)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(rank // share)
-    losses, gradients = [], []
+    losses, gradients, why_not = [], [], []
     with Collectives() as sent:
         for i, ids in enumerate(data):
             last = not accumulate or i % 2 == 1
@@ -208,21 +238,30 @@ def train(
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
+            if watched and fit is not None:
+                why_not.append(fit.status().why_not)
+                if i in (3, 5):
+                    fit.wait(60)
+            if leaves_plan and i == 3:
+                for layer in net.layers:
+                    layer.drops = False
     told = {
         "losses": losses,
         "gradients": gradients,
         "sent": dict(sent.seen),
         "state": digest(net.state_dict().values()),
     }
-    if fit is not None:
-        told |= facts(fit)
+    if fitted_first:
+        told["reasons"] = fit.status().reasons
+    elif fit is not None:
+        told |= facts(fit, (data[0],)) | {"why_not": why_not}
     return told
 
 
 def facts(fit: lowtide.Fit, batch: Any = None) -> dict[str, Any]:
     proof = fit.verify(batch, rounds=0)
     return {
-        "plan": fit.plan, "warnings": fit.warnings, "equal": proof.equal,
+        "plan": fit.plan, "warnings": fit.warnings, "equal": proof.equal, "status": fit.status(),
         "dropped": sum(p.tape.counts.dropped for p in fit._watcher.shelf.plans),
         "mismatched": sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans),
         "predicted": proof.predicted_peak_bytes, "measured": proof.measured_peak_bytes,

@@ -161,8 +161,7 @@ class Fit:
     def add(self, batch: Any) -> Plan:
         """Plan for a batch of another shape now, by rehearsal, not when the first one comes.
 
-        Of a sharded model every rank has to call it. A shape that was not added is saved whole there: planning in
-        mid-training would wait for ranks that have met no such batch.
+        Of a sharded model every rank has to call it. The first step of a shape that was not added is saved whole there.
         """
         model = self.model
         with suspended(model):

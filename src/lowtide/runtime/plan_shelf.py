@@ -58,7 +58,7 @@ class PlanShelf:
         plans: The one used last at the end.
         seen: Shapes of the first calls of steps.
         planning_s: Seconds that the planner took in all.
-        can_watch: Not a sharded model, whose ranks cannot plan alone: only plans that were put here are used.
+        is_sharded: Parameters are whole for moments only, or in parts: nothing is released without a plan.
         least_bytes: By shape, the least budget there is, where the planner was asked for less.
     """
 
@@ -78,7 +78,7 @@ class PlanShelf:
         self.least_bytes: dict[CallShape, int] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
-        self.can_watch = not wrapped_parameters(model)  # ranks of a sharded model cannot plan alone
+        self.is_sharded = bool(wrapped_parameters(model))
         # Of the last planned steps of each pattern: did they run other ops?
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
@@ -107,12 +107,12 @@ class PlanShelf:
         if shape in self._doubted and shape not in self._refused:
             return None
         found = self._serving(shape)
-        if found is not None and self.can_watch and found.diverged and not self._keep_diverged(found):
+        if found is not None and found.diverged and not self._keep_diverged(found):
             found = self._serving(shape)
         if found is None or found.shapes[0] != shape:
             if self._is_family_shape(shape):
                 found = self._plan_unwatched(shape, found)
-            elif found is not None and self.can_watch and self._wants_own_plan(shape, found):
+            elif found is not None and self._wants_own_plan(shape, found):
                 return None
         if found is None:
             return None
@@ -346,7 +346,7 @@ class PlanShelf:
         """There will be no plan for steps that start with a call of ``shape``."""
         self._refused.add(shape)
         self._doubted.discard(shape)
-        how = "they run online" if self.can_watch else "all is saved in them"
+        how = "all is saved in them" if self.is_sharded else "they run online"
         self._reasons.say(f"no plan for steps like this one, {how}: {why}")
 
     def wait(self, timeout_s: float | None = None) -> None:

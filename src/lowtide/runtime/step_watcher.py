@@ -10,6 +10,7 @@
 Nothing here raises into the training loop: an error of lowtide's own becomes a reason, and the step is saved as it is.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -42,10 +43,17 @@ from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import leaves_of
+from lowtide.tracing.deepspeed_engines import is_partitioned
+from lowtide.tracing.fsdp.units import is_gathered_once
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _RAN_OTHER_OPS = "the last step ran other ops than its plan"
+_SHARDED = (
+    "the model is sharded: steps without a plan are saved whole, so the first ones take the plain step's memory. "
+    "With a batch, fit plans before training"
+)
 _MANY_OTHERS = 16  # backward passes of other models in a row
 _ONLY_OTHERS = (
     f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
@@ -77,6 +85,7 @@ class StepWatcher:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self._options, self._budget = weakref.ref(model), options, budget
+        self._was_sharded = bool(wrapped_parameters(model))
         self._reasons, self._say, self._say_latest = reasons, reasons.say, reasons.say_latest
         self.shelf = PlanShelf(model, options, planner, tiers, reasons)
         self._last: PlannedStep | None = None  # that was in force
@@ -210,7 +219,7 @@ class StepWatcher:
         step = self._step
         if step is None or self._watch is not None or not 0 < len(step.shapes) < len(self._shapes):
             return False
-        return self.shelf.can_watch and len(calls_reached(roots, self._nodes)) > len(step.shapes)
+        return len(calls_reached(roots, self._nodes)) > len(step.shapes)
 
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
@@ -221,10 +230,10 @@ class StepWatcher:
                 watch = self._go_online(step.last_op_before(position))
                 return _Call(self, position) if watch is None else self._observed(watch)
             tape.sizes_vary = True
-        if not step.is_known and self.shelf.can_watch:
+        if not step.is_known:
             tape.matches_all = True  # nobody has seen a real step under it
         self._planned_calls += 1
-        tape.on_divergence = self._go_online if self.shelf.can_watch else None
+        tape.on_divergence = self._go_online
         if step.keeps_everything and not tape.matches_all:
             return _Call(self, position)
         if step.needs_whole_step:
@@ -334,6 +343,11 @@ class StepWatcher:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
         self._follow_free_memory(model)
+        self._step = None
+        if sharded := self._sharded_since_fit(model):
+            self.shelf.refuse(shape, sharded)
+            self._why_no_plan = sharded
+            return
         self._step = self.shelf.plan_for(shape)
         self._why_no_plan = self.shelf.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
@@ -343,14 +357,28 @@ class StepWatcher:
             self._last = self._step
             self._step.tape.sizes_vary = False
             return
-        if not self.shelf.can_watch:
-            self.shelf.refuse(shape, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
-            return
         self.checkpointing.switch_off()
+        if self.shelf.is_sharded:
+            if not is_gathered_once(model):
+                self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
+                return
+            self._say(_SHARDED)
         self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape, model, batch)
 
+    def _sharded_since_fit(self, model: nn.Module) -> str:
+        """Why nothing is known any more of where the parameters are; "" as long as it is."""
+        sampled = [reference() for reference in self._sampled]
+        if is_partitioned(p for p in sampled if p is not None):
+            self.shelf.is_sharded = True
+            return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Use ZeRO-2"
+        if None in sampled and not self._was_sharded and wrapped_parameters(model):
+            self.shelf.is_sharded = True
+            return "the model was sharded after fit. Fit it afterwards"
+        return ""
+
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
-        self._watch = kind(model, self._budget.for_step(model, batch), self._expected)
+        budget_bytes = self._budget.for_step(model, batch)
+        self._watch = kind(model, math.inf if self.shelf.is_sharded else budget_bytes, self._expected)
         self._watch.begin_step(unseen_bytes)
         self._seam = self._opened(self._watch)
 
@@ -376,6 +404,8 @@ class StepWatcher:
         except Exception as own:
             self._fail(own)
         self._gradients = self._sampled_gradients()
+        if self.shelf.is_sharded and self._watch is not None:
+            module_calls.thread_state.observer = self._watch  # parameters are gathered and freed in backward, too
 
     def _sampled_gradients(self) -> list[tuple[int, int]]:
         parameters = (reference() for reference in self._sampled)
@@ -386,10 +416,12 @@ class StepWatcher:
     ) -> None:
         if self._paused:
             return
+        if self.shelf.is_sharded and module_calls.thread_state.observer is self._watch:
+            module_calls.thread_state.observer = None
         try:
             moved = self._sampled_gradients() != self._gradients
             if self._shapes or self._step is not None:
-                if moved or not self.shelf.can_watch or self._trains(roots):
+                if moved or self.shelf.is_sharded or self._trains(roots):
                     self._more_calls |= self._has_more_calls_than_planned(roots)
                     self._after_backward_of_step(error, retains, creates)
             elif moved and not self._awaited:
@@ -508,6 +540,8 @@ class StepWatcher:
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
     def _note_peak(self, watch: OnlineTape) -> None:
+        if self.shelf.is_sharded:  # what FSDP gathers is not seen to come and go
+            return
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
         self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)
         # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.

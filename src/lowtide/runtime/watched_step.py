@@ -8,8 +8,8 @@ ends with the last handle. So the graph is that of the step without a tape.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,9 @@ from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
+from lowtide.tracing.fsdp.observer import PauseDuringFsdp
+from lowtide.tracing.fsdp.recording import FsdpRecording
+from lowtide.tracing.fsdp.units import units_of
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.subclasses import plain_tensors
@@ -65,9 +68,17 @@ class WatchedStep(OnlineTape):
         if not self._builder.calls:
             batch = Call(args, kwargs)
             add_residents(self.recorder, model, batch)
+            if units_of(model):
+                self.recorder.observe_fsdp(model)
             self._batch_bytes = resident_bytes(model, batch, device_of(model), set())["batch"]
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
+
+    @property
+    def fsdp_observer(self) -> PauseDuringFsdp:
+        return (
+            _PauseAndRecord(self, self.recorder.fsdp_observer) if self.recorder.fsdp_observer else super().fsdp_observer
+        )
 
     # -- what the tape sees ---------------------------------------------------------------------------------
 
@@ -154,6 +165,8 @@ class WatchedStep(OnlineTape):
         number = self._storages.id_of(tensor) if builder.recording and not self._pauses else None
         if number is None:
             return None
+        if self.recorder.fsdp_observer is not None:
+            self.recorder.fsdp_observer.check_reads((number,))
         saved = builder.add_saved(number)
         self.recorder.assignments.check(tensor)
         return saved
@@ -251,6 +264,20 @@ class WatchedStep(OnlineTape):
         for storage, at in last.items():
             inserted[at].append((FREE, storage))
         builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
+
+
+class _PauseAndRecord(PauseDuringFsdp):
+    """FSDP's work is no part of the step that the tape sees, and part of the record."""
+
+    def __init__(self, tape: OnlineTape, recording: FsdpRecording) -> None:
+        super().__init__(tape)
+        self._recording = recording
+        self.gathering, self.freed = recording.gathering, recording.freed  # type: ignore[method-assign]
+
+    @contextmanager
+    def hook(self) -> Iterator[None]:
+        with super().hook(), self._recording.hook():
+            yield
 
 
 class _RecordedHandle(SavedHandle):

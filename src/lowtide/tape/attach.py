@@ -17,7 +17,7 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
-from lowtide.tracing.data_parallel import unwrap_ddp
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.tracer import check_supported
 
@@ -139,7 +139,7 @@ def apply(
         TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
     policy = offload_policy(apply, offload, deprecated, stacklevel=4)  # contextlib's frame is between
-    model = unwrap_ddp(model)
+    model = unwrapped(model)
     check_plan_fits(model, plan)
     with applied(model, plan, open_tiers(plan, policy)) as found:
         yield found

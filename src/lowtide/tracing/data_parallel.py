@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowtide.tracing.deepspeed_engines import unwrap_engine
+
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 
 
-def unwrap_ddp(model: nn.Module) -> nn.Module:
-    """The module that is taped: what a ``DistributedDataParallel`` has inside, else ``model`` itself."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that is taped: what a ``DistributedDataParallel`` or a DeepSpeed engine has inside, else ``model``."""
+    model = unwrap_engine(model)
     if not isinstance(model, DistributedDataParallel):
         return model
     _wrappers[model.module] = weakref.ref(model)

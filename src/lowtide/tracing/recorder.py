@@ -207,6 +207,10 @@ class Recorder(TorchDispatchMode):
     def _is_gathering(self, storage: int) -> bool:
         return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)
 
+    def _moves(self, storage: int) -> bool:
+        """``storage`` is of a parameter that FSDP gathers, each time into other memory."""
+        return self.fsdp_observer is not None and storage in self.fsdp_observer.gathered
+
     def _add_op(
         self, func: Any, args: tuple, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str,
         signature: int, rng_bytes: int, *, backward: bool,
@@ -278,7 +282,7 @@ class Recorder(TorchDispatchMode):
                 makes.append(number)
                 if not backward:
                     self.assignments.add(tensor, number)
-            elif number is not None and not backward:
+            elif number is not None and not backward and not self._moves(number):
                 self.assignments.add_view(tensor, number, written=writes)
         return makes
 

@@ -16,7 +16,8 @@ from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrap_ddp
+from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrapped
+from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_supported
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
@@ -98,6 +99,12 @@ def check_supported(model: nn.Module) -> None:
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
             )
+    if is_partitioned(model.parameters()):
+        raise UnsupportedModelError(
+            "the model is partitioned by DeepSpeed's ZeRO-3: its parameters have no memory between forward and "
+            "backward, so nothing could be made again from them.\n"
+            "Use ZeRO-2 (stage: 2), or shard the model with fully_shard instead of DeepSpeed."
+        )
     if reason := why_not_supported(model):
         raise UnsupportedModelError(f"{reason}, which the tape does not carry out yet.\nTrain without lowtide.")
     if ddp_wrapper_of(model) is not None and wrapped_parameters(model):
@@ -163,7 +170,7 @@ def record(
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
-    model, batch = unwrap_ddp(model), without_history(batch)
+    model, batch = unwrapped(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
     recorder = Recorder(device, region="model" if step is None else "step")

@@ -26,19 +26,23 @@ CROSSES = "crosses the boundary of a sharded unit"
 
 
 class FsdpRecording(FsdpObserver):
-    """The sharding of one model while a recorder watches a step of it."""
+    """The sharding of one model while a recorder watches a step of it.
+
+    Attributes:
+        gathered: Storages of the parameters that FSDP gathers.
+    """
 
     def __init__(self, builder: GraphBuilder, live: LiveStorages, model: nn.Module) -> None:
         self._builder, self._live, self._model = builder, live, model
         self._open_hooks = 0
         self._bytes_of: dict[int, int] = {}  # storage of a gathered parameter -> the storage that stands for its bytes
         self._units: dict[int, frozenset[int]] = {}
-        self._gathered: set[int] = set()
+        self.gathered: set[int] = set()
         for unit in units_of(model):
             for tensor in whole_tensors(unit):
                 number = live.id_of(tensor, "parameter")
                 assert number is not None
-                self._gathered.add(number)
+                self.gathered.add(number)
                 if not unit.unshard_in_backward:
                     builder.fix(number, "is not gathered in backward")
 
@@ -49,7 +53,7 @@ class FsdpRecording(FsdpObserver):
 
     def is_gathering(self, storage: int) -> bool:
         """A write to ``storage`` now is FSDP putting the bits there that were there before."""
-        return self._open_hooks > 0 and storage in self._gathered
+        return self._open_hooks > 0 and storage in self.gathered
 
     @contextmanager
     def hook(self) -> Iterator[None]:

@@ -66,6 +66,11 @@ def gather_each_once(model: nn.Module) -> None:
         unit.reshard()
 
 
+def is_gathered_once(model: nn.Module) -> bool:
+    """The tensors that every unit gathers into exist."""
+    return all(was_gathered(param) for unit in units_of(model) for param in unit.fsdp_params)
+
+
 @contextmanager
 def preserve_fsdp_state(model: nn.Module) -> Iterator[None]:
     """Inside, a step may run or fail; afterwards FSDP waits for the next one, with the gradients it had not reduced."""

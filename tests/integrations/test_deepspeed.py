@@ -1,0 +1,81 @@
+"""DeepSpeed on the CPU with gloo: bitwise what it is without lowtide, within the budget."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from support import deepspeed_training
+from support.ranks import on_every_rank
+
+from lowtide.plan import RECOMPUTE
+
+
+def check(told):
+    plain, ours = told
+    assert ours["losses"] == plain["losses"] and ours["weights"] == plain["weights"]
+    status = ours["status"]
+    assert status.in_force and status.planned_steps >= 6 and ours["mismatched"] == 0
+    assert ours["plan"].counts[RECOMPUTE] > 0
+    assert max(ours["peaks"][2:]) <= status.budget_bytes < min(plain["peaks"])
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return on_every_rank(deepspeed_training.all_ways, deepspeed_training.SHORT, world=1)[0]
+
+
+@pytest.mark.parametrize("way", deepspeed_training.SHORT)
+def test_an_engine_trains_the_same_within_the_budget(way, alone):
+    check(alone[way])
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_each_under_its_own_plan():
+    for told in on_every_rank(deepspeed_training.all_ways, tuple(deepspeed_training.WAYS)):
+        for way in deepspeed_training.WAYS:
+            check(told[way])
+
+
+def test_zero_3_is_refused_by_name_and_the_engine_trains_on():
+    ((engine, module, plain, early),) = on_every_rank(deepspeed_training.partitioned, world=1)
+
+    assert engine == module and engine.startswith(
+        "UnsupportedModelError: the model is partitioned by DeepSpeed's ZeRO-3"
+    )
+    assert "Use ZeRO-2 (stage: 2), or shard the model with fully_shard" in engine
+    assert early["losses"] == plain["losses"] and early["weights"] == plain["weights"]
+    assert any("ZeRO-3 has partitioned the model since fit" in reason for reason in early["status"].reasons)
+
+
+@pytest.mark.slow
+def test_layers_in_deepspeeds_own_checkpointing_train_the_same():
+    plain, ours = on_every_rank(deepspeed_training.checkpointed, world=1)[0]
+
+    assert ours["losses"] == plain["losses"] and ours["weights"] == plain["weights"]
+
+
+def test_deepspeeds_own_checkpointing_is_told_or_refused():
+    (told,) = on_every_rank(deepspeed_training.settings, world=1)
+
+    assert sum("activation_checkpointing block wraps nothing by itself" in reason for reason in told["a block"]) == 1
+    assert not told["no block"]
+    assert "activation_checkpointing.cpu_checkpointing is on" in told["cpu_checkpointing"]
+    assert told["no engine"].startswith("Linear is no DeepSpeedEngine")
+
+
+@pytest.mark.slow
+def test_the_example_says_what_was_gained(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "deepspeed_zero2.py"
+    # A folder of its own: what a killed run leaves in the usual one makes the next wait for ever.
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    said = subprocess.run(
+        [sys.executable, example], check=True, timeout=400, capture_output=True, text=True, env=environment
+    )
+    plain, ours = map(float, re.findall(r"peak (\S+) -> (\S+) MiB.*losses identical", said.stdout)[0])
+    assert ours < 0.7 * plain

@@ -1,0 +1,62 @@
+"""Megatron-Core's GPT on the CPU, in a plain loop: bitwise what it is without lowtide, within the budget."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", exc_type=ImportError)
+
+from support import megatron_training
+from support.ranks import on_every_rank
+
+from lowtide.plan import RECOMPUTE
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return on_every_rank(megatron_training.all_ways, world=1)[0]
+
+
+@pytest.fixture(scope="module")
+def recomputing():
+    return on_every_rank(megatron_training.recomputing, world=1)[0]
+
+
+def bitwise_the_same(a, b):
+    return a["losses"] == b["losses"] and a["weights"] == b["weights"]
+
+
+@pytest.mark.parametrize("way", megatron_training.WAYS)
+def test_a_gpt_trains_the_same_within_the_budget(way, trained):
+    plain, ours = trained[way]
+
+    assert bitwise_the_same(ours, plain)
+    assert ours["status"].in_force and ours["status"].planned_steps == 4 and ours["mismatched"] == 0
+    assert ours["plan"].counts[RECOMPUTE] > 0
+    assert max(ours["peaks"][2:]) <= ours["status"].budget_bytes < min(plain["peaks"])
+
+
+@pytest.mark.parametrize("way", megatron_training.RECOMPUTING)
+def test_megatrons_recomputation_is_off_while_the_model_is_fitted_and_back_afterwards(way, recomputing):
+    plain, ours, kept = recomputing[way]
+
+    assert bitwise_the_same(ours, plain)
+    assert ours["was"] == (None, False) and ours["is"] == plain["is"] == (way, way == "selective")
+    told = [reason for reason in ours["status"].reasons if f"Megatron's recompute_granularity='{way}' was on" in reason]
+    assert len(told) == 1
+    assert ours["status"].in_force and ours["plan"].counts[RECOMPUTE] > 0
+    assert max(ours["peaks"][2:]) <= ours["status"].budget_bytes
+
+    assert kept["was"] == plain["is"] and kept["losses"] == plain["losses"][:2]
+    assert any("is on and stays on" in reason for reason in kept["status"].reasons)
+
+
+@pytest.mark.slow
+def test_the_example_says_what_was_gained():
+    example = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
+    said = subprocess.run([sys.executable, example], check=True, timeout=300, capture_output=True, text=True)
+    plain, ours = map(float, re.findall(r"peak (\S+) -> (\S+) MiB.*losses identical", said.stdout)[0])
+    assert ours < 0.7 * plain

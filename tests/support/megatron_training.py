@@ -1,0 +1,73 @@
+"""Runs in the process of ``test_megatron.py``: a small GPT of Megatron-Core in a plain loop, told as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.megatron_on_cpu import gpt, seed, use_megatron
+from support.ranks import digest
+from support.watched_training import resident_bytes
+
+import lowtide
+from lowtide.measurement.allocator import peak_bytes
+
+WORDS, ROWS, LENGTH = 128, 8, 64
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "without dropout": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "hidden dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.0},
+    "attention dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+RECOMPUTING: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
+
+
+def all_ways(rank: int) -> dict[str, tuple[dict, dict]]:
+    use_megatron()
+    return {way: (train(**settings), train(budget="60%", **settings)) for way, settings in WAYS.items()}
+
+
+def recomputing(rank: int) -> dict[str, tuple[dict, dict, dict]]:
+    """With Megatron's own recomputation on: plain, fitted, and fitted beside it."""
+    use_megatron()
+    return {
+        way: (train(**how), train(budget="60%", **how), train(budget="90%", checkpointing="keep", steps=2, **how))
+        for way, how in RECOMPUTING.items()
+    }
+
+
+def train(*, budget: Any = None, steps: int = 6, checkpointing: str = "replace", **settings: Any) -> dict:
+    model = gpt(words=WORDS, longest=LENGTH, **settings).train()
+    fit = lowtide.fit(model, budget=budget, checkpointing=checkpointing) if budget is not None else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH).tril().logical_not()
+    seed(3)
+    losses, peaks = [], []
+
+    def step() -> None:
+        loss = model(ids, positions, mask, labels=ids).float().mean()
+        loss.backward()
+        losses.append(loss.item())
+
+    for i in range(steps):
+        ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(i))
+        there = resident_bytes(model) + sum(t.nbytes for t in (ids, positions, mask))
+        peaks.append(there + peak_bytes(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        if fit is not None and i == 1:
+            fit.wait(60)
+    told = {"losses": losses, "weights": digest(p.float() for p in model.parameters()), "peaks": peaks}
+    if fit is not None:
+        told |= {"status": fit.status(), "plan": fit.plan, "was": _switches(model)}
+        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
+        fit.remove()
+    return told | {"is": _switches(model)}
+
+
+def _switches(model: Any) -> tuple[str | None, bool]:
+    return model.config.recompute_granularity, model.decoder.layers[0].self_attention.checkpoint_core_attention
