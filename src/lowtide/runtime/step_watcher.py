@@ -343,6 +343,7 @@ class StepWatcher:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
         self._follow_free_memory(model)
+        self.checkpointing.switch_off()
         self._step = self.shelf.plan_for(shape)
         self._why_no_plan = self.shelf.why_no_plan(shape)
         self._spoiled, self._made_nodes, self._graphs = False, {}, []
@@ -355,7 +356,6 @@ class StepWatcher:
         if not self.shelf.can_watch:
             self.shelf.refuse(shape, "rehearsals of a sharded model need all ranks: call fit.add(batch) on each")
             return
-        self.checkpointing.switch_off()
         self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape, model, batch)
 
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
