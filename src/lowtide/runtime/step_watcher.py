@@ -285,13 +285,17 @@ class StepWatcher:
             self._fail(error)
         return self._watch
 
-    def _leave_plan(self) -> None:
-        """A plan that was in place from the model's call on goes: backward begins, or another step."""
+    def _leave_plan(self, *, failed: bool = False) -> None:
+        """A plan that was in place from the model's call on goes: backward begins, or another step.
+
+        Args:
+            failed: Neither does. What the plan has beyond this did not run, and that is no other step than planned.
+        """
         if self._plan_seam is not None:
             self._close_seam(self._plan_seam)
             self._plan_seam = None
             if self._step is not None:
-                self._step.tape.leave_region(failed=False)
+                self._step.tape.leave_region(failed=failed)
 
     def _opened(self, tape: Tape | OnlineTape) -> Seam:
         seam = Seam(tape, (tape.pack, tape.unpack))
@@ -572,7 +576,7 @@ class StepWatcher:
         """What has begun is no step: nobody runs its backward any more."""
         if self._watch is not None:
             self._close_watch(())
-        self._leave_plan()
+        self._leave_plan(failed=True)
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
         self._forget_backwards()
 
