@@ -26,12 +26,12 @@ def small() -> Any:
 
 
 def assert_within(run: Run, budget: int) -> None:
-    """The step that was watched may take a little more: it is a few tensors large."""
+    """Steps that are watched, and the first under a plan, may take a little more: they are a few tensors large."""
     callback = next(c for c in run.trainer.callback_handler.callbacks if isinstance(c, LowtideCallback))
     status = callback.fit.status()
-    assert 0 < status.planned_steps == len(run.peaks) - status.steps + status.planned_steps
+    assert status.planned_steps > 0 and status.steps == len(run.peaks)
     watched = status.steps - status.planned_steps
-    assert max(run.peaks[watched:]) <= budget
+    assert max(run.peaks[watched + 1 :]) <= budget
     assert max(run.peaks) <= budget + 0.1 * (budget - max(run.resident))
 
 
