@@ -1,7 +1,7 @@
 """transformers' Trainer within a memory budget: one callback. Runs on a CPU in a few seconds.
 
-    pip install "lowtide[transformers]"
-    python examples/transformers_trainer.py
+pip install "lowtide[transformers]"
+python examples/transformers_trainer.py
 """
 
 import tempfile
