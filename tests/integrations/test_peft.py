@@ -24,9 +24,10 @@ def adapted(prepare: Any = None, **settings: Any) -> peft.PeftModel:
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(use_dora=True, modules_to_save=["lm_head"]), pytest.param({}, marks=pytest.mark.slow)],
+    [dict(use_dora=True, modules_to_save=["lm_head"]), {}],
     ids=["dora-and-a-whole-module", "lora"],
 )
+@pytest.mark.slow
 def test_a_run_is_the_plain_one_within_less(settings, tmp_path):
     """The embeddings are frozen: neither lowtide nor the Trainer's model needs inputs that require gradients."""
     plain = train(adapted(**settings), tmp_path, optim="adamw_torch")

@@ -9,7 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.utils.memory import should_reduce_batch_size
-from support.trainers import Run, WaitForPlan, arguments, is_as_before, llama, padded, sentences, train
+from support.ranks import on_every_rank
+from support.trainers import (
+    Run,
+    WaitForPlan,
+    arguments,
+    is_as_before,
+    llama,
+    padded,
+    sentences,
+    train,
+    train_in_rank,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lowtide
@@ -334,3 +345,16 @@ def test_arguments_are_checked_when_they_are_given(monkeypatch):
     monkeypatch.setitem(versions.SUPPORTED, "transformers", ("5.0", "5.1"))
     with pytest.raises(IntegrationError, match="was never tried"):
         LowtideCallback("60%")
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_plan_each(tmp_path):
+    plain = on_every_rank(train_in_rank, str(tmp_path), False)
+    ours = on_every_rank(train_in_rank, str(tmp_path), True)
+    for before, after in zip(plain, ours, strict=True):
+        assert after["wrapper"] == before["wrapper"] == "DistributedDataParallel"
+        assert after["find_unused"] is before["find_unused"] is False  # as it is with checkpointing
+        assert (after["losses"], after["weights"]) == (before["losses"], before["weights"])
+        assert after["planned"] == 6 and after["as_before"]
+    assert ours[0]["weights"] == ours[1]["weights"]
+    assert ours[0]["losses"] != ours[1]["losses"]

@@ -1,6 +1,7 @@
 """Runs of transformers' Trainer, and of those built on it, with and without lowtide, and what each step took."""
 
 import gc
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,3 +132,24 @@ def arguments(folder: Any, **settings: Any) -> dict[str, Any]:
 def is_as_before(model: nn.Module) -> bool:
     """Nothing of lowtide is left on it."""
     return not any(is_lowtide_call(module._compiled_call_impl) for module in model.modules())
+
+
+def train_in_rank(rank: int, folder: str, with_lowtide: bool) -> dict[str, Any]:
+    """One of the processes that train together, as ``torchrun`` starts them."""
+    world = torch.distributed.get_world_size()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    callback = LowtideCallback("70%") if with_lowtide else None
+    model = llama(hidden_size=32, intermediate_size=96, num_hidden_layers=2)
+    run = train(model, folder, callback, gradient_accumulation_steps=2, activation_checkpointing=True)
+    wrapper = run.trainer.model_wrapped
+    return {
+        "wrapper": type(wrapper).__name__,
+        "find_unused": wrapper.find_unused_parameters,
+        "losses": run.losses,
+        "weights": [w.double().sum().item() for w in run.weights.values()],
+        "planned": 0 if callback is None else callback.fit.status().planned_steps,
+        "as_before": is_as_before(model),
+    }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
@@ -194,9 +195,9 @@ def _check_arguments(args: TrainingArguments) -> None:
 
 
 def _called_model(trainer: Trainer | None, model: nn.Module) -> nn.Module:
-    """What the Trainer calls: ``torch.compile``'s wrapper where there is one, else the model, which callbacks get."""
+    """What the Trainer calls: the model that callbacks get, or what ``torch.compile`` or DDP made of it."""
     wrapped = None if trainer is None else trainer.model_wrapped
-    if wrapped is not None and any(module_calls.is_compiled(module) for module in wrapped.modules()):
+    if isinstance(wrapped, DistributedDataParallel) or (wrapped is not None and module_calls.compiled_parts(wrapped)):
         return wrapped
     return model
 
