@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer within a memory budget: completions are sampled inside the training step. Runs on a CPU in a few seconds.
+"""TRL's GRPOTrainer within a memory budget: completions are sampled inside the step. Runs on a CPU.
 
 pip install "lowtide[transformers,trl]"
 python examples/trl_grpo.py
@@ -35,7 +35,7 @@ def train(callbacks: list, **settings: bool) -> tuple[float, float, float]:
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=128, intermediate_size=344, num_hidden_layers=8, num_attention_heads=4, vocab_size=512,
+            hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4, vocab_size=512,
             pad_token_id=0, eos_token_id=1, bos_token_id=None,
         )
     )  # fmt: skip
@@ -44,7 +44,7 @@ def train(callbacks: list, **settings: bool) -> tuple[float, float, float]:
         model,
         different_words,
         GRPOConfig(
-            tempfile.mkdtemp(), use_cpu=True, bf16=False, max_steps=12, per_device_train_batch_size=8, report_to=[],
+            tempfile.mkdtemp(), use_cpu=True, bf16=False, max_steps=16, per_device_train_batch_size=8, report_to=[],
             num_generations=8, max_completion_length=8, save_strategy="no", disable_tqdm=True, **settings,
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -58,7 +58,7 @@ def train(callbacks: list, **settings: bool) -> tuple[float, float, float]:
 
 
 plain_mib, plain_s, plain_loss = train([], gradient_checkpointing=False)
-mib, seconds, loss = train([LowtideCallback(budget="60MiB")])
+mib, seconds, loss = train([LowtideCallback(budget="58MiB")])
 
 assert loss == plain_loss  # bitwise: lowtide runs the same kernels again, on the same numbers
 print(f"peak {plain_mib:.1f} MiB -> {mib:.1f} MiB, {plain_s:.1f} s -> {seconds:.1f} s, loss {loss:.6f} in both")

@@ -160,7 +160,7 @@ def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:
 
 def masks_nothing(kwargs: dict) -> bool:
     """Whether transformers leaves the call's attention mask away, because all of it is ones: then other ops run."""
-    mask = kwargs.get("attention_mask")
+    mask: Any = kwargs.get("attention_mask")
     if type(mask) is not torch.Tensor or mask.ndim != 2 or mask.is_floating_point() or mask.is_meta:
         return False
     with torch._C._DisableTorchDispatch():  # not an op of the step
