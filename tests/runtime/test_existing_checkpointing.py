@@ -45,7 +45,8 @@ def same(a, b):
 def test_transformers_checkpointing_is_off_while_steps_are_watched_and_back_afterwards(llama, batch):
     plain = copy.deepcopy(llama)
     with lowtide.fit(llama, budget="60%") as fit:
-        assert llama.is_activation_checkpointing  # a Trainer may switch it on later still: the first step looks
+        assert not llama.is_activation_checkpointing
+        llama.gradient_checkpointing_enable()  # as a Trainer may later still: the first step looks
         assert same(train(plain, batch), train(llama, batch))
         assert not llama.is_activation_checkpointing
         fit.wait()
@@ -55,6 +56,17 @@ def test_transformers_checkpointing_is_off_while_steps_are_watched_and_back_afte
         assert fit.plan.counts["recompute"] > 0
     assert llama.is_activation_checkpointing
     assert same(train(plain, batch), train(llama, batch))
+
+
+def test_switched_on_in_mid_training_it_is_off_before_the_next_planned_step(llama, batch):
+    plain = copy.deepcopy(llama)
+    with lowtide.fit(llama, budget="60%") as fit:
+        assert same(train(plain, batch), train(llama, batch))
+        fit.wait()
+        llama.gradient_checkpointing_enable()  # TRL does so after it has generated
+        assert same(train(plain, batch), train(llama, batch))
+        assert fit.status().in_force
+        assert not llama.is_activation_checkpointing
 
 
 def test_it_is_off_while_a_batch_is_planned_for(llama, batch):

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support.training_steps import is_clean
 from support.watched_training import Layered, activation_bytes, batch_of, reasons_of, resident_bytes, same, train
 from torch import nn
 
@@ -134,6 +135,24 @@ def test_removed_between_forward_and_backward_the_step_ends_as_plain(model, budg
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     fit.remove()
     assert model._compiled_call_impl is None
+
+
+def test_removed_after_a_loss_outside_the_model_failed_nothing_is_left(model, budget):
+    """The plan drops ops of that loss, which never ran: not another step than planned, but none."""
+
+    def loss(fails=False):
+        output = model(batch_of()).tanh()
+        if fails:
+            raise ValueError("stop here")
+        return torch.cat([output.tanh(), output.sigmoid(), -output], -1).square().mean()
+
+    fit = lowtide.fit(model, budget=budget)
+    loss().backward()
+    assert fit.wait().plan.counts["recompute"]
+    with pytest.raises(ValueError, match="stop here"):
+        loss(fails=True)
+    fit.remove()
+    assert is_clean(model)
 
 
 def test_what_needs_a_batch_is_refused(model):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.tracing.module_calls import call_signature
+from lowtide.tracing.module_calls import call_signature, masks_nothing
 
 _SIZES = re.compile(r"\[([\d,]*)\]")  # of one tensor, in a signature
 _TOLD_BY_VALUE = frozenset({bool, str, type(None)})
@@ -16,7 +16,8 @@ class CallShape(NamedTuple):
     """One call's arguments: what they are, and the sizes of their tensors.
 
     Attributes:
-        pattern: Dtypes, numbers of dimensions, flags and words; not numbers, which may count up.
+        pattern: Dtypes, numbers of dimensions, flags and words, whether an attention mask masks anything; not numbers,
+            which may count up.
         sizes: Every dimension of every tensor, in order.
     """
 
@@ -40,7 +41,7 @@ def shape_of_call(model: nn.Module, args: tuple, kwargs: dict) -> CallShape:
     """The shape of a call. Whether a number changes the ops, the op sequence shows."""
     if torch._C._is_any_autocast_enabled():
         return shape_of_signature(call_signature(model, args, kwargs))
-    key: list[Any] = [model.training, *kwargs]
+    key: list[Any] = [model.training, masks_nothing(kwargs), *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind is torch.Tensor:

@@ -33,14 +33,15 @@ class ExistingCheckpointing:
     """The switches of one model: off while the model is fitted."""
 
     def __init__(self, model: nn.Module, say: Callable[[str], None], what: str) -> None:
-        self._model = weakref.ref(model)
+        # Those that can have it: looked at before every step, so finding them anew would cost.
+        self._modules = [weakref.ref(module) for module in model.modules() if _can_be_switched(module)]
         self._say, self._keep = say, what == KEEP
         self._switched_off: list[tuple[weakref.ref[Any], str, Any]] = []
 
     def switch_off(self) -> None:
-        """Whatever has been switched on since the last look. A Trainer does that when training begins."""
-        model = self._model()
-        found = [] if model is None else _switched_on(model.modules())
+        """Whatever has been switched on since the last look: by a Trainer when training begins, by TRL when it has
+        generated."""
+        found = _switched_on([module for reference in self._modules if (module := reference()) is not None])
         told = " and ".join(dict.fromkeys(switch.told_as for switch in found))
         if found and self._keep:
             self._say(f"{told} is on and stays on: nothing inside the checkpointed modules is planned")
@@ -61,6 +62,12 @@ class ExistingCheckpointing:
             owner = reference()
             if owner is not None:
                 setattr(owner, name, on)
+
+
+def _can_be_switched(module: nn.Module) -> bool:
+    """A flag of its own, that is: PEFT's wrappers answer for what is inside them."""
+    own_flag = _FLAG in vars(module) or hasattr(type(module), _FLAG)
+    return own_flag or hasattr(getattr(module, "config", None), _GRANULARITY)
 
 
 def _switched_on(modules: Iterable[nn.Module]) -> list[_Switch]:

@@ -61,6 +61,7 @@ class Fit:
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         if batch is None:
             self._budget.check()
+            self._watcher.checkpointing.switch_off()
             self._planner.start()
         else:
             try:

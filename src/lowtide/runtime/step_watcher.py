@@ -288,13 +288,17 @@ class StepWatcher:
             self._fail(error)
         return self._watch
 
-    def _leave_plan(self) -> None:
-        """A plan that was in place from the model's call on goes: backward begins, or another step."""
+    def _leave_plan(self, *, failed: bool = False) -> None:
+        """A plan that was in place from the model's call on goes: backward begins, or another step.
+
+        Args:
+            failed: Neither does. What the plan has beyond this did not run, and that is no other step than planned.
+        """
         if self._plan_seam is not None:
             self._close_seam(self._plan_seam)
             self._plan_seam = None
             if self._step is not None:
-                self._step.tape.leave_region(failed=False)
+                self._step.tape.leave_region(failed=failed)
 
     def _opened(self, tape: Tape | OnlineTape) -> Seam:
         seam = Seam(tape, (tape.pack, tape.unpack))
@@ -343,6 +347,7 @@ class StepWatcher:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
         self._follow_free_memory(model)
+        self.checkpointing.switch_off()
         self._step = None
         if sharded := self._sharded_since_fit(model):
             self.shelf.refuse(shape, sharded)
@@ -357,7 +362,6 @@ class StepWatcher:
             self._last = self._step
             self._step.tape.sizes_vary = False
             return
-        self.checkpointing.switch_off()
         if self.shelf.is_sharded:
             if not is_gathered_once(model):
                 self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
@@ -609,7 +613,7 @@ class StepWatcher:
         """What has begun is no step: nobody runs its backward any more."""
         if self._watch is not None:
             self._close_watch(())
-        self._leave_plan()
+        self._leave_plan(failed=True)
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
         self._forget_backwards()
 

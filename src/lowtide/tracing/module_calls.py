@@ -154,7 +154,17 @@ def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:
             parts.append(f"autocast({device},{_short(torch.get_autocast_dtype(device))})")
     parts += [_describe(a) for a in args]
     parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
+    parts += ["nothing masked"] * masks_nothing(kwargs)
     return " ".join(parts)
+
+
+def masks_nothing(kwargs: dict) -> bool:
+    """Whether transformers leaves the call's attention mask away, because all of it is ones: then other ops run."""
+    mask: Any = kwargs.get("attention_mask")
+    if type(mask) is not torch.Tensor or mask.ndim != 2 or mask.is_floating_point() or mask.is_meta:
+        return False
+    with torch._C._DisableTorchDispatch():  # not an op of the step
+        return bool(mask.all())
 
 
 def _describe(value: Any) -> str:

@@ -1,0 +1,241 @@
+"""transformers' ``Trainer`` within a memory budget, as one argument.
+
+    Trainer(..., callbacks=[LowtideCallback(budget="20GiB")]).train()
+
+The model is fitted when training begins: by then Accelerate has put autocast around its forward, and checkpointing is
+on. It is as it was when ``train()`` ends, also by an exception. The Trainer tells its callbacks nothing of those, and
+not who it is either. So ``Trainer.train`` is wrapped once, when this module is imported; a Trainer without a
+``LowtideCallback`` runs as before.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from lowtide.api import fit as fit_model
+from lowtide.errors import IntegrationError
+from lowtide.integrations import trl
+from lowtide.integrations.versions import check_version
+from lowtide.plan import Plan
+from lowtide.runtime.fitted_model import Fit
+from lowtide.tracing import module_calls
+from lowtide.tracing.optimizer_state import checked_optimizer
+from lowtide.units import format_bytes, parse_budget
+
+logger = logging.get_logger("transformers.trainer")
+
+
+class LowtideCallback(TrainerCallback):
+    """Keeps each training step within ``budget``: watches the first steps, then recomputes what costs least.
+
+    Losses and gradients are bitwise those without it. The Trainer's own checkpointing is off meanwhile, whatever its
+    arguments say, and need not be on. What is in force is logged by the Trainer's logger.
+
+    Args:
+        budget: See ``lowtide.fit``.
+        **options: Of ``lowtide.fit``, except ``batch``, ``step`` and ``optimizer``: the Trainer has them.
+
+    Attributes:
+        fit: The ``Fit`` of the last run; None before training has begun.
+
+    Raises:
+        IntegrationError: a version or a setting that lowtide does not work with; here, or when ``train()`` is called.
+    """
+
+    def __init__(self, budget: int | str = "auto", **options: Any) -> None:
+        check_version("transformers")
+        check_version("accelerate")
+        if taken := {"model", "batch", "step", "optimizer"} & options.keys():
+            raise IntegrationError(f"{sorted(taken)[0]}= is the Trainer's.\nLeave it out: its real steps are watched.")
+        parse_budget(budget)  # a typing error shows here, not when training begins
+        self.fit: Fit | None = None
+        self._budget, self._options = budget, options
+        self._trainer: Callable[[], Trainer | None] = lambda: None
+        self._logs_numbers = False  # by ``Trainer.log``
+        self._is_announced = False
+
+    def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        _check_arguments(args)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
+        """Fit the model. Comes again for each batch size that is tried, and in the next ``train()``."""
+        self._detach()
+        _check_arguments(args)
+        model = _called_model(self._trainer(), given["model"])
+        if any(module_calls.is_lowtide_call(module._compiled_call_impl) for module in model.modules()):
+            raise IntegrationError(
+                "the model has a plan already, from lowtide.fit or from another Trainer's LowtideCallback: two plans "
+                "cannot drive one model.\nCall remove() of that fit first, or leave the LowtideCallback out."
+            )
+        self._is_announced = False
+        self.fit = fit_model(
+            model, budget=self._budget, optimizer=checked_optimizer(given["optimizer"]), **self._options
+        )
+        if not state.is_world_process_zero:
+            return
+        within = "what is free" if self._budget == "auto" else str(self._budget)
+        _say(
+            f"keeps each training step within its budget ({within}): the first steps are watched, then the tensors "
+            "that cost least are recomputed. Losses and gradients stay bitwise the same"
+        )
+        if compiled := module_calls.compiled_parts(model):
+            shown = ", ".join(path or "the model" for path in compiled[:3])
+            _say(f"torch_compile: compiled code runs as it is, and is saved whole ({shown}): only the rest is planned")
+        if args.world_size > 1 and args.ddp_find_unused_parameters is None and not args.activation_checkpointing:
+            _say(
+                "without checkpointing the Trainer has DDP look for unused parameters in every step; "
+                "ddp_find_unused_parameters=False saves that"
+            )
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Tell once that a plan is in force. Here a log line takes none of the Trainer's own away."""
+        fit = self.fit
+        if self._is_announced or fit is None or not state.is_world_process_zero or not fit.status().in_force:
+            return
+        self._is_announced = True
+        plan = fit.plan
+        _say(
+            f"a plan is in force: {_budget_of(fit)}, predicted peak {format_bytes(plan.predicted_peak_bytes)} (plain "
+            f"{format_bytes(plan.plain_peak_bytes)}), {_overhead_of(plan)}, plans: {len(fit.plans)}"
+        )
+        self._log_numbers(fit)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Give the model back as it was."""
+        fit = self.fit
+        if fit is not None and state.is_world_process_zero:
+            status, plans = fit.status(), fit.plans
+            seen = status.observed_peak_bytes
+            peak = "not measured" if seen is None else format_bytes(seen)
+            overhead = f"{_overhead_of(plans[-1])}, " if plans else ""
+            why_not = "" if status.in_force else f". No plan was in force at the end: {status.why_not}"
+            _say(
+                f"{status.planned_steps} of {status.steps} steps ran under a plan: {_budget_of(fit)}, observed peak "
+                f"{peak}, {overhead}plans: {len(plans)}{why_not}"
+            )
+            self._log_numbers(fit)
+        self._detach()
+
+    def _log_numbers(self, fit: Fit) -> None:
+        trainer = self._trainer()
+        if not self._logs_numbers or trainer is None:
+            return
+        status, plans = fit.status(), fit.plans
+        numbers = {
+            "lowtide_budget_bytes": status.budget_bytes,
+            "lowtide_observed_peak_bytes": status.observed_peak_bytes,
+            "lowtide_overhead": plans[-1].predicted_overhead if plans else None,
+            "lowtide_plans": len(plans),
+        }
+        # Not TRL's ``log``: it would hand out the metrics that it gathers for the Trainer's next line.
+        Trainer.log(trainer, {name: value for name, value in numbers.items() if value is not None})
+
+    def _detach(self) -> None:
+        """Give the model back. Safe to call twice."""
+        if self.fit is not None:
+            self.fit.remove()
+
+
+def fit(trainer: Trainer, budget: int | str = "auto", **options: Any) -> LowtideCallback:
+    """Have ``trainer`` train within ``budget``: as a ``LowtideCallback``, whose numbers go to ``trainer.log`` too.
+
+    So budget, peak, overhead and number of plans stand where the losses do, such as in TensorBoard. The whole step is
+    planned, with losses outside the model (``compute_loss_func``, label smoothing, TRL's).
+
+    Args:
+        budget, **options: As of ``LowtideCallback``.
+
+    Returns:
+        The callback, which the trainer has now. ``.fit`` is the ``Fit`` once training has begun.
+
+    Raises:
+        IntegrationError: a version or a setting that lowtide does not work with, or the trainer has a plan already.
+    """
+    callback = LowtideCallback(budget, **options)
+    callback._logs_numbers = True
+    _check_arguments(trainer.args)
+    if any(isinstance(other, LowtideCallback) for other in trainer.callback_handler.callbacks):
+        raise IntegrationError(_TWICE)
+    trainer.add_callback(callback)
+    return callback
+
+
+_TWICE = (
+    "this Trainer has a plan already: LowtideCallback and fit(trainer) are two ways to say the same, and it takes one "
+    "of them, once.\nLeave the other out; trainer.remove_callback(LowtideCallback) takes one away."
+)
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raises: IntegrationError: a setting under which no plan would be carried out, or that does the same work."""
+    if args.n_gpu > 1:
+        raise IntegrationError(
+            f"one process for {args.n_gpu} GPUs: the Trainer would use nn.DataParallel, whose threads run copies of "
+            "the model, and a plan is for one.\nStart one process for each GPU (torchrun --nproc-per-node, or "
+            "accelerate launch), or set CUDA_VISIBLE_DEVICES to one GPU."
+        )
+    if args.fsdp and int((args.fsdp_config or {}).get("version", 2)) == 1:
+        raise IntegrationError(
+            "FSDP version 1 frees parameters that a plan would read.\n"
+            'Set fsdp_config={"version": 2}, or train without lowtide.'
+        )
+    deepspeed = getattr(args, "hf_deepspeed_config", None)
+    if deepspeed is not None and deepspeed.get_value("activation_checkpointing.cpu_checkpointing"):
+        raise IntegrationError(
+            "DeepSpeed's cpu_checkpointing moves activations that a plan decides about.\n"
+            "Remove it from the DeepSpeed config: lowtide offloads where that is cheaper than recomputing."
+        )
+    trl.check_arguments(args)
+
+
+def _called_model(trainer: Trainer | None, model: nn.Module) -> nn.Module:
+    """What the Trainer calls: the model that callbacks get, or what ``torch.compile`` or DDP made of it."""
+    wrapped = None if trainer is None else trainer.model_wrapped
+    if isinstance(wrapped, DistributedDataParallel) or (wrapped is not None and module_calls.compiled_parts(wrapped)):
+        return wrapped
+    return model
+
+
+def _budget_of(fit: Fit) -> str:
+    budget_bytes = fit.status().budget_bytes
+    return "budget not known yet" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
+
+
+def _overhead_of(plan: Plan) -> str:
+    return f"overhead {100 * plan.predicted_overhead:.1f} %"
+
+
+def _say(text: str) -> None:
+    """As a warning: the Trainer's logger shows nothing else unless it is told to."""
+    logger.warning(f"lowtide: {text}.")
+
+
+def _detaching(train: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.train``, after which the model is as it was, however it ended."""
+
+    @functools.wraps(train)
+    def detaching(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, LowtideCallback)]
+        if len(callbacks) > 1:
+            raise IntegrationError(_TWICE)
+        for callback in callbacks:
+            _check_arguments(self.args)
+            callback._trainer = weakref.ref(self)
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            # Also one that was added meanwhile.
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, LowtideCallback):
+                    callback._detach()
+
+    return detaching
+
+
+Trainer.train = _detaching(Trainer.train)

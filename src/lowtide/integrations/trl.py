@@ -1,0 +1,22 @@
+"""What TRL's trainers bring that a plan does not go with. The rest of them is transformers' Trainer."""
+
+from typing import Any
+
+from lowtide.errors import IntegrationError
+from lowtide.integrations.versions import check_version
+
+
+def check_arguments(args: Any) -> None:
+    """Look at ``args`` if they are those of a TRL trainer.
+
+    Raises:
+        IntegrationError: a version that nobody has tried, or ``activation_offloading``.
+    """
+    if not any(cls.__module__.startswith("trl.") for cls in type(args).__mro__):
+        return
+    check_version("trl")
+    if getattr(args, "activation_offloading", False):
+        raise IntegrationError(
+            "activation_offloading=True moves activations that a plan decides about; the innermost of the two would "
+            "win.\nSet activation_offloading=False: lowtide offloads where that is cheaper than recomputing."
+        )
