@@ -197,6 +197,25 @@ def test_sizes_that_depend_on_data_are_told_and_only_those(chosen_by):
         assert ("some sizes depend on data" in reasons_of(fit)) == (chosen_by == "mask")
 
 
+def test_a_step_that_ends_short_of_its_plan_leaves_nothing_in_place():
+    """What the conftest looks at after each test."""
+
+    def train(model: nn.Module, *, times: int) -> None:
+        h = model(batch_of())
+        for _ in range(times):  # the plan drops outside the model
+            h = h.repeat(1, 2).sigmoid()
+        h.square().mean().backward()
+
+    model = with_gradients(Changing())
+    with lowtide.fit(model, budget=2 * resident_bytes(model) + allowance(model)) as fit:
+        train(model, times=5)
+        fit.wait()
+        train(model, times=5)
+        assert fit.status().in_force and fit.plan.counts["recompute"] > 0
+        train(model, times=4)
+        assert not fit.status().in_force
+
+
 def test_evaluation_and_logging_between_steps_leave_the_plan_in_force():
     model = Changing()
     with fitted(model, allowance(model)) as fit:

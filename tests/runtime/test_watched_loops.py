@@ -236,7 +236,8 @@ def test_two_watched_models_that_train_against_each_other_step_as_plainly():
         fit.remove()
 
     assert same(expected, found)
-    assert min(planned) > 0
+    # The first step of the maker has the judge's optimizer in it, which then makes its state: no later step does.
+    assert planned[1] >= 6
     assert not any("saved whole" in reason for reason in reasons), reasons
 
 

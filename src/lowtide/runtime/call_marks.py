@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lowtide.tracing.autograd_leaves import nodes_of
+from lowtide.tracing.autograd_leaves import walk
 from lowtide.tracing.operators import tensors_in
 
 _MARK = "lowtide"
@@ -28,7 +28,12 @@ def marks_in(output: object) -> list[Callable[[], object]]:
     return marks
 
 
+def reaches_any(roots: Iterable[Any], nodes: Mapping[int, range]) -> bool:
+    """Whether a backward from ``roots`` runs through the graph of any call. A few nodes tell where it does."""
+    return any(any(node._sequence_nr() in made for made in nodes.values()) for node in walk(roots))
+
+
 def calls_reached(roots: Iterable[Any], nodes: Mapping[int, range]) -> set[int]:
     """The calls through whose graphs a backward from ``roots`` runs; ``nodes``: the sequence numbers that each made."""
-    reached = {node._sequence_nr() for node in nodes_of(roots)}
+    reached = {node._sequence_nr() for node in walk(roots)}
     return {call for call, made in nodes.items() if any(number in made for number in reached)}

@@ -23,7 +23,7 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
-from lowtide.runtime.call_marks import calls_reached, marks_in
+from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
@@ -395,14 +395,15 @@ class StepWatcher:
         finally:
             self._paused = before
 
-    def before_backward(self, _: Iterable[Any], *, creates: bool) -> None:
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         if self._paused:
             return
         try:
             if not creates:
                 if self._end_part is not None:
                     self._end_part()
-                self._leave_plan()
+                if self._plan_seam is not None and reaches_any(roots, self._nodes):  # not another model's
+                    self._leave_plan()
             elif self._plan_seam is not None and self._step is not None:  # part of a loss
                 self._step.tape.have_hooks()
         except Exception as own:

@@ -149,7 +149,7 @@ class Tape(SwitchedMode):
         self._next_number = 0
         self._pauses = 0
         self._backward_began = False  # in a region that holds whole steps
-        self._whole_step = False
+        self._whole_step = self._ends_at_unpack = False
         self._wrapped = bool(wrapped_parameters(model))
 
     # -- regions ------------------------------------------------------------------------------------------------
@@ -157,28 +157,32 @@ class Tape(SwitchedMode):
     def enter_region(self, call: TapedCall, *, whole_step: bool) -> None:
         """A region of ``call`` opens, inside the hooks that others have in place now."""
         self.start_here()
-        self._whole_step, self._outer_hooks = whole_step, top_hooks(True)
+        self._whole_step = self._ends_at_unpack = whole_step
+        self._outer_hooks = top_hooks(True)
         self.begin(call)
         if not whole_step:  # else any op outside the model may be one of the step
             self._need_less(self._call, call)
         self._switch_for(self._call)
 
     def enter_step(self) -> None:
-        """A region of the whole step opens where the model is first called from outside."""
-        self._whole_step, self._outer_hooks = True, None
+        """A region of the whole step opens where the model is first called from outside.
+
+        It is left before its backward; another model's may come before that.
+        """
+        self._whole_step, self._ends_at_unpack, self._outer_hooks = True, False, None
         self.begin(self.program.root)
         self._call.next = self.program.num_ops_before_model
         self.watches = self.hooks = True  # a seam has put them there
 
     def leave_region(self, *, failed: bool) -> None:
         """The region closes; ``failed``: with an exception, which may have left module calls open."""
-        self.take_away()
         while self._callers:
             self._call = self._callers.pop()
         if not failed and not self._backward_began:
             self._close(self._call)
             if self._diverged_after is not None:
                 self._leave_plan()
+        self.take_away()  # last: a step that ends short of its plan has put them in place
         self.end()
         self._outer_hooks = None
 
@@ -576,7 +580,7 @@ class Tape(SwitchedMode):
             ReplayError: a dropped tensor cannot be replayed exactly.
         """
         # A backward that creates a graph, which has grad mode on, is part of the forward pass.
-        if self._whole_step and not self._callers and not self._backward_began and not torch.is_grad_enabled():
+        if self._ends_at_unpack and not self._callers and not self._backward_began and not torch.is_grad_enabled():
             self.end()
             self._backward_began = True
         if self._transfers is not None and graph_task() != -1:
