@@ -34,7 +34,18 @@ PLAIN_MODULES = tuple(
         "buckets",
     )
 )
-PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier"}
+PUBLIC_FUNCTIONS = {
+    "trace",
+    "measure",
+    "solve",
+    "simulate",
+    "fit",
+    "apply",
+    "verify",
+    "frontier",
+    "checkpoint",
+    "checkpoint_sequential",
+}
 
 MODULES = sorted(p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for p in SOURCE.rglob("*.py"))
 

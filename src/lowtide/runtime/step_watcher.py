@@ -649,6 +649,7 @@ class _Call:
         self._watcher, self._position, self._region = watcher, position, region
 
     def __enter__(self) -> None:
+        module_calls.thread_state.fitted_calls += 1
         self._nodes_before = num_nodes()
         if self._region is not None:
             self._region.__enter__()
@@ -656,6 +657,7 @@ class _Call:
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if self._region is not None:
             self._region.__exit__(failure)
+        module_calls.thread_state.fitted_calls -= 1
         self._watcher.note_call(self._position, num_nodes() - self._nodes_before, failed=failure is not None)
 
 

@@ -193,7 +193,20 @@ class Recipe:
     @property
     def is_stale(self) -> bool:
         """What it read from outside has been written since."""
-        return self._written or any(kept.changed() for kept in self.outside)
+        return self._written or any(map(_is_unreadable, self.outside))
+
+    def why_stale(self) -> ReplayError | None:
+        """The error for what it read from outside and cannot read any more; None if it still can."""
+        for kept in self.outside:
+            if self._written or _is_unreadable(kept):
+                return self._cannot_read(kept)
+        return None
+
+    def _cannot_read(self, kept: Kept) -> ReplayError:
+        what = f"{self.name} cannot run again: a tensor of shape {list(kept.tensor.shape)} that it read was "
+        if not kept.changed() and not self._written:
+            return ReplayError(f"{what}freed afterwards (by FSDP, mostly).\nLet it live until backward has used it.")
+        return ReplayError(f"{what}changed in place afterwards.\nChange it before the forward pass or after backward.")
 
     def note_written(self) -> None:
         """What it read from outside was written where the tape saw it: through ``.data`` no version would tell."""
@@ -252,13 +265,15 @@ class Recipe:
                 raise ReplayError(f"{self.name}: what it read is gone.\nThis is a bug in lowtide.")
             return argument.view.view_of(memory)
         if kind is Kept:
-            if argument.changed():
-                raise ReplayError(
-                    f"{self.name} cannot run again: a tensor of shape {list(argument.tensor.shape)} that it read was "
-                    "changed in place afterwards.\nChange it before the forward pass or after backward."
-                )
+            if _is_unreadable(argument):
+                raise self._cannot_read(argument)
             return argument.tensor
         return [self._resolved(a, transient) for a in argument] if kind is list else argument
+
+
+def _is_unreadable(kept: Kept) -> bool:
+    """Written since, or its memory was taken away."""
+    return kept.changed() or (kept.tensor.numel() > 0 and not kept.tensor.untyped_storage().nbytes())
 
 
 class _Completion(NamedTuple):
