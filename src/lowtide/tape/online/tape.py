@@ -20,6 +20,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
+from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -359,7 +360,8 @@ class OnlineTape(TorchDispatchMode):
         if type(packed) is PackedWrapper:
             return packed.unpack(self.unpack)
         value = packed.claim.value
-        with self._lock, torch.no_grad(), _disable_current_modes(), below_autograd():
+        away = _disable_current_modes() if num_modes() else _NOTHING
+        with self._lock, torch.no_grad(), away, below_autograd():
             if value.tensor is None:
                 self.releaser.remake(value)
             value.last_use = self._number
