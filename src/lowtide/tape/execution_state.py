@@ -1,6 +1,5 @@
 """Global state that decides an op's bits: random generators, numeric flags, threads, autocast."""
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
