@@ -23,7 +23,7 @@ from paired_times import paired_times
 from provenance import provenance
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "checkpoint_calls.jsonl"
+RESULTS = HERE / "results" / "checkpoint_calls_cpu.jsonl"
 SEED = 0
 MALLOC_FIXED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 
@@ -111,7 +111,7 @@ def lines(args: argparse.Namespace) -> list[dict]:
     for name in calls:
         peak, results = outcome(name)
         line = {
-            "benchmark": "checkpoint_calls",
+            "benchmark": "checkpoint_calls_cpu",
             "case": f"decoder, {layers} layers of {hidden}, 4 x {tokens} tokens",
             "method": name,
             "activation_bytes": peak,

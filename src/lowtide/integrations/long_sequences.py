@@ -3,10 +3,10 @@
     chunk_loss   The logits never exist: the output embedding and the cross entropy are one call, which goes through the
                  tokens in chunks (``torch.nn.functional.linear_cross_entropy``). Not bitwise: the sums have another
                  order. The difference is measured on the first batch and told.
-    tile_mlp     An MLP runs on one part of the sequence after the other, so a plan can drop and make again a part at a
-                 time. Rows do not mix in an MLP, so each gives what it gave, bit by bit in float32 on a CPU. Kernels for
-                 bfloat16 split odd numbers of rows in other ways. Weight gradients are sums in another order. Not
-                 bitwise.
+    tile_mlp     An MLP runs on one part of the sequence after the other, so that a plan can drop and make again a part
+                 at a time. Rows do not mix in an MLP, so each gives what it gave: bit by bit in float32 on a CPU, where
+                 bfloat16 kernels split odd numbers of rows in other ways. Weight gradients are sums in another order.
+                 Not bitwise.
 
 Bekman et al. 2025, "Arctic Long Sequence Training" (https://arxiv.org/abs/2506.13996), which calls both tiling. Differs:
 a tile is not checkpointed by hand; the plan decides what of it is saved.
