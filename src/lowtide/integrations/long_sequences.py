@@ -8,8 +8,8 @@
                  bfloat16 kernels split odd numbers of rows in other ways. Weight gradients are sums in another order.
                  Not bitwise.
 
-Bekman et al. 2025, "Arctic Long Sequence Training" (https://arxiv.org/abs/2506.13996), which calls both tiling. Differs:
-a tile is not checkpointed by hand; the plan decides what of it is saved.
+Bekman et al. 2025, "Arctic Long Sequence Training" (https://arxiv.org/abs/2506.13996), which calls both tiling.
+Differs: a tile is not checkpointed by hand; the plan decides what of it is saved.
 
 A changed module has a class of its own under the old name. Copies by deepcopy or pickle are of the old class.
 """
