@@ -18,6 +18,7 @@ import ablation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+HOW_TO = ROOT / "docs" / "how-to"
 MIB = 2**20
 COLUMNS = (
     "method", "activations", "of plain", "predicted", "time", "time, malloc fixed", "predicted", "gap", "solve",
@@ -48,6 +49,8 @@ def main() -> int:
         Page(ROOT / "README.md", "summary", RESULTS / "decoder_cpu.jsonl", summary_table),
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
+        Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
+        Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
         Page(ROOT / "docs" / "planner.md", "times", RESULTS / "planner_time_cpu.jsonl", times_table),
@@ -233,6 +236,45 @@ def points_off(lines: list[dict]) -> str:
     if not off:
         return "nothing that was measured"
     return f"{statistics.median(off):.1f} points (median), {off[-1]:.1f} at most"
+
+
+def checkpoint_table(lines: list[dict]) -> str:
+    """A row per way of checkpointing each layer."""
+    rows = ["| method | activations | of plain | step time | gradients |", "|---|---:|---:|---:|---|"]
+    rows += [
+        f"| {line['method']} | {line['activation_bytes'] / MIB:.1f} MiB | {line['fraction']:.3f} | {spread(line)} | "
+        f"{'equal' if line['bitwise_equal'] else '**differ**'} |"
+        for line in lines
+    ]
+    first = lines[0]
+    return "\n".join([*rows, "", f"A {first['case']}, each layer checkpointed. {_medians(first)}"])
+
+
+def long_table(lines: list[dict]) -> str:
+    """A row per method: the longest sequence within the limit."""
+    rows = ["| method | tokens | of plain | peak | CPU time of a step |", "|---|---:|---:|---:|---:|"]
+    rows += [
+        f"| {line['method']} | {line['tokens']:,} | {line['tokens'] / lines[0]['tokens']:.1f} x | "
+        f"{line['peak_bytes'] / MIB:.1f} MiB | {1000 * line['step_s'] / line['tokens']:.2f} ms a token |"
+        for line in lines
+    ]
+    first = lines[0]
+    note = (
+        f"The longest sequence within {first['limit_bytes'] / MIB:.0f} MiB, of which weights and gradients take "
+        f"{first['resident_bytes'] / MIB:.0f}: a Llama-shaped model, {first['layers']} layers of {first['hidden']}, "
+        f"vocabulary {first['vocabulary']:,}, {first['dtype']}, four tiles. Found to a sixteenth. {first['device']}, "
+        f"{first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, commit "
+        f"{first['commit']}."
+    )
+    return "\n".join([*rows, "", note])
+
+
+def _medians(line: dict) -> str:
+    return (
+        f"Process CPU time, medians of {line['rounds']} interleaved rounds beside the plain step, ± half the quartile "
+        f"range. {line['device']}, {line['threads']} thread, torch {line['torch']}, transformers "
+        f"{line['transformers']}, commit {line['commit']}."
+    )
 
 
 OFFLOAD_WAYS = {"recompute": "recomputing alone", "disk": "with the disk"}

@@ -34,7 +34,19 @@ PLAIN_MODULES = tuple(
         "buckets",
     )
 )
-PUBLIC_FUNCTIONS = {"trace", "measure", "solve", "simulate", "fit", "apply", "verify", "frontier", "from_settings"}
+PUBLIC_FUNCTIONS = {
+    "trace",
+    "measure",
+    "solve",
+    "simulate",
+    "fit",
+    "apply",
+    "verify",
+    "frontier",
+    "from_settings",
+    "checkpoint",
+    "checkpoint_sequential",
+}
 
 MODULES = sorted(p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for p in SOURCE.rglob("*.py"))
 

@@ -26,7 +26,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
     state = random.getstate()  # importing rich draws from it; a fit must leave every generator as it was
     try:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return found
     finally:
         random.setstate(state)
 

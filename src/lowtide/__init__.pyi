@@ -17,6 +17,8 @@ from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure
 from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
+from lowtide.runtime.checkpointed_call import checkpoint as checkpoint
+from lowtide.runtime.checkpointed_call import checkpoint_sequential as checkpoint_sequential
 from lowtide.runtime.fitted_model import Fit as Fit
 from lowtide.runtime.status import Status as Status
 from lowtide.settings.settings_plan import from_settings as from_settings

@@ -8,6 +8,7 @@ from torch import nn
 
 from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError
+from lowtide.integrations import long_sequences
 from lowtide.options import DeprecatedOffload, FitOptions, Offload, offload_policy
 from lowtide.rank_consensus import group_of
 from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
@@ -36,6 +37,8 @@ def fit(
     offload: Offload | None = None,
     checkpointing: str = "replace",
     max_plans: int = 8,
+    chunk_loss: bool = False,
+    tile_mlp: int | str | None = None,
     **deprecated: Unpack[DeprecatedOffload],
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -66,6 +69,10 @@ def fit(
         checkpointing: ``"replace"``: transformers' gradient checkpointing and Megatron's recomputation, where they are
             on, are switched off while the model is fitted. ``"keep"``: it stays on, and what it drops is not planned.
         max_plans: Plans at hand at most; the one that was used least recently goes.
+        chunk_loss: Compute logits and loss of a causal model of transformers in chunks, so that the logits never
+            exist; the output has none while the model trains. Not bitwise: the difference is told with the first batch.
+        tile_mlp: Run each MLP over so many parts of the sequence, one after the other, or ``"auto"``: parts as long as
+            the model is wide. Not bitwise in general: kernels may split other numbers of rows in other ways.
         **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
     Returns:
@@ -94,12 +101,12 @@ def fit(
         raise ValueError(f"max_plans={max_plans}: no plan could be kept. Ask for 1 or more.")
     capacities = usable(device_of(model).type, policy)
     check_method(method, {"offload": policy} if capacities else {})
-    asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans, checkpointing)
+    asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans, checkpointing, chunk_loss, tile_mlp)
     hint = budget_hint(budget)
     if hint:
         logger.warning("lowtide: %s", hint)
     try:
-        return Fit(model, asked, capacities, batch)
+        return Fit(model, asked, capacities, batch, prepare=long_sequences.prepare)
     except BudgetInfeasibleError as error:
         if hint:
             error.args = (f"{error}\n{hint}",)

@@ -108,6 +108,7 @@ class FitOptions:
         offload: Where tensors may be stored outside device memory.
         checkpointing: What becomes of checkpointing that the model has switched on: ``replace`` or ``keep``.
         max_plans: Plans at hand at most; the one that was used least recently goes.
+        chunk_loss, tile_mlp: Changes to the model for long sequences.
     """
 
     budget: int | str
@@ -118,3 +119,5 @@ class FitOptions:
     offload: Offload
     max_plans: int = 8
     checkpointing: str = "replace"
+    chunk_loss: bool = False
+    tile_mlp: int | str | None = None

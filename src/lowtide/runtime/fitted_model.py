@@ -33,6 +33,7 @@ from lowtide.tracing.tracer import Step, check_supported, device_of
 from lowtide.verifier import Verification, suspended, verify_in
 
 Result = TypeVar("Result")
+Prepare = Callable[..., Callable[[], None]]  # ``integrations.long_sequences.prepare``
 _HELD_BATCH = 0.01  # of the plain peak: a batch up to this size is kept for ``verify``
 
 
@@ -45,7 +46,9 @@ class Fit:
         warnings: What you should know, one line each.
     """
 
-    def __init__(self, model: nn.Module, options: FitOptions, capacities: dict[str, int], batch: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, options: FitOptions, capacities: dict[str, int], batch: Any = None, *, prepare: Prepare
+    ) -> None:
         check_supported(model)
         self._model = weakref.ref(model)
         self._options = options
@@ -59,17 +62,20 @@ class Fit:
         self._watcher = StepWatcher(model, options, self._budget, self._planner, tiers, self._reasons)
         self._recovery = Recovery(model, self._budget, self._watcher)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
-        if batch is None:
-            self._budget.check()
-            self._watcher.checkpointing.switch_off()
-            self._planner.start()
-        else:
-            try:
+        unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
+        try:
+            if batch is None:
+                self._budget.check()
+                self._watcher.checkpointing.switch_off()
+                self._planner.start()
+            else:
                 self._plan_first(model, batch)
-            except BaseException:
-                self._watcher.close()
-                raise
+        except BaseException:
+            self._watcher.close()
+            unprepare()
+            raise
         self._undo: list[Any] = [
+            unprepare,
             backward_entry.observe(self._watcher),
             module_calls.install(model, self._watcher),
         ]

@@ -691,6 +691,7 @@ class _Call:
         self._watcher, self._position, self._region = watcher, position, region
 
     def __enter__(self) -> None:
+        module_calls.thread_state.fitted_calls += 1
         self._watcher.begin_call()
         self._first_node = num_nodes()
         if self._region is not None:
@@ -699,6 +700,7 @@ class _Call:
     def __exit__(self, failure: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._region is not None:
             self._region.__exit__(failure)
+        module_calls.thread_state.fitted_calls -= 1
         self._watcher.end_call(self._position, range(self._first_node, num_nodes()), error)
 
 

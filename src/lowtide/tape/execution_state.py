@@ -1,6 +1,5 @@
 """Global state that decides an op's bits: random generators, numeric flags, threads, autocast."""
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -40,13 +39,14 @@ class ExecutionState:
     Another thread count, TF32 or determinism setting gives other bits.
 
     Attributes:
+        flags: The global ones.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
     """
 
-    __slots__ = ("_flags", "_model", "_versions", "on_difference")
+    __slots__ = ("_model", "_versions", "flags", "on_difference")
 
-    def __init__(self, model: weakref.ref[nn.Module], *, wrapped: bool = False) -> None:
-        self._flags = _read()
+    def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
+        self.flags = _read()
         self._model = model
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
@@ -69,12 +69,12 @@ class ExecutionState:
         """Inside, the flags are as they were in the forward pass."""
         if self._versions is not None:
             self._versions.catch_up()
-        return nullcontext() if _read() == self._flags else self._restored()
+        return nullcontext() if _read() == self.flags else self._restored()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         now = _read()
-        _write(self._flags)
+        _write(self.flags)
         try:
             yield
         finally:

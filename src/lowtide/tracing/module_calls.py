@@ -44,6 +44,7 @@ class CallObserver(Protocol):
 
 class _ThreadState(threading.local):
     observer: CallObserver | None = None
+    fitted_calls: int = 0  # of fitted models that run
 
 
 thread_state = _ThreadState()  # per thread: another thread's forward is not this step's

@@ -23,6 +23,10 @@ class LiveBytes:
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._known
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those that live."""
+        return [storage for reference in list(self._known.values()) if (storage := reference()) is not None]
+
     def add(self, storage: torch.UntypedStorage) -> int:
         """Count ``storage`` until it dies; its bytes."""
         size, key = allocated_bytes(storage), storage._cdata

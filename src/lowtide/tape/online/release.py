@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
-from lowtide.errors import ReplayError
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.replays import (
@@ -26,6 +25,7 @@ from lowtide.tape.online.replays import (
     pinned_bytes,
     run_chain,
     transient_bytes,
+    why_not_made,
 )
 from lowtide.tape.online.values import MARK, StoredValue
 from lowtide.tape.recipes import changed_unseen
@@ -272,7 +272,7 @@ class Releaser:
         start = time.perf_counter()
         chain = chain_of([target])
         if chain is None:
-            raise ReplayError("a released tensor cannot be made again.\nThis is a bug in lowtide.")
+            raise why_not_made(target)
         with inputs_locked(chain):  # while it runs, hardly anything may go
             self.make_room(transient_bytes(chain, ()))
 
@@ -285,7 +285,7 @@ class Releaser:
                     raise changed_unseen(other.recipe.name if other.recipe else "an op", "")
                 storage = tensor.untyped_storage()
                 self._live.add(storage)
-                if other.is_needed and not other.overwritten:
+                if other.is_needed and not other.overwritten and self.stays(other, target):
                     storage.__dict__[MARK] = other
                     other.note_remade(tensor)
                     other.last_use = self.num_ops
@@ -299,6 +299,10 @@ class Releaser:
         if self.num_replayed > _REPLAYS_PER_OP * max(self.num_ops, 1):
             self.thrashing = True
         self.replay_s += time.perf_counter() - start
+
+    def stays(self, value: StoredValue, target: StoredValue) -> bool:
+        """Whether ``value``, which is needed and made on the way to ``target``, is held from then on."""
+        return True
 
     def _run(
         self, chain: list[StoredValue], targets: Sequence[StoredValue], take: Callable[[StoredValue, Made], Made]

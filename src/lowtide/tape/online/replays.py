@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # where ops were recorded
 
+from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import no_autocast
 from lowtide.tape.online.values import MARK, StoredValue
 
@@ -32,6 +33,18 @@ def chain_of(values: Iterable[StoredValue]) -> list[StoredValue] | None:
             found[id(read)] = read
             todo.append(read)
     return sorted(found.values(), key=lambda v: v.number)
+
+
+def why_not_made(target: StoredValue) -> ReplayError:
+    """The error for a value that has no ``chain_of`` any more: what an op of it read has been written."""
+    todo, seen = [target], set[int]()
+    while todo:
+        value = todo.pop()
+        if value.recipe is not None and (error := value.recipe.why_stale()) is not None:
+            return error
+        todo += [read for read in value.inputs if not read.is_present and id(read) not in seen]
+        seen.update(id(read) for read in todo)
+    return ReplayError("a released tensor cannot be made again.\nThis is a bug in lowtide.")
 
 
 def made_bytes(value: StoredValue) -> int:

@@ -20,6 +20,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
+from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -30,7 +31,7 @@ from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredValue, UnreadableError, value_of_storage
-from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place
+from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
@@ -76,10 +77,10 @@ class OnlineTape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
+    def __init__(self, model: nn.Module | None, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
         super().__init__()
-        self._model = weakref.ref(model)
-        self._wrapped = bool(wrapped_parameters(model))
+        self._model: Callable[[], nn.Module | None] = _no_model if model is None else weakref.ref(model)
+        self._wrapped = model is not None and bool(wrapped_parameters(model))
         self.live = LiveBytes()
         self._holdings = Holdings()
         self.releaser = Releaser(self._holdings, self.live, budget_bytes)
@@ -170,7 +171,7 @@ class OnlineTape(TorchDispatchMode):
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
         op = None
         try:
-            op = _RunningOp(self, func, args, kwargs)
+            op = RunningOp(self, func, args, kwargs)
         except DataAssignedError:  # whatever came of it would be wrong
             raise
         except Exception as error:  # nothing of ours may end the step
@@ -186,11 +187,21 @@ class OnlineTape(TorchDispatchMode):
                 self.give_up(error)
         return result
 
+    def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:
+        """Make room for what ``func`` is about to allocate; a key for ``learn_size``."""
+        key = self._expected.key(func, args)
+        self.releaser.make_room(self._expected.of(key, func, args, kwargs))
+        return key
+
+    def learn_size(self, key: tuple, made_bytes: int) -> None:
+        self._expected.learn(key, made_bytes)
+        self._key = key
+
     def give_up(self, error: Exception) -> None:
         """Watch no more in this step; what was released is still made again."""
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
 
-    def _finish(self, op: "_RunningOp", result: Any, seconds: float) -> None:
+    def _finish(self, op: "RunningOp", result: Any, seconds: float) -> None:
         made: list[tuple[int, StoredValue]] = []
         inputs = [storage_of(t) for t in tensors_in(op.args)]
         for position, tensor in enumerate(tensors_in(result)):
@@ -204,9 +215,7 @@ class OnlineTape(TorchDispatchMode):
             value.cost_s = seconds
             storage.__dict__[MARK] = value
             made.append((position, value))
-        size = sum(value.bytes for _, value in made)
-        self._expected.learn(op.key, size)
-        self._key = op.key
+        self.learn_size(op.key, sum(value.bytes for _, value in made))
         if op.backward or self._pauses:
             return
         if self._assignments is not None:
@@ -220,7 +229,7 @@ class OnlineTape(TorchDispatchMode):
             if self._number % _OPS_BETWEEN_PROOFS == 0:  # long layers, and what runs in none
                 self.releaser.prove_layer(self._layer)
 
-    def _leave_recipe(self, op: "_RunningOp", made: list[tuple[int, StoredValue]]) -> None:
+    def _leave_recipe(self, op: "RunningOp", made: list[tuple[int, StoredValue]]) -> None:
         why = why_not_replayed(op.func, op.args, op.kwargs)
         if not why and op.func.namespace not in _KNOWN:
             why = "is no operator of PyTorch's own"
@@ -235,7 +244,7 @@ class OnlineTape(TorchDispatchMode):
             value.recipe, value.why_kept = recipe, why
         self._note_reads(recipe)
 
-    def _note_write(self, op: "_RunningOp", seconds: float) -> None:
+    def _note_write(self, op: "RunningOp", seconds: float) -> None:
         """In-place: completes an output that nobody has read, or ends what the storage held."""
         for tensor in op.written:
             storage = storage_of(tensor)
@@ -260,7 +269,7 @@ class OnlineTape(TorchDispatchMode):
         for kept in recipe.outside:
             self._read_outside[kept.tensor.untyped_storage()._cdata].append(weakref.ref(recipe))
 
-    def _complete(self, op: "_RunningOp", value: StoredValue, version: int, seconds: float) -> bool:
+    def _complete(self, op: "RunningOp", value: StoredValue, version: int, seconds: float) -> bool:
         """Whether the in-place op became part of the recipe that makes ``value``."""
         recipe = value.recipe
         if recipe is None or value.num_reads or value.is_needed or value.version != version - 1:
@@ -330,8 +339,8 @@ class OnlineTape(TorchDispatchMode):
         claim = value.claim()
         if claim is None:
             claim = Claim(value, self._holdings.end_claim)
-            self._holdings.claim(value, claim, _memory_of(tensor))
-            self.releaser.reserve_for(value)
+            self._holdings.claim(value, claim, memory_of(tensor))
+            self.note_claimed(value)
         value.num_reads += 1
         value.last_use = self._number
         return self.handle(claim, tensor)
@@ -351,7 +360,8 @@ class OnlineTape(TorchDispatchMode):
         if type(packed) is PackedWrapper:
             return packed.unpack(self.unpack)
         value = packed.claim.value
-        with self._lock, torch.no_grad(), _disable_current_modes(), below_autograd():
+        away = _disable_current_modes() if num_modes() else _NOTHING
+        with self._lock, torch.no_grad(), away, below_autograd():
             if value.tensor is None:
                 self.releaser.remake(value)
             value.last_use = self._number
@@ -360,12 +370,16 @@ class OnlineTape(TorchDispatchMode):
                 raise modified_in_place(value.tensor, packed.view.size, packed.version)
             return packed.view.view_of(value.tensor)
 
+    def note_claimed(self, value: StoredValue) -> None:
+        """Autograd wants ``value`` from now on; its memory is held."""
+        self.releaser.reserve_for(value)
+
     def handle(self, claim: Claim, tensor: torch.Tensor) -> SavedHandle:
         """What autograd holds for a tensor that may be released."""
         return SavedHandle(claim, tensor)
 
 
-class _RunningOp:
+class RunningOp:
     """One op before it runs: room is made for it, and what it reads is named, since it may write that."""
 
     __slots__ = ("args", "backward", "func", "key", "kwargs", "recipe", "rng", "unreadable", "written")
@@ -374,9 +388,8 @@ class _RunningOp:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.backward = graph_task() != -1
         tape._number += 1
-        self.key = tape._expected.key(func, args)
         self.written = written_tensors(func, args, kwargs) if written_arguments(func) else []
-        tape.releaser.make_room(tape._expected.of(self.key, func, args, kwargs))
+        self.key = tape.make_room_for(func, args, kwargs)
         if self.written:
             tape.keep_what_reads(self.written)
         self.recipe: Recipe | None = None
@@ -405,16 +418,20 @@ class _RunningOp:
                 self.unreadable = str(error)
 
 
+def _no_model() -> None:
+    return None
+
+
 def _keep_assigned(value: StoredValue) -> None:
     value.why_kept = value.why_kept or OTHER_MEMORY
 
 
-def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that counts versions with it, and reads the memory as it is."""
     before = key_is_excluded(DispatchKey.Python)
     exclude_key(DispatchKey.Python, True)
     try:
-        tensor = tensor.detach()
+        tensor = sharing_version(tensor)
         if tensor.is_conj():
             tensor = tensor.conj()
         return torch._neg_view(tensor) if tensor.is_neg() else tensor

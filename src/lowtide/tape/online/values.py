@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
+from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
@@ -93,7 +96,12 @@ class StoredValue:
         storage = self.storage()
         if storage is None or storage.__dict__.get(MARK) is not self:
             return None
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        before = key_is_excluded(DispatchKey.Python)
+        exclude_key(DispatchKey.Python, True)  # a mode that is in place would take this for a write of the step's
+        try:
+            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        finally:
+            exclude_key(DispatchKey.Python, before)
 
     def note_remade(self, tensor: Tensor) -> None:
         """``tensor`` is over its memory from now on: nobody but the tape and autograd has ever seen it."""
@@ -193,7 +201,20 @@ class Recipe:
     @property
     def is_stale(self) -> bool:
         """What it read from outside has been written since."""
-        return self._written or any(kept.changed() for kept in self.outside)
+        return self._written or any(map(_is_unreadable, self.outside))
+
+    def why_stale(self) -> ReplayError | None:
+        """The error for what it read from outside and cannot read any more; None if it still can."""
+        for kept in self.outside:
+            if self._written or _is_unreadable(kept):
+                return self._cannot_read(kept)
+        return None
+
+    def _cannot_read(self, kept: Kept) -> ReplayError:
+        what = f"{self.name} cannot run again: a tensor of shape {list(kept.tensor.shape)} that it read was "
+        if not kept.changed() and not self._written:
+            return ReplayError(f"{what}freed afterwards (by FSDP, mostly).\nLet it live until backward has used it.")
+        return ReplayError(f"{what}changed in place afterwards.\nChange it before the forward pass or after backward.")
 
     def note_written(self) -> None:
         """What it read from outside was written where the tape saw it: through ``.data`` no version would tell."""
@@ -252,13 +273,15 @@ class Recipe:
                 raise ReplayError(f"{self.name}: what it read is gone.\nThis is a bug in lowtide.")
             return argument.view.view_of(memory)
         if kind is Kept:
-            if argument.changed():
-                raise ReplayError(
-                    f"{self.name} cannot run again: a tensor of shape {list(argument.tensor.shape)} that it read was "
-                    "changed in place afterwards.\nChange it before the forward pass or after backward."
-                )
+            if _is_unreadable(argument):
+                raise self._cannot_read(argument)
             return argument.tensor
         return [self._resolved(a, transient) for a in argument] if kind is list else argument
+
+
+def _is_unreadable(kept: Kept) -> bool:
+    """Written since, or its memory was taken away."""
+    return kept.changed() or (kept.tensor.numel() > 0 and not kept.tensor.untyped_storage().nbytes())
 
 
 class _Completion(NamedTuple):
