@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
+import lowtide
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.tape.online import replays, room
 from lowtide.tape.online.room import ExpectedBytes
 
 aten = torch.ops.aten
@@ -57,3 +61,56 @@ def test_what_it_made_is_expected_of_it_the_next_time():
     key = known.key(aten.masked_select.default, (WIDE, WIDE > 0))
     known.learn(key, 1234)
     assert known.of(key, aten.masked_select.default, (WIDE, WIDE > 0), {}) == 1234
+
+
+def peaks(model_width: int = 64, share: float = 0.6) -> tuple[int, int]:
+    """Of a watched first step in bfloat16, and what it may take: products reorder what they read."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(model_width, 4 * model_width), nn.GELU(), nn.Linear(4 * model_width, model_width))
+        for _ in range(4)
+    ]
+    model, x = nn.Sequential(*layers), torch.randn(2048, model_width)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+
+    plain = peak_bytes(step)
+    resident = 2 * sum(p.nbytes for p in model.parameters()) + x.nbytes
+    with lowtide.fit(model, budget=resident + int(share * plain)):
+        return peak_bytes(step), int(share * plain)
+
+
+def test_workspaces_are_in_the_budget_of_the_first_step_and_of_its_proofs():
+    found, allowed = peaks()
+    assert found <= 1.005 * allowed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (room, "_first_share", lambda func, args: 0.0),
+        (replays, "room_bytes", lambda value: value.bytes),
+    ],
+    ids=["ops", "proofs"],
+)
+def test_without_them_it_is_above(owner, name, broken, monkeypatch):
+    monkeypatch.setattr(owner, name, broken)
+    found, allowed = peaks()
+    assert found > 1.005 * allowed
+
+
+def test_the_same_kernel_is_expected_to_take_as_large_a_share_of_other_shapes():
+    known = ExpectedBytes()
+    key = known.key(aten.add.Tensor, (WIDE, WIDE))
+    known.learn(key, WIDE.nbytes)
+    known.learn_workspace(key, 3 * WIDE.nbytes)
+    double = torch.cat([WIDE, WIDE])
+    assert (
+        known.of(known.key(aten.add.Tensor, (double, double)), aten.add.Tensor, (double, double), {})
+        == 4 * double.nbytes
+    )

@@ -21,8 +21,8 @@ from lowtide.tape.online.replays import (
     Made,
     chain_of,
     inputs_locked,
-    made_bytes,
     pinned_bytes,
+    room_bytes,
     run_chain,
     transient_bytes,
     why_not_made,
@@ -315,7 +315,7 @@ class Releaser:
 
     def _before_replay(self, value: StoredValue) -> None:
         if not self._proving:
-            self.make_room(made_bytes(value))
+            self.make_room(room_bytes(value))
 
 
 def _seconds_to_make(value: StoredValue) -> float:

@@ -47,9 +47,9 @@ def why_not_made(target: StoredValue) -> ReplayError:
     return ReplayError("a released tensor cannot be made again.\nThis is a bug in lowtide.")
 
 
-def made_bytes(value: StoredValue) -> int:
-    """What making ``value`` allocates: its op's other outputs too."""
-    return value.bytes if value.recipe is None else value.recipe.made_bytes
+def room_bytes(value: StoredValue) -> int:
+    """What making ``value`` allocates: its op's other outputs and workspace too."""
+    return value.bytes if value.recipe is None else value.recipe.room_bytes
 
 
 def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) -> int:
@@ -59,7 +59,7 @@ def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) ->
     live = peak = 0
     held: dict[int, int] = {}
     for value in chain:
-        peak = max(peak, live + made_bytes(value))
+        peak = max(peak, live + room_bytes(value))
         if id(value) not in wanted and left.get(id(value)):
             held[id(value)] = value.bytes
             live += value.bytes

@@ -20,6 +20,8 @@ _VIEWS = frozenset({
 })  # fmt: skip
 # Kernels that take reordered copies of what they read and make, which no allocation of the tape's shows beforehand.
 _CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
+_ATTENTION = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu"})
+_HALF = frozenset({torch.bfloat16, torch.float16})
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 
 
@@ -29,28 +31,47 @@ class ExpectedBytes:
     def __init__(self) -> None:
         self._made: dict[tuple, int] = {}
         self._workspace: dict[tuple, int] = {}
+        self._workspace_share: dict[tuple, float] = {}  # the most, of what an op with these dtypes reads and makes
 
     def key(self, func: Any, args: tuple) -> tuple:
         return (func, *((tuple(t.shape), t.dtype) for t in tensors_in(args)))
 
     def of(self, key: tuple, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-        """Bytes that ``func`` is about to allocate, workspace of convolutions included."""
+        """Bytes that ``func`` is about to allocate, workspace included."""
         made = self._made.get(key)
         if made is None:
             made = _made_on_meta(func, args, kwargs)
         if made is None:
             made = _first_guess(func, args)
         workspace = self._workspace.get(key)
-        if workspace is None and packet_name(func) in _CONVOLUTIONS:
-            workspace = made + sum(t.numel() * t.element_size() for t in tensors_in(args))
-        return made + (workspace or 0)
+        if workspace is None:
+            moved = made + sum(t.numel() * t.element_size() for t in tensors_in(args))
+            share = self._workspace_share.get(_without_shapes(key))
+            workspace = int((_first_share(func, args) if share is None else share) * moved)
+        return made + workspace
 
     def learn(self, key: tuple, made: int) -> None:
         self._made[key] = made
 
     def learn_workspace(self, key: tuple, workspace_bytes: int) -> None:
-        """What the kernel allocates beside what it makes."""
+        """What the kernel allocates beside what it makes; of other shapes it is expected to take as large a share."""
         self._workspace[key] = workspace_bytes
+        moved = self._made.get(key, 0) + sum(prod(shape) * dtype.itemsize for shape, dtype in key[1:])
+        kind = _without_shapes(key)
+        self._workspace_share[kind] = max(self._workspace_share.get(kind, 0.0), workspace_bytes / max(moved, 1))
+
+
+def _without_shapes(key: tuple) -> tuple:
+    return (key[0], *(dtype for _, dtype in key[1:]))
+
+
+def _first_share(func: Any, args: tuple) -> float:
+    """Workspace of a kernel that nobody has seen yet, as a share of what it reads and makes."""
+    name, dtypes = packet_name(func), {t.dtype for t in tensors_in(args) if t.is_floating_point()}
+    on_cpu = all(t.device.type == "cpu" for t in tensors_in(args))
+    if name in _CONVOLUTIONS or (name in _PRODUCTS and on_cpu and dtypes & _HALF):
+        return 1.0  # reordered copies
+    return 0.5 if name in _ATTENTION or len(dtypes) > 1 else 0.0  # blocks of scores; a copy of another dtype
 
 
 def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:

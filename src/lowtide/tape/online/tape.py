@@ -87,6 +87,7 @@ class OnlineTape(TorchDispatchMode):
         self.problem = ""
         self.checkpointed = ""
         self._expected = expected or ExpectedBytes()
+        self._room_bytes = 0  # that the present op was given
         self._key: tuple = ()  # of the last op, in ``_expected``
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
@@ -190,7 +191,8 @@ class OnlineTape(TorchDispatchMode):
     def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:
         """Make room for what ``func`` is about to allocate; a key for ``learn_size``."""
         key = self._expected.key(func, args)
-        self.releaser.make_room(self._expected.of(key, func, args, kwargs))
+        self._room_bytes = self._expected.of(key, func, args, kwargs)
+        self.releaser.make_room(self._room_bytes)
         return key
 
     def learn_size(self, key: tuple, made_bytes: int) -> None:
@@ -239,7 +241,7 @@ class OnlineTape(TorchDispatchMode):
                 value.why_kept = why or op.unreadable
             return
         recipe.outputs = [(position, weakref.ref(value)) for position, value in made]
-        recipe.made_bytes = sum(value.bytes for _, value in made)
+        recipe.room_bytes = max(self._room_bytes, sum(value.bytes for _, value in made))
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
         self._note_reads(recipe)

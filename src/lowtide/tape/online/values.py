@@ -160,13 +160,14 @@ class Recipe:
 
     Attributes:
         inputs: The stored values that it reads, each as often as it does.
-        outputs: ``(position, value)`` of what it made. ``made_bytes``: of all of it.
+        outputs: ``(position, value)`` of what it made.
+        room_bytes: For all of that, and workspace.
         outside: Tensors that no op under the tape made (parameters, the batch).
     """
 
     __slots__ = (
-        "__weakref__", "_args", "_completions", "_func", "_kwargs", "_rng", "_run", "_written", "inputs", "made_bytes",
-        "outputs", "outside",
+        "__weakref__", "_args", "_completions", "_func", "_kwargs", "_rng", "_run", "_written", "inputs", "outputs",
+        "outside", "room_bytes",
     )  # fmt: skip
 
     def __init__(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, run: ExecutionState) -> None:
@@ -176,7 +177,7 @@ class Recipe:
         self.outside: tuple[Kept, ...] = ()
         self._written = False
         self.outputs: list[tuple[int, weakref.ref[StoredValue]]] = []
-        self.made_bytes = 0
+        self.room_bytes = 0
         self._completions: list[_Completion] = []
         skipped = omitted_in_replay(func, args)
         self._args = [None if i in skipped else self._stored(a) for i, a in enumerate(args)]
