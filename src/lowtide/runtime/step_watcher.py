@@ -27,6 +27,7 @@ from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
+from lowtide.runtime.past_training import PastTraining
 from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep, num_nodes
 from lowtide.runtime.planner_process import PlannerProcess
@@ -54,12 +55,6 @@ _SHARDED = (
     "the model is sharded: steps without a plan are saved whole, so the first ones take the plain step's memory. "
     "With a batch, fit plans before training"
 )
-_MANY_OTHERS = 16  # backward passes of other models in a row
-_ONLY_OTHERS = (
-    f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
-    "fit that"
-)
-_SAMPLED_PARAMETERS = 8  # whose gradients tell that somebody trains the model past us
 
 
 class StepWatcher:
@@ -115,13 +110,10 @@ class StepWatcher:
         self._open_seams: list[Seam] = []
         # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
         weakref.finalize(model, _close_all, self._open_seams).atexit = False
-        self._num_others = 0  # backward passes of other models since our last call
         self._nodes: dict[int, range] = {}  # of autograd, made by each call of the present step
         self._graphs: list[Callable[[], object]] = []  # of what its calls returned: None once one is gone
         self._more_calls = False  # than planned
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]]
-        self._gradients: list[Any] = []
+        self._past = PastTraining(model, self, self.counters, reasons)
         self._paused = False
 
     def put(self, planned: PlannedStep) -> None:
@@ -164,7 +156,7 @@ class StepWatcher:
             return nullcontext()
         self._thread = threading.current_thread()
         self.counters.calls += 1
-        self._note_call()
+        self._past.note_call()
         try:
             return self._around(model, shape_of_call(model, args, kwargs), args, kwargs)
         except Exception as error:  # nothing of ours may end the training
@@ -371,7 +363,7 @@ class StepWatcher:
 
     def _sharded_since_fit(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""
-        sampled = [reference() for reference in self._sampled]
+        sampled = self._past.sampled
         if is_partitioned(p for p in sampled if p is not None):
             self.shelf.is_sharded = True
             return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Use ZeRO-2"
@@ -408,13 +400,9 @@ class StepWatcher:
                 self._step.tape.have_hooks()
         except Exception as own:
             self._fail(own)
-        self._gradients = self._sampled_gradients()
+        self._past.before_backward()
         if self.shelf.is_sharded and self._watch is not None:
             module_calls.thread_state.observer = self._watch  # parameters are gathered and freed in backward, too
-
-    def _sampled_gradients(self) -> list[tuple[int, int]]:
-        parameters = (reference() for reference in self._sampled)
-        return [(id(p.grad), _version(p.grad)) for p in parameters if p is not None]
 
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
@@ -424,20 +412,19 @@ class StepWatcher:
         if self.shelf.is_sharded and module_calls.thread_state.observer is self._watch:
             module_calls.thread_state.observer = None
         try:
-            moved = self._sampled_gradients() != self._gradients
+            moved = self._past.gradients_moved()
             if self._shapes or self._step is not None:
                 if moved or self.shelf.is_sharded or self._trains(roots):
                     self._more_calls |= self._has_more_calls_than_planned(roots)
                     self._after_backward_of_step(error, retains, creates)
             elif moved and not self._awaited:
-                self._note_unseen_step()
+                self._past.note_unseen_step()
             elif moved:
                 self._awaited += retains - 1
             else:
-                self._note_backward_of_others()
+                self._past.note_backward_of_others()
         except Exception as own:
             self._fail(own)
-        self._gradients = []
 
     def _after_backward_of_step(self, error: BaseException | None, retains: bool, creates: bool) -> None:
         """A backward of the present step has ended, or failed."""
@@ -649,33 +636,6 @@ class StepWatcher:
                 self._close_seam(seam)
         self._watch = self._seam = self._plan_seam = None
 
-    def _note_call(self) -> None:
-        if self._num_others >= _MANY_OTHERS:
-            self._reasons.withdraw(_ONLY_OTHERS)
-        self._num_others = 0
-
-    def _note_backward_of_others(self) -> None:
-        """Another model's, or a copy's of this one: told where it seems to be instead of this one."""
-        self._num_others += 1
-        if self._num_others == _MANY_OTHERS:
-            self.counters.why_not_planned = _ONLY_OTHERS
-            self._say(_ONLY_OTHERS)
-
-    def _note_unseen_step(self) -> None:
-        self.counters.steps += 1
-        why, model = "its forward() was called directly, or parts of it were, or a replica", self._model()
-        if model is None:
-            why = "the model is gone"
-        elif module_calls.is_compiled(model):
-            why = "it was compiled after fit"
-        elif model._compiled_call_impl is not self:
-            why = "something has replaced the model's call since fit"
-        self.counters.why_not_planned = f"lowtide did not see it: {why}"
-        self._say(
-            f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
-            "itself, fit the part that is called, and fit it last"
-        )
-
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         self.abandon_step()
@@ -707,7 +667,3 @@ class _Call:
 def _close_all(seams: list[Seam]) -> None:
     for seam in seams:
         seam.close()
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version

@@ -1,0 +1,82 @@
+"""Training that goes past a fitted model: steps of it that lowtide did not see, and backward passes of other models."""
+
+import weakref
+
+import torch
+from torch import nn
+
+from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.status import Counters
+from lowtide.tracing import module_calls
+
+_MANY_OTHERS = 16  # backward passes of other models in a row
+_ONLY_OTHERS = (
+    f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
+    "fit that"
+)
+_SAMPLED = 8  # parameters whose gradients tell that somebody trains the model
+
+
+class PastTraining:
+    """Notices backward passes that no call of ``model`` led to, and tells.
+
+    Args:
+        own_call: What the model's call is replaced by while it is fitted.
+    """
+
+    def __init__(self, model: nn.Module, own_call: object, counters: Counters, reasons: Reasons) -> None:
+        self._model, self._own_call = weakref.ref(model), weakref.ref(own_call)
+        self._counters, self._reasons = counters, reasons
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED)]]
+        self._before: list[tuple[int, int]] = []
+        self._num_others = 0
+
+    @property
+    def sampled(self) -> list[nn.Parameter | None]:
+        """Some of the trained parameters; None for what is gone."""
+        return [reference() for reference in self._sampled]
+
+    def before_backward(self) -> None:
+        self._before = self._gradients()
+
+    def gradients_moved(self) -> bool:
+        """Whether the backward that has ended gave the model gradients, as far as the sample tells."""
+        before, self._before = self._before, []
+        return self._gradients() != before
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        return [(id(p.grad), _version(p.grad)) for p in self.sampled if p is not None]
+
+    def note_call(self) -> None:
+        """The model was called."""
+        if self._num_others >= _MANY_OTHERS:
+            self._reasons.withdraw(_ONLY_OTHERS)
+        self._num_others = 0
+
+    def note_backward_of_others(self) -> None:
+        """Another model's, or a copy's of this one: told where it seems to be instead of this one."""
+        self._num_others += 1
+        if self._num_others == _MANY_OTHERS:
+            self._counters.why_not_planned = _ONLY_OTHERS
+            self._reasons.say(_ONLY_OTHERS)
+
+    def note_unseen_step(self) -> None:
+        """The model got gradients, and no call of it was seen."""
+        self._counters.steps += 1
+        why, model = "its forward() was called directly, or parts of it were, or a replica", self._model()
+        if model is None:
+            why = "the model is gone"
+        elif module_calls.is_compiled(model):
+            why = "it was compiled after fit"
+        elif model._compiled_call_impl is not self._own_call():
+            why = "something has replaced the model's call since fit"
+        self._counters.why_not_planned = f"lowtide did not see it: {why}"
+        self._reasons.say(
+            f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
+            "itself, fit the part that is called, and fit it last"
+        )
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
