@@ -22,10 +22,10 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.measurement.timing import compare_times
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import walk
-from lowtide.tracing.batches import batch_tensors, without_history
+from lowtide.tracing.batches import batch_tensors, call_model, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
-from lowtide.tracing.tracer import Step, run_step
+from lowtide.tracing.tracer import Step, default_loss, run_step
 from lowtide.verifier import suspended
 
 _CONSTANTS = (bool, int, float, str, type(None))
@@ -192,15 +192,18 @@ class Setup:
     def held(self) -> tuple[list[Held], list[Held]]:
         """Storages of a step that outlive it, after one step and after two."""
         observer, found = StepObserver(self.model, self.batch, compare=False), []
-        with self.preserved(), observer.watching():
-            for _ in range(2):
-                loss, output = run_step(self.model, self.batch, self.step)
-                loss.backward()
-                del loss, output
-                for p in self.model.parameters():
-                    p.grad = None
-                gc.collect()
-                found.append(observer.held())
+        with self.preserved():
+            run_step(self.model, self.batch, self.step)  # sets aside the gradients of other models, and holds leaves
+            with observer.watching():
+                for _ in range(2):
+                    output = call_model(self.model, self.batch) if self.step is None else None
+                    loss = default_loss(output) if self.step is None else self.step(self.model, self.batch)
+                    loss.backward()
+                    del loss, output
+                    for p in self.model.parameters():
+                        p.grad = None
+                    gc.collect()
+                    found.append(observer.held())
         return found[0], found[1]
 
     # -- words ----------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@ Trainer(..., callbacks=[DoctorCallback()]).train()
 from collections.abc import Collection
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from lowtide.doctor.diagnosis import Diagnosis, checks_named, diagnose
+from lowtide.tracing.restore import TrainingState
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -32,17 +35,27 @@ class DoctorCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """The Trainer has enabled checkpointing and wrapped the model by now."""
         try:
-            batch = next(iter(given["train_dataloader"]))
             model = given["model"].train()
-            self.found = diagnose(
-                model, dict(batch), arguments=args, optimizer=_own(given.get("optimizer")), only=self._only,
-                skip=self._skip,
-            )  # fmt: skip
+            before = TrainingState(model)  # a data set may draw random numbers
+            try:
+                self.found = diagnose(
+                    model, _first_batch(args, given["train_dataloader"], model), arguments=args,
+                    optimizer=_own(given.get("optimizer")), only=self._only, skip=self._skip,
+                )  # fmt: skip
+            finally:
+                before.restore()
         except Exception as error:  # a look never ends a training run
             logger.warning(f"lowtide: the doctor could not look: {type(error).__name__}: {error}")
             return
         if state.is_world_process_zero and (self.found or self.found.notes):
             logger.warning(f"lowtide: {self.found}")
+
+
+def _first_batch(args: TrainingArguments, loader: Any, model: nn.Module) -> dict[str, Any]:
+    """Made of the data set: iterating the loader would move its sampler, and Accelerate would count it."""
+    rows = [loader.dataset[i] for i in range(min(args.train_batch_size, len(loader.dataset)))]
+    device = next(model.parameters()).device
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in loader.collate_fn(rows).items()}
 
 
 def _own(optimizer: Any) -> Any:
