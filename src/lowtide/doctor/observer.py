@@ -356,7 +356,8 @@ def _lengths(call: CheckpointCall) -> tuple[int, ...]:
 
 
 def _python_states() -> tuple[Any, Any]:
-    return random.getstate(), repr(numpy.random.get_state())
+    state: Any = numpy.random.get_state()
+    return random.getstate(), (state[1].tobytes(), state[2:])
 
 
 def _moved(before: tuple[Any, Any]) -> set[str]:
