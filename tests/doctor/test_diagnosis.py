@@ -1,5 +1,6 @@
 """What a look leaves behind, what it says where it cannot look, and how it is asked."""
 
+import functools
 import json
 import random
 
@@ -73,8 +74,12 @@ class Clock(nn.Module):
 
     numbers = numpy.random.default_rng(0)
 
+    def __init__(self, by=1.0):
+        super().__init__()
+        self.by = by
+
     def forward(self, x):
-        return x * float(self.numbers.random())
+        return x * (1 + self.by * float(self.numbers.random()))
 
 
 def test_a_step_that_differs_by_itself_is_told_and_not_reported():
@@ -82,6 +87,16 @@ def test_a_step_that_differs_by_itself_is_told_and_not_reported():
 
     assert "LT001" not in found.codes and "LT004" not in found.codes
     assert any("differs from run to run" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_small_noise_from_run_to_run_is_no_finding_and_hides_none(preserve):
+    how = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=preserve)
+    model = Stack(lambda: nn.Sequential(mlp(0.2), Clock(1e-5)), how)
+
+    found = lowtide.diagnose(model, ROWS, only=["LT001", "LT003"])
+
+    assert found.codes == (() if preserve else ("LT001", "LT003")) and not found.notes
 
 
 def test_an_error_of_a_check_is_a_note(monkeypatch):

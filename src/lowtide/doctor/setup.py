@@ -30,6 +30,8 @@ from lowtide.verifier import suspended
 
 _CONSTANTS = (bool, int, float, str, type(None))
 _EQUAL_EPS = 16  # distances below so many units of the coarsest precision in the step are rounding
+_MOST_NOISE = 1e-3
+_TIMES_NOISE = 10  # a distance has to be, to be no noise
 
 
 @dataclass(frozen=True)
@@ -234,15 +236,29 @@ class Setup:
         return _EQUAL_EPS * torch.finfo(self.seen.least_precise).eps
 
     @functools.cached_property
-    def unsteady(self) -> list[str]:
-        """What differs between two runs of the step from the same state: then nothing can be compared."""
-        return self.run().differing(self.as_it_is)
+    def differing_again(self) -> list[str]:
+        """What differs between two runs of the step from the same state."""
+        return self.as_it_is.differing(self._again)
+
+    @functools.cached_property
+    def _again(self) -> Outcome:
+        return self.run()
+
+    @functools.cached_property
+    def noise(self) -> float:
+        """The largest relative distance of a gradient between two runs from the same state."""
+        return max([distance(self._again.gradients[n], g) for n, g in self.as_it_is.gradients.items()], default=0.0)
+
+    @property
+    def unsteady(self) -> bool:
+        """The step differs from run to run by more than kernels that add in another order: nothing can be compared."""
+        return self.noise > _MOST_NOISE
 
     @functools.cached_property
     def gradients_differ(self) -> bool:
-        """Whether checkpointing changes gradients by more than rounding; it is proven on this step."""
-        comparable = self.failure is None and bool(self.calls) and not self.is_compiled
-        return comparable and self.distance > self.rounding and not self.unsteady
+        """Whether checkpointing changes gradients by more than rounding and noise; it is proven on this step."""
+        comparable = self.failure is None and bool(self.calls) and not self.is_compiled and not self.unsteady
+        return comparable and self.distance > max(self.rounding, _TIMES_NOISE * self.noise)
 
     def batch_leaves(self) -> list[torch.Tensor]:
         return [t for t in batch_tensors(self.batch) if t.is_leaf and t.requires_grad]

@@ -36,7 +36,8 @@ class ValueProof:
     """What the comparison showed.
 
     Attributes:
-        equal: Every bit of loss, gradients, buffers and generator is the plain step's.
+        equal: Every bit of loss, gradients, buffers and generator is the plain step's, but for what differs from run to
+            run by itself.
         differing: Names of what is not.
         distance: The largest relative distance of a gradient.
         worst: Name of the parameter it belongs to.
@@ -62,12 +63,13 @@ def prove(setup: Setup) -> ValueProof:
         )
     if setup.failure is not None:
         return ValueProof(equal=False, divergence=first_divergence(setup), why_not=f"the step fails: {setup.failure}")
-    if again := setup.unsteady:
+    if setup.unsteady:
+        names = ", ".join(setup.differing_again[:3])
         return ValueProof(
             equal=False,
-            why_not=f"the step differs from run to run by itself ({', '.join(again[:3])}), so nothing can be compared",
+            why_not=f"the step differs from run to run by itself ({names}), so nothing can be compared",
         )
-    differing = setup.as_it_is.differing(setup.plain)
+    differing = [name for name in setup.as_it_is.differing(setup.plain) if name not in setup.differing_again]
     far = {n: distance(setup.as_it_is.gradients[n], g) for n, g in setup.plain.gradients.items()}
     worst = max(far, key=far.__getitem__, default="")
     missing = [

@@ -1,7 +1,7 @@
 """The value proof: gradients of the step as it is set up against those without checkpointing."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.setup import Setup, distance
 from lowtide.doctor.value_proof import prove
 
 CHECK = Check(
@@ -24,7 +24,9 @@ def look(setup: Setup) -> Finding | None:
     if proof.why_not or not (setup.gradients_differ or proof.missing):
         return None
     far = "have none" if proof.missing else f"are up to {100 * proof.distance:.3g} % off (worst: {proof.worst})"
-    number = len(proof.missing) or sum(name.startswith("gradient") for name in proof.differing)
+    number = len(proof.missing) or sum(
+        distance(g, setup.as_it_is.gradients[n]) > setup.rounding for n, g in setup.plain.gradients.items()
+    )
     where = f"; first divergence: {proof.divergence}" if proof.divergence else ""
     return CHECK.found(
         f"{number} of {len(setup.trainable)} gradients {far}, against the same step with plain calls{where}",
