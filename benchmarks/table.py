@@ -16,6 +16,8 @@ from pathlib import Path
 
 import ablation
 
+from lowtide.doctor import registry
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 HOW_TO = ROOT / "docs" / "how-to"
@@ -32,12 +34,12 @@ class Page:
 
     path: Path
     mark: str
-    results: Path
+    results: Path | None  # none where the table is made of the code
     table: Callable[[list[dict]], str]
 
     def written(self) -> str:
         """The page with its table made of the present results."""
-        return replaced(self.path.read_text(), self.mark, self.table(read(self.results)))
+        return replaced(self.path.read_text(), self.mark, self.table(read(self.results) if self.results else []))
 
 
 def main() -> int:
@@ -51,6 +53,7 @@ def main() -> int:
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
+        Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
         Page(ROOT / "docs" / "planner.md", "times", RESULTS / "planner_time_cpu.jsonl", times_table),

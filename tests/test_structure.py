@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
     "scratch_file", "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
-    "argument_checks", "settings",
+    "argument_checks", "settings", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
@@ -44,6 +44,7 @@ PUBLIC_FUNCTIONS = {
     "verify",
     "frontier",
     "from_settings",
+    "diagnose",
     "checkpoint",
     "checkpoint_sequential",
 }

@@ -1,6 +1,9 @@
 """The public names and where each lives: read by type checkers, and by ``__init__.py`` to load a name on first use."""
 
 from lowtide.api import fit as fit
+from lowtide.doctor.diagnosis import Diagnosis as Diagnosis
+from lowtide.doctor.diagnosis import diagnose as diagnose
+from lowtide.doctor.finding import Finding as Finding
 from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
 from lowtide.errors import GraphFormatError as GraphFormatError
 from lowtide.errors import IntegrationError as IntegrationError

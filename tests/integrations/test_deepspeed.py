@@ -53,6 +53,12 @@ def test_zero_3_is_refused_by_name_and_the_engine_trains_on():
     assert any("ZeRO-3 has partitioned the model since fit" in reason for reason in early["status"].reasons)
 
 
+def test_the_doctor_sees_checkpointing_settings_that_nothing_reads():
+    ((unread, read),) = on_every_rank(deepspeed_training.diagnosed, world=1)
+
+    assert unread == ("LT109",) and read == ()
+
+
 @pytest.mark.slow
 def test_layers_in_deepspeeds_own_checkpointing_train_the_same():
     plain, ours = on_every_rank(deepspeed_training.checkpointed, world=1)[0]

@@ -122,6 +122,18 @@ def checkpointed(rank: int) -> tuple[dict, dict]:
     return train(rank, **how), train(rank, fitted="engine", budget="90%", **how)
 
 
+def diagnosed(rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the doctor says of checkpointing settings without and with DeepSpeed's own checkpoint in the model."""
+    settings = {"activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": True}}
+    told = []
+    for own in (False, True):
+        engine = engine_of(rank, 1, net(own), **settings)
+        found = lowtide.diagnose(engine, torch.randn(ROWS, 64), only=["LT109"])
+        told.append(found.codes + found.notes)
+        engine.destroy()
+    return told[0], told[1]
+
+
 def partitioned(rank: int) -> tuple[str, str, dict, dict]:
     """ZeRO-3: what ``fit`` says of engine and module, and trainings without a ``fit`` and with one that came early."""
     told = []

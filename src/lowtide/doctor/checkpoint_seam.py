@@ -1,0 +1,158 @@
+"""Where every form of ``torch.utils.checkpoint`` passes: seen there, or replaced by a plain call.
+
+``checkpoint`` looks both implementations up in its module when it is called. So a partial of it that a library made
+long ago, ``checkpoint_sequential`` and ``checkpoint_wrapper`` all pass here.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+
+class CheckpointObserver(Protocol):
+    """Is told of every call of a checkpoint and of every time that its function runs."""
+
+    def begin(self, function: Any, args: tuple, kwargs: dict, *, reentrant: bool, preserve_rng_state: bool) -> Any: ...
+    def forward(self, call: Any) -> None: ...
+    def forward_ended(self, call: Any) -> None: ...
+    def recompute(self, call: Any) -> None: ...
+    def recompute_ended(self, call: Any) -> None: ...
+    def contexts(self, call: Any, contexts: Any) -> None: ...
+
+
+@contextmanager
+def plain_calls(only: Collection[int] | None = None) -> Iterator[None]:
+    """Inside, a checkpointed call is a plain call.
+
+    Args:
+        only: Numbers of the calls, in the order they come, that are plain; all of them by default.
+    """
+    numbers = iter(range(2**62))
+
+    def is_plain() -> bool:
+        return torch.is_grad_enabled() and (next(numbers) in only if only is not None else True)
+
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if is_plain():
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    class PlainFunction:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return run(*args) if is_plain() else function.apply(run, preserve, *args)
+
+    with _replaced(plain_generator, PlainFunction):
+        yield
+
+
+@contextmanager
+def observed_calls(observer: CheckpointObserver) -> Iterator[None]:
+    """Inside, ``observer`` is told of every checkpointed call."""
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def again(call: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        observer.recompute(call)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            observer.recompute_ended(call)
+
+    def observed_generator(
+        run: Any, preserve: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        determinism, debug, early_stop, *given = args
+        call = observer.begin(run, tuple(given), kwargs, reentrant=False, preserve_rng_state=preserve)
+
+        def contexts() -> Any:
+            made = context_fn()
+            observer.contexts(call, made)
+            return made
+
+        seen = context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
+        inner = generator(
+            functools.partial(again, call, run), preserve, seen, determinism, debug, early_stop, *given, **kwargs
+        )
+        next(inner)
+        observer.forward(call)
+        try:
+            yield
+        except BaseException as error:
+            observer.forward_ended(call)
+            inner.throw(error)
+            raise
+        observer.forward_ended(call)
+        yield from inner
+
+    class ObservedFunction:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            call = observer.begin(run, args, {}, reentrant=True, preserve_rng_state=preserve)
+            has_run = False
+
+            def seen(*given: Any) -> Any:
+                nonlocal has_run
+                if has_run:
+                    return again(call, run, *given)
+                has_run = True
+                observer.forward(call)
+                try:
+                    return run(*given)
+                finally:
+                    observer.forward_ended(call)
+
+            return function.apply(seen, preserve, *args)
+
+    with _replaced(observed_generator, ObservedFunction):
+        yield
+
+
+@contextmanager
+def _replaced(generator: Any, function: Any) -> Iterator[None]:
+    before = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    torch_checkpoint.CheckpointFunction = function
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction = before
+
+
+def held_by(function: Any) -> list[Any]:
+    """What a function brings along beside its arguments: bound objects, partial arguments, what it closes over."""
+    found: list[Any] = []
+    todo, seen = [function], 0
+    while todo and seen < 200:
+        seen += 1
+        item = todo.pop()
+        if isinstance(item, functools.partial):
+            todo += [item.func, *item.args, *item.keywords.values()]
+        elif inspect.ismethod(item):
+            todo += [item.__self__, item.__func__]
+        elif inspect.isfunction(item):
+            for cell in item.__closure__ or ():
+                try:
+                    todo.append(cell.cell_contents)
+                except ValueError:  # not filled yet
+                    continue
+        elif isinstance(item, Mapping):
+            todo += item.values()
+        elif isinstance(item, (list, tuple)):
+            todo += item
+        else:
+            found.append(item)
+    return found
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """The modules that a checkpointed function runs, as far as it shows."""
+    return [item for item in held_by(function) if isinstance(item, nn.Module)]

@@ -1,0 +1,32 @@
+"""A module that is checkpointed inside a checkpoint of the same module."""
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+
+CHECK = Check(
+    code="LT107",
+    severity="waste",
+    title="a module is checkpointed twice: it runs three times a step",
+    symptom="checkpointing costs twice what it should",
+    source="unsloth#2362; Lightning#19919; checkpoint_wrapper on a model whose own flag is on",
+    mend="Leave one of them out: the wrapper, or the model's own flag.",
+    fix="model.gradient_checkpointing_disable()",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    inner = [c for c in setup.calls if c.parent is not None and _is_the_same(c.path, c.parent.path)]
+    if not inner:
+        return None
+    more = setup.measured.flops / max(setup.measured_plain.flops, 1)
+    return CHECK.found(
+        f"{len({c.path for c in inner})} modules are checkpointed inside a checkpoint of themselves; the step does "
+        f"{more:.2f} times the floating-point operations of the plain one",
+        module=inner[0].path,
+    )
+
+
+def _is_the_same(inner: str, outer: str) -> bool:
+    """Wrappers have names that begin with an underscore."""
+    names = [p for p in inner.removeprefix(outer).split(".") if p]
+    return inner.startswith(outer) and (not names or all(n.startswith("_") for n in names))

@@ -1,0 +1,27 @@
+"""DeepSpeed's ``activation_checkpointing`` section, which takes effect only where code calls DeepSpeed's checkpoint."""
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+
+CHECK = Check(
+    code="LT109",
+    severity="waste",
+    title="DeepSpeed's activation_checkpointing settings do nothing",
+    symptom="partition_activations or cpu_checkpointing changes no number",
+    source="DeepSpeed#5704, DeepSpeed#522, transformers#22099",
+    mend="Call deepspeed.checkpointing.configure and deepspeed.checkpointing.checkpoint in the model's code, or switch "
+    "checkpointing on by the model's own method and remove the section.",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    config = getattr(setup.wrapper, "_config", None)
+    given = getattr(config, "_param_dict", None)
+    section = given.get("activation_checkpointing") if isinstance(given, dict) else None
+    asked = {k: v for k, v in section.items() if v} if isinstance(section, dict) else {}
+    # DeepSpeed's own checkpoint is a node of this name that is none of torch's.
+    own = "CheckpointFunctionBackward" in setup.seen.nodes and not any(c.reentrant for c in setup.calls)
+    if not asked or own:
+        return None
+    told = ", ".join(f"{k}={v!r}" for k, v in asked.items())
+    return CHECK.found(f"{told} in the configuration; no call of deepspeed.checkpointing.checkpoint in the step")

@@ -1,0 +1,36 @@
+"""FSDP was asked for and the model is replicated."""
+
+import os
+import sys
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+from lowtide.tracing.subclasses import wrapped_parameters
+
+CHECK = Check(
+    code="LT108",
+    severity="waste",
+    title="FSDP was asked for, and the parameters are not sharded",
+    symptom="every rank holds the whole model",
+    source="accelerate 1.15 state.py:983-1013 (the plugin is ignored where the backend is gloo on CPU)",
+    mend="Start on devices that Accelerate shards on, or call torch.distributed.fsdp.fully_shard yourself.",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    plugin = _plugin()
+    if not plugin or setup.ddp is None:
+        return None
+    if wrapped_parameters(setup.model) or any("FSDP" in type(m).__name__ for m in setup.model.modules()):
+        return None
+    size = sum(p.nbytes for p in setup.model.parameters())
+    return CHECK.found(f"{plugin}; the model is in DistributedDataParallel and each rank holds all {size} bytes of it")
+
+
+def _plugin() -> str:
+    """How FSDP was asked for; "" where it was not."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+        return "ACCELERATE_USE_FSDP is set"
+    state = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.AcceleratorState._shared_state
+    return "Accelerate has an FSDP plugin" if shared.get("fsdp_plugin") is not None else ""

@@ -1,0 +1,36 @@
+"""Options that a model handed on to ``checkpoint``, which hands them to the layer, which ignores them."""
+
+import functools
+import inspect
+
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+
+CHECK = Check(
+    code="LT103",
+    severity="waste",
+    title="checkpointing options that reach nobody",
+    symptom="every_n_layers=2 checkpoints all layers, without a word",
+    source="transformers 5.23 modeling_utils.py:3110 (kwargs go to checkpoint, and on to the layer's **kwargs)",
+    mend="Pass every_n_layers and offload as arguments of activation_checkpointing_enable, beside the dictionary.",
+)
+_KNOWN = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"args", "kwargs", "function"}
+
+
+def look(setup: Setup) -> Finding | None:
+    for path, module in setup.model.named_modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        if path not in setup.flagged or not isinstance(function, functools.partial):
+            continue
+        unknown = {k: v for k, v in function.keywords.items() if k not in _KNOWN}
+        if unknown and setup.calls:
+            told = ", ".join(f"{k}={v!r}" for k, v in unknown.items())
+            layers = [c for c in setup.calls if c.parent is None]
+            return CHECK.found(
+                f"{told} went into the options of torch.utils.checkpoint, which does not know it; {len(layers)} calls "
+                "are checkpointed all the same",
+                fix=f"model.activation_checkpointing_enable({told})",
+            )
+    return None

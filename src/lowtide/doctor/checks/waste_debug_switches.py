@@ -1,0 +1,28 @@
+"""Switches for finding errors that were left on."""
+
+import torch
+from torch.utils import checkpoint
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+
+CHECK = Check(
+    code="LT212",
+    severity="waste",
+    title="a switch for debugging is on",
+    symptom="every step is slower",
+    source="torch.autograd.set_detect_anomaly, torch.utils.checkpoint.set_checkpoint_debug_enabled",
+    mend="Switch it off where you do not look for an error.",
+    fix="torch.autograd.set_detect_anomaly(False)",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    on = []
+    if torch.is_anomaly_enabled():
+        # Rehearsals switch it off by themselves: so the step inside this block is the one with it.
+        now, off = setup.time_ratio(lambda: torch.autograd.set_detect_anomaly(True))
+        on.append(f"anomaly detection is on: {off:.1f} ms a step instead of {now:.1f} ms")
+    if checkpoint._checkpoint_debug_enabled:
+        on.append("checkpoint's debug mode is on: every operator is logged twice")
+    return CHECK.found("; ".join(on)) if on else None

@@ -1,0 +1,22 @@
+"""DDP searches for unused parameters where all are used."""
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+
+CHECK = Check(
+    code="LT211",
+    severity="waste",
+    title="DDP searches for unused parameters, and there are none",
+    symptom="each step walks the whole graph before backward, and reduces in an extra round",
+    source="pytorch DDP docs; transformers 5.23 trainer.py:754 (on whenever checkpointing is off)",
+    mend="Set find_unused_parameters=False.",
+    fix="DistributedDataParallel(..., find_unused_parameters=False)  # Trainer: ddp_find_unused_parameters=False",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    if setup.ddp is None or not setup.ddp.find_unused_parameters or setup.failure is not None:
+        return None
+    if any(g is None for g in setup.as_it_is.gradients.values()):
+        return None
+    return CHECK.found(f"all {len(setup.trainable)} trainable parameters got a gradient in this step")

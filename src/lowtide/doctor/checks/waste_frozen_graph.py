@@ -1,0 +1,58 @@
+"""Layers below everything that trains are part of the graph, because something made their inputs need gradients."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup, distance
+from lowtide.units import format_bytes
+
+CHECK = Check(
+    code="LT202",
+    severity="waste",
+    title="backward runs through frozen layers that nothing below needs",
+    symptom="training the last layers costs as much as training all",
+    source="transformers#19340, transformers#35826, ms-swift#10214 (enabling checkpointing hooks the embeddings)",
+    mend="Call model.disable_input_require_grads() after checkpointing was switched on, with use_reentrant=False.",
+    fix="model.disable_input_require_grads()",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    hooked = [m for m in setup.model.modules() if vars(m).get("_require_grads_hooks")]
+    if not hooked or setup.failure is not None:
+        return None
+    without = setup.run(_unhooked(hooked))
+    worst = max((distance(g, setup.as_it_is.gradients[n]) for n, g in without.gradients.items()), default=0.0)
+    if worst > setup.rounding:
+        return None  # the hook is needed
+    change = setup.measured_under(lambda: _unhooked(hooked))
+    now = setup.measured
+    if change.flops > 0.98 * now.flops:
+        return None
+    return CHECK.found(
+        f"the inputs of {type(hooked[0]).__name__} are made to need gradients; without that the same gradients take "
+        f"{100 * (1 - change.flops / now.flops):.0f} % fewer floating-point operations",
+        gain=f"{100 * (1 - change.flops / now.flops):.0f} % of the floating-point operations, "
+        f"{format_bytes(max(0, now.peak_bytes - change.peak_bytes))} of the peak",
+    )
+
+
+@contextmanager
+def _unhooked(modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, the hooks that make inputs need gradients are out of their modules."""
+    taken = []
+    for module in modules:
+        for handle in module._require_grads_hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                taken.append((hooks, list(hooks.items())))
+                del hooks[handle.id]
+    try:
+        yield
+    finally:
+        for hooks, items in reversed(taken):
+            hooks.clear()
+            hooks.update(items)

@@ -1,0 +1,43 @@
+"""A KV cache that is filled in a training step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+from lowtide.units import format_bytes
+
+CHECK = Check(
+    code="LT205",
+    severity="waste",
+    title="the KV cache is on in training",
+    symptom="copies of all keys and values that nobody reads",
+    source="transformers#28056; transformers 5.23: use_cache is True in most configurations",
+    mend="Switch it off for training.",
+    fix="model.config.use_cache = False",
+)
+
+
+def look(setup: Setup) -> Finding | None:
+    size = setup.seen.cache_bytes
+    config = getattr(setup.model, "config", None)
+    if not size or not getattr(config, "use_cache", False):
+        return None
+    without, now = setup.measured_under(lambda: _off(config)), setup.measured
+    if without.peak_bytes > 0.99 * now.peak_bytes:
+        return None
+    return CHECK.found(
+        f"the step returns a cache of {format_bytes(size)}; its peak is {format_bytes(now.peak_bytes)}, without the "
+        f"cache {format_bytes(without.peak_bytes)}",
+        gain=f"{format_bytes(now.peak_bytes - without.peak_bytes)} of the peak",
+    )
+
+
+@contextmanager
+def _off(config: Any) -> Iterator[None]:
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True

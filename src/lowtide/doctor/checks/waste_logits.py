@@ -1,0 +1,44 @@
+"""Logits of a large vocabulary that set the peak, which no checkpointing of layers lowers."""
+
+from torch import nn
+
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.setup import Setup
+from lowtide.units import format_bytes
+
+CHECK = Check(
+    code="LT204",
+    severity="waste",
+    title="logits set the peak: checkpointing layers cannot lower it",
+    symptom="out of memory at the loss; checkpointing seems useless",
+    source="trl#1980, ms-swift#6966, Automodel#3907",
+    mend="Compute the loss in chunks: lowtide.fit(model, budget=..., chunk_loss=True).",
+    fix="lowtide.fit(model, budget=..., chunk_loss=True)",
+)
+_SHARE = 0.5
+
+
+def look(setup: Setup) -> Finding | None:
+    head = _head(setup.model)
+    if head is None or not setup.calls or setup.failure is not None:
+        return None
+    seen = setup.seen
+    logits = seen.peak_by_width.get(head.out_features, 0) - head.weight.nbytes * (head.in_features == head.out_features)
+    if head.out_features < 4 * head.in_features or logits < _SHARE * seen.peak_bytes:
+        return None
+    now, plain = setup.measured.peak_bytes, setup.measured_plain.peak_bytes
+    return CHECK.found(
+        f"at the peak of {format_bytes(now)} tensors of {head.out_features} columns take {format_bytes(logits)}; "
+        f"checkpointing {len(setup.calls)} calls lowers the peak by {100 * (1 - now / plain):.0f} %",
+        gain=f"up to {format_bytes(logits)} of the peak",
+    )
+
+
+def _head(model: nn.Module) -> nn.Linear | None:
+    """What makes the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    found = find() if callable(find) else None
+    if isinstance(found, nn.Linear):
+        return found
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return linear[-1] if linear and find is None else None

@@ -1,0 +1,350 @@
+"""The user's training step, run a few times and put back as it was: what the checks look at."""
+
+import copy
+import functools
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
+from lowtide.errors import StepError
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.measurement.timing import compare_times
+from lowtide.tracing import module_calls
+from lowtide.tracing.autograd_leaves import walk
+from lowtide.tracing.batches import batch_tensors, call_model, without_history
+from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
+from lowtide.tracing.tracer import Step, default_loss, run_step
+from lowtide.verifier import suspended
+
+_CONSTANTS = (bool, int, float, str, type(None))
+_EQUAL_EPS = 16  # distances below so many units of the coarsest precision in the step are rounding
+_MOST_NOISE = 1e-3
+_TIMES_NOISE = 10  # a distance has to be, to be no noise
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step gave."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    generator: torch.Tensor
+
+    def differing(self, other: "Outcome") -> list[str]:
+        """Names of what has other bits in ``other``: the loss, gradients, buffers, the generator."""
+        pairs = {"loss": (self.loss, other.loss), "random generator": (self.generator, other.generator)}
+        pairs |= {f"gradient of {n}": (g, other.gradients.get(n)) for n, g in self.gradients.items()}
+        pairs |= {f"buffer {n}": (b, other.buffers[n]) for n, b in self.buffers.items() if n in other.buffers}
+        return [name for name, (a, b) in pairs.items() if not _same(a, b)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step takes."""
+
+    peak_bytes: int
+    flops: int
+
+
+class Setup:
+    """A model, its batch and its step, with what a look at them shows. Everything is found once, when first asked for.
+
+    Attributes:
+        model: The module inside DDP or an engine. wrapper: What the user has.
+        arguments: A Trainer's arguments, if given. optimizer: Likewise.
+        notes: What could not be looked at, and why.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Any, step: Step | None = None, *, arguments: Any = None, optimizer: Any = None
+    ) -> None:
+        self.wrapper, self.model = model, unwrapped(model)
+        self.batch, self.step = without_history(batch), step
+        self.arguments, self.optimizer = arguments, optimizer
+        self.notes: list[str] = []
+        self.is_compiled = bool(module_calls.compiled_parts(self.model))
+        self._generators = list(_generators_of(self.model))
+
+    # -- runs -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def preserved(self, gradients: Gradients = "none") -> Iterator[None]:
+        """Inside, steps may run; afterwards all is as before, Python attributes of modules and own generators too."""
+        with ExitStack() as stack:
+            stack.enter_context(suspended(self.model))
+            stack.enter_context(_attributes_kept(self.model))
+            stack.enter_context(_generators_kept(self._generators))
+            stack.enter_context(preserve_training_state(self.model, self.batch, gradients=gradients))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def run(self, inside: AbstractContextManager[Any] | None = None) -> Outcome:
+        """One step from the present state."""
+        with self.preserved(), inside or nullcontext():
+            loss, output = run_step(self.model, self.batch, self.step)
+            loss.backward()
+            del output
+            return self._outcome(loss)
+
+    def _outcome(self, loss: torch.Tensor) -> Outcome:
+        return Outcome(
+            loss.detach().clone(),
+            {n: _copied(p.grad) for n, p in self.model.named_parameters() if p.requires_grad},
+            {n: b.detach().clone() for n, b in self.model.named_buffers()},
+            torch.get_rng_state(),
+        )
+
+    def measured_under(self, change: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Measured:
+        """Peak and floating-point operations of a step inside ``change()``. Gradients are there before, as in every
+        step that accumulates."""
+
+        def once() -> None:
+            loss, _output = run_step(self.model, self.batch, self.step)  # held while backward runs
+            loss.backward()
+
+        with self.preserved("zeroed"), change():
+            peak = peak_bytes(once, self.device)
+        with self.preserved(), change(), FlopCounterMode(display=False) as counter:
+            once()
+        return Measured(peak, counter.get_total_flops())
+
+    def time_ratio(self, change: Callable[[], AbstractContextManager[Any]], rounds: int = 3) -> tuple[float, float]:
+        """Milliseconds of a step as it is, and inside ``change()``: medians of steps in turns."""
+        ways = {"as it is": lambda: self.run(), "changed": lambda: self.run(change())}
+        times = compare_times(ways, rounds=rounds, device=self.device)
+        return times["as it is"].median_ms, times["changed"].median_ms
+
+    # -- what is found once ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return next(iter(self.model.parameters())).device
+
+    @functools.cached_property
+    def failure(self) -> Exception | None:
+        """What the step as it is set up raises, where the step without checkpointing runs."""
+        try:
+            self.as_it_is  # noqa: B018
+        except Exception as error:
+            return error
+        return None
+
+    @functools.cached_property
+    def as_it_is(self) -> Outcome:
+        return self.run()
+
+    @functools.cached_property
+    def plain(self) -> Outcome:
+        """The same step with every checkpointed call made plain."""
+        return self.run(checkpoint_seam.plain_calls())
+
+    @functools.cached_property
+    def seen(self) -> StepObserver:
+        """The step as it is, observed. Where it fails, what was seen until then."""
+        return self._observed(nullcontext())
+
+    @functools.cached_property
+    def seen_plain(self) -> StepObserver:
+        """The step with every checkpointed call made plain, observed: what autograd stores inside them."""
+        return self._observed(checkpoint_seam.plain_calls())
+
+    def _observed(self, change: AbstractContextManager[Any]) -> StepObserver:
+        observer = StepObserver(self.model, self.batch, compare=True)
+        with self.preserved(), observer.watching(), change:
+            try:
+                with observer.storing():
+                    loss, output = run_step(self.model, self.batch, self.step)
+                observer.cache_bytes = _cache_bytes(output)
+                observer.nodes = {node.name() for node in walk([loss])}
+                observer.in_backward = True
+                observer.backward_autocast = torch.is_autocast_enabled(self.device.type)
+                loss.backward()
+            except Exception:
+                if self.failure is None:  # it is in backward, or a plain step that fails: then the checks say so
+                    raise
+        return observer
+
+    @functools.cached_property
+    def calls(self) -> list[CheckpointCall]:
+        """Checkpointed calls of the step, in order."""
+        return self.seen.calls
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        return self.measured_under()
+
+    @functools.cached_property
+    def measured_plain(self) -> Measured:
+        return self.measured_under(checkpoint_seam.plain_calls)
+
+    @functools.cached_property
+    def held(self) -> tuple[list[Held], list[Held]]:
+        """Storages of a step that outlive it, after one step and after two."""
+        observer, found = StepObserver(self.model, self.batch, compare=False), []
+        with self.preserved():
+            run_step(self.model, self.batch, self.step)  # sets aside the gradients of other models, and holds leaves
+            with observer.watching():
+                for _ in range(2):
+                    output = call_model(self.model, self.batch) if self.step is None else None
+                    loss = default_loss(output) if self.step is None else self.step(self.model, self.batch)
+                    loss.backward()
+                    del loss, output
+                    for p in self.model.parameters():
+                        p.grad = None
+                    gc.collect()
+                    found.append(observer.held())
+        return found[0], found[1]
+
+    # -- words ----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def flagged(self) -> list[str]:
+        """Paths of modules whose own flag says that they are checkpointed."""
+        own = ((n, m) for n, m in self.model.named_modules() if "gradient_checkpointing" in vars(m))
+        return [n for n, m in own if m.gradient_checkpointing is True]
+
+    @functools.cached_property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        return self.wrapper if isinstance(self.wrapper, DistributedDataParallel) else None
+
+    @functools.cached_property
+    def distance(self) -> float:
+        """The largest relative distance of a gradient as it is from that of the plain step; inf where one is missing
+        or not finite in one of them alone."""
+        return max([distance(self.as_it_is.gradients[n], g) for n, g in self.plain.gradients.items()], default=0.0)
+
+    @property
+    def rounding(self) -> float:
+        """Distances up to here are rounding."""
+        return _EQUAL_EPS * torch.finfo(self.seen.least_precise).eps
+
+    @functools.cached_property
+    def differing_again(self) -> list[str]:
+        """What differs between two runs of the step from the same state."""
+        return self.as_it_is.differing(self._again)
+
+    @functools.cached_property
+    def _again(self) -> Outcome:
+        return self.run()
+
+    @functools.cached_property
+    def noise(self) -> float:
+        """The largest relative distance of a gradient between two runs from the same state."""
+        return max([distance(self._again.gradients[n], g) for n, g in self.as_it_is.gradients.items()], default=0.0)
+
+    @property
+    def unsteady(self) -> bool:
+        """The step differs from run to run by more than kernels that add in another order: nothing can be compared."""
+        return self.noise > _MOST_NOISE
+
+    @functools.cached_property
+    def gradients_differ(self) -> bool:
+        """Whether checkpointing changes gradients by more than rounding and noise; it is proven on this step."""
+        comparable = self.failure is None and bool(self.calls) and not self.is_compiled and not self.unsteady
+        return comparable and self.distance > max(self.rounding, _TIMES_NOISE * self.noise)
+
+    def batch_leaves(self) -> list[torch.Tensor]:
+        return [t for t in batch_tensors(self.batch) if t.is_leaf and t.requires_grad]
+
+
+def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Of a gradient ``a`` from ``b``, relative to ``b``."""
+    if a is None or b is None:
+        other = b if a is None else a
+        return 0.0 if other is None or not other.any() else float("inf")
+    a, b = a.detach().double(), b.detach().double()
+    if same_bits(a, b):
+        return 0.0
+    norm = float(b.norm())
+    found = float((a - b).norm()) / norm if norm else float("inf")
+    return found if found == found else float("inf")
+
+
+def checked(model: Any, batch: Any, step: Step | None) -> None:
+    """Raises: TypeError, StepError: there is no step to look at."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return same_bits(a, b)
+
+
+def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    return (gradient.to_dense() if gradient.layout is not torch.strided else gradient).detach().clone()
+
+
+def _cache_bytes(output: Any) -> int:
+    cache = output.get("past_key_values") if isinstance(output, dict) else None
+    layers = getattr(cache, "layers", ())
+    tensors = [t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Counters, flags and lists that modules keep are afterwards as before."""
+    before = []
+    for module in model.modules():
+        values = {k: v for k, v in vars(module).items() if type(v) in _CONSTANTS or isinstance(v, torch.Tensor)}
+        lists = [(v, list(v)) for v in vars(module).values() if type(v) is list]
+        before.append((vars(module), values, lists, set(vars(module))))
+    try:
+        yield
+    finally:
+        for attributes, values, lists, names in before:
+            attributes.update(values)
+            for name in set(attributes) - names:
+                del attributes[name]
+            for kept, items in lists:
+                kept[:] = items
+
+
+def _generators_of(model: nn.Module) -> Iterator[Any]:
+    kinds = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+    for module in model.modules():
+        yield from (v for v in vars(module).values() if isinstance(v, kinds))
+
+
+@contextmanager
+def _generators_kept(generators: list[Any]) -> Iterator[None]:
+    """Generators that modules own are afterwards as before."""
+    restore: list[Callable[[], Any]] = []
+    for g in generators:
+        if isinstance(g, torch.Generator):
+            restore.append(functools.partial(g.set_state, g.get_state()))
+        elif isinstance(g, random.Random):
+            restore.append(functools.partial(g.setstate, g.getstate()))
+        elif isinstance(g, numpy.random.Generator):
+            state = copy.deepcopy(g.bit_generator.state)
+            restore.append(functools.partial(setattr, g.bit_generator, "state", state))
+        else:
+            restore.append(functools.partial(g.set_state, g.get_state()))
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()

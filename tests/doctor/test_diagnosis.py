@@ -1,0 +1,203 @@
+"""What a look leaves behind, what it says where it cannot look, and how it is asked."""
+
+import functools
+import json
+import random
+
+import numpy
+import pytest
+import torch
+from support.sick_setups import ROWS, TOKENS, Case, Jitter, Recorder, Stack, batch_norm, jitter, llama, mlp, plain
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import checkpoint as torch_checkpoint
+
+import lowtide
+from lowtide.cli import main
+from lowtide.doctor.registry import all_checks
+from lowtide.doctor.setup import Setup
+from lowtide.doctor.value_proof import prove
+from lowtide.errors import StepError
+from lowtide.integrations.pytest_doctor import assert_healthy
+
+
+def state_of(model):
+    tensors = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    generators = [m.generator.get_state() for m in model.modules() if isinstance(m, Jitter)]
+    return tensors, [torch.get_rng_state(), *generators], (random.getstate(), repr(numpy.random.get_state()))
+
+
+@pytest.mark.parametrize("case", [lambda: batch_norm(True), lambda: jitter("own"), lambda: Case(Recorder(False))])
+def test_a_look_leaves_everything_as_it_was(case):
+    case = case()
+    case.model(ROWS).square().mean().backward()
+    gradients = [p.grad for p in case.model.parameters()]
+    copies = [g.clone() for g in gradients]
+    outputs = list(getattr(case.model, "outputs", []))
+    seam = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    hooks = len(torch_module._global_forward_hooks), len(torch_module._global_forward_pre_hooks)
+    before = state_of(case.model)
+
+    assert lowtide.diagnose(case.model, case.batch)
+
+    after = state_of(case.model)
+    assert all(torch.equal(before[0][n], after[0][n]) for n in before[0])
+    assert all(map(torch.equal, before[1], after[1])) and before[2] == after[2]
+    assert all(p.grad is g for p, g in zip(case.model.parameters(), gradients))
+    assert all(map(torch.equal, gradients, copies))
+    assert getattr(case.model, "outputs", []) == outputs
+    assert seam == (torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction)
+    assert hooks == (len(torch_module._global_forward_hooks), len(torch_module._global_forward_pre_hooks))
+
+
+def test_the_proof_names_the_first_operator_that_gave_other_bits_and_its_line():
+    case = jitter("python")
+
+    proof = prove(Setup(case.model, case.batch))
+
+    assert not proof.equal and proof.distance > 1e-3
+    assert proof.divergence.call.path == "layers.0"
+    assert proof.divergence.before.name == "aten::mul"
+    assert proof.divergence.before.line.startswith("sick_setups.py:")
+
+
+def test_the_proof_of_a_healthy_step_is_equal_to_the_last_bit():
+    case = Case(Stack(lambda: mlp(0.3)))
+
+    proof = prove(Setup(case.model, case.batch))
+
+    assert proof.equal and proof.distance == 0 and proof.divergence is None
+
+
+class Clock(nn.Module):
+    """Differs from run to run: its random numbers come from outside of what can be put back."""
+
+    numbers = numpy.random.default_rng(0)
+
+    def __init__(self, by=1.0):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * (1 + self.by * float(self.numbers.random()))
+
+
+def test_a_step_that_differs_by_itself_is_told_and_not_reported():
+    found = lowtide.diagnose(Stack(lambda: nn.Sequential(mlp(), Clock())), ROWS)
+
+    assert "LT001" not in found.codes and "LT004" not in found.codes
+    assert any("differs from run to run" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_small_noise_from_run_to_run_is_no_finding_and_hides_none(preserve):
+    how = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=preserve)
+    model = Stack(lambda: nn.Sequential(mlp(0.2), Clock(1e-5)), how)
+
+    found = lowtide.diagnose(model, ROWS, only=["LT001", "LT003"])
+
+    assert found.codes == (() if preserve else ("LT001", "LT003")) and not found.notes
+
+
+def test_an_error_of_a_check_is_a_note(monkeypatch):
+    check, _ = all_checks()["LT101"]
+    broken = {"LT101": (check, lambda setup: 1 / 0)}
+    monkeypatch.setattr("lowtide.doctor.diagnosis.checks_named", lambda only, skip: broken)
+
+    found = lowtide.diagnose(nn.Linear(64, 64), ROWS)
+
+    assert not found and found.notes == ("LT101: ZeroDivisionError: division by zero",)
+
+
+def test_a_step_that_fails_anyway_is_the_users_error():
+    with pytest.raises(StepError, match="the step failed on this batch"):
+        lowtide.diagnose(nn.Linear(3, 3), ROWS)
+
+
+def test_an_unknown_code_is_refused():
+    with pytest.raises(ValueError, match="there is no check 'LT999'"):
+        lowtide.diagnose(nn.Linear(64, 64), ROWS, only=["LT999"])
+
+
+SCRIPT = """
+from support.sick_setups import batch_norm, llama, TOKENS
+
+def sick():
+    case = batch_norm(True)
+    return case.model, case.batch
+
+def healthy():
+    return llama(), TOKENS
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_the_command_line_exits_with_1_where_numbers_are_wrong(script, capsys):
+    assert main(["doctor", f"{script}:sick", "--json"]) == 1
+
+    body = json.loads(capsys.readouterr().out)
+    assert body["status"] == "finding" and body["findings"][0]["code"] == "LT002"
+
+
+def test_the_command_line_exits_with_0_where_nothing_is(script, capsys):
+    assert main(["doctor", f"{script}:healthy", "--only", "lt001,LT101"]) == 0
+    assert capsys.readouterr().out.startswith("0 findings; 2 checks looked")
+
+
+def test_the_command_line_prints_changed_settings(script, capsys):
+    assert main(["doctor", f"{script}:sick", "--only", "LT002", "--fix"]) == 1
+    assert "changed settings:\n# LT002" in capsys.readouterr().out
+
+
+def test_the_command_line_refuses_an_unknown_code_before_the_script_runs(tmp_path, capsys):
+    assert main(["doctor", f"{tmp_path}/none.py:setup", "--only", "LT999"]) == 2
+    assert "there is no check 'LT999'" in capsys.readouterr().err
+
+
+def test_the_command_line_is_silent_on_other_ranks(script, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+
+    assert main(["doctor", f"{script}:sick", "--only", "LT002"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_test_of_a_users_own_fails_with_the_diagnosis():
+    assert_healthy(Stack(mlp, plain), ROWS)
+    case = batch_norm(True)
+
+    with pytest.raises(AssertionError, match="WRONG LT002"):
+        assert_healthy(case.model, case.batch)
+
+
+def test_a_trainer_looks_when_training_begins(tmp_path, monkeypatch):
+    from transformers import Trainer, TrainingArguments
+
+    from lowtide.integrations import transformers_doctor
+    from lowtide.integrations.transformers_doctor import DoctorCallback
+
+    said = []
+    monkeypatch.setattr(transformers_doctor.logger, "warning", said.append)
+
+    def losses(*callbacks):
+        model = llama(attention_dropout=0.1)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
+            activation_checkpointing=True, disable_tqdm=True,
+            activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False},
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in TOKENS["input_ids"]] * 8
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    callback = DoctorCallback(only=["LT001", "LT003"])
+
+    assert losses(callback) == losses()
+    assert callback.found.codes == ("LT001", "LT003")
+    assert len(said) == 1 and "WRONG LT003" in said[0]
