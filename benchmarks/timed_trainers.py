@@ -120,7 +120,7 @@ def _data(name: str, rows: list[str]) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., tuple[Any, dict]], int]] = {
-    "padded SFT": (sft, 120),
+    "padded SFT": (sft, 100),
     "GRPO with generation": (grpo, 40),
 }
 
