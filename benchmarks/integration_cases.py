@@ -365,6 +365,6 @@ CASES = (
     Case("fully_shard on each layer, two ranks", "FSDP2", "torch", fsdp2, ranks=2),
     Case("GPT with dropout, on the CPU", "Megatron-Core", "megatron-core", megatron_gpt, ranks=1),
     Case("a loop of one's own", "plain PyTorch", "torch", plain_loop),
-    Case("a booster's step, re-created", "ColossalAI", "", booster_step),
-    Case("a policy's train_step, re-created on ZeRO-2", "ROLL", "", roll_step, ranks=1),
+    Case("a booster's step", "ColossalAI", "", booster_step),
+    Case("a policy's train_step on ZeRO-2", "ROLL", "", roll_step, ranks=1),
 )  # fmt: skip

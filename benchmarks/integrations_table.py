@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 MIB = 2**20
-RE_CREATED = "re-created"
 
 
 def cases_table(lines: list[dict]) -> str:
     """A row a case: whether bits are equal, and what steps took of the budget."""
     lines = [line for line in lines if "wall_ratio" not in line]
     rows = [
-        "| library | case | losses, weights | budget | largest peak: all steps | planned steps | steps planned | plans |",
+        "| library | case | losses, weights | budget | peak, all steps | peak, planned steps | steps planned | plans |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for line in lines:
-        library = f"{line['library']} {line['version'] or f'({RE_CREATED})'}"
+        library = f"{line['library']} {line['version'] or '(re-created)'}"
         if line["status"] != "ok":
             rows.append(f"| {library} | {line['case']} | {line['status']} | | | | | |")
             continue
         same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
         rows.append(
-            f"| {library} | {line['case'].removesuffix(f', {RE_CREATED}')} | {', '.join(same)} | "
+            f"| {library} | {line['case']} | {', '.join(same)} | "
             f"{line['budget_bytes'] / MIB:.2f} MiB | {_percent(line['largest_peak_share'])} | "
             f"{_percent(line['largest_planned_peak_share'])} | {line['planned_steps']} of {line['steps']} | "
             f"{line['plans']} |"
@@ -29,9 +28,10 @@ def cases_table(lines: list[dict]) -> str:
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines if "commit" in line))
     rows += [
         "",
-        f"The budget is {100 * first['fraction']:.0f} % of the plain step's activations and what is resident. Peaks are "
-        "the allocator's, resident memory included, as a share of the budget. After the first steps each run waits for "
-        f"its plan. {first['device']}, {first['threads']} thread, torch {first['torch']}, commit {commits}.",
+        f"The budget is {100 * first['fraction']:.0f} % of the plain step's activations and what is resident. Peaks "
+        "are the allocator's largest, resident memory included, as a share of the budget. After the first steps each "
+        f"run waits for its plan. {first['device']}, {first['threads']} thread, torch {first['torch']}, commit "
+        f"{commits}.",
     ]
     return "\n".join(rows)
 
@@ -67,16 +67,16 @@ def timed_table(lines: list[dict]) -> str:
     notes = [
         f"{line['case']}: bits {_same(line['bitwise_losses'] and line['bitwise_weights'])}, largest peak "
         f"{_percent(line['largest_peak_share'])} of the budget, planning on the training thread "
-        f"{100 * line['planning_cpu_share']:.1f} % of the run, the two plain runs {100 * line['plain_cpu_apart'] - 100:+.1f} "
-        f"% apart, commit {line['commit']}."
+        f"{100 * line['planning_cpu_share']:.1f} % of the run, the two plain runs {_more(line['plain_cpu_apart'])} "
+        f"apart, commit {line['commit']}."
         for line in lines
     ]
     first = lines[0]
     rows += [
         "",
-        f"A Llama-shaped model, {first['layers']} layers of {first['hidden']}, vocabulary {first['vocabulary']:,}, fp32, "
-        f"texts of up to 256 tokens. No run waits for a plan. TRL's fused loss has tiles as wide as the vocabulary "
-        f"instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}.",
+        f"A Llama-shaped model, {first['layers']} layers of {first['hidden']}, vocabulary {first['vocabulary']:,}, "
+        f"fp32, texts of up to 256 tokens. No run waits for a plan. TRL's fused loss has tiles as wide as the "
+        f"vocabulary instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}.",
     ]
     return "\n".join(rows)
 
