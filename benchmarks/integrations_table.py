@@ -76,7 +76,8 @@ def timed_table(lines: list[dict]) -> str:
         "",
         f"A Llama-shaped model, {first['layers']} layers of {first['hidden']}, vocabulary {first['vocabulary']:,}, "
         f"fp32, texts of up to 256 tokens. No run waits for a plan. TRL's fused loss has tiles as wide as the "
-        f"vocabulary instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}.",
+        f"vocabulary instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, torch "
+        f"{first['torch']}.",
     ]
     return "\n".join(rows)
 
