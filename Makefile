@@ -4,7 +4,7 @@ BIN := .venv/bin
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead real-steps zoo clean
+.PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead integrations real-steps zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ offload: .venv/.ready  ## time steps that move tensors to disk
 
 overhead: .venv/.ready  ## measure what recording costs for each op
 	$(BIN)/python benchmarks/overhead.py
+
+integrations: .venv/.ready  ## train in the libraries that people train with, with lowtide and without; half an hour
+	$(BIN)/python benchmarks/integrations.py
 
 real-steps: .venv/.ready  ## train in loops as people write them, with fit and without; a quarter of an hour
 	$(BIN)/python benchmarks/real_steps.py

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ablation
+from integrations_table import cases_table, timed_table
 
 from lowtide.doctor import registry
 
@@ -54,6 +55,8 @@ def main() -> int:
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
+        Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
+        Page(ROOT / "docs" / "integrations.md", "timed", RESULTS / "integrations_cpu.jsonl", timed_table),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
         Page(ROOT / "docs" / "planner.md", "times", RESULTS / "planner_time_cpu.jsonl", times_table),

@@ -42,6 +42,4 @@ found, mib, seconds, fit = train(model, dataset, budget="60%")
 print(fit.status())
 fit.remove()
 assert found == losses, "the bits are the same"
-print(
-    f"peak of a step: {plain_mib:.0f} MiB plain, {mib:.0f} MiB with lowtide; steps: {plain_s:.2f} s and {seconds:.2f} s"
-)
+print(f"peak {plain_mib:.1f} MiB -> {mib:.1f} MiB, {plain_s:.2f} s -> {seconds:.2f} s, losses identical")

@@ -25,6 +25,7 @@ def loss_of(model, batch):
     return model(**batch).loss
 
 
+least_mib = []
 for name, options in {
     "a plan alone": {},
     "chunked loss": {"chunk_loss": True},
@@ -33,4 +34,7 @@ for name, options in {
     try:
         lowtide.fit(model, batch, budget="1MiB", step=loss_of, **options)
     except lowtide.BudgetInfeasibleError as error:
-        print(f"{name:28} trains in {error.least_bytes / 2**20:4.1f} MiB")
+        least_mib.append(error.least_bytes / 2**20)
+        print(f"{name:28} trains in {least_mib[-1]:4.1f} MiB")
+
+print(f"peak {least_mib[0]:.1f} MiB -> {least_mib[-1]:.1f} MiB, the least in which the model trains")

@@ -67,5 +67,5 @@ if __name__ == "__main__":
     losses, peak, seconds = train(None)
     same, fitted_peak, fitted_seconds = train("60%")
     assert losses == same
-    print(f"peak {peak:.1f} -> {fitted_peak:.1f} MiB, {seconds:.2f} -> {fitted_seconds:.2f} s, losses identical")
+    print(f"peak {peak:.1f} MiB -> {fitted_peak:.1f} MiB, {seconds:.2f} s -> {fitted_seconds:.2f} s, losses identical")
     torch.distributed.destroy_process_group()

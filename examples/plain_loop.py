@@ -50,6 +50,4 @@ with lowtide.fit(model, budget="50%") as fit:
     found, mib, seconds = train(model, batches, fit)
     print(fit.status())
 assert found == losses, "the bits are the same"
-print(
-    f"peak of a step: {plain_mib:.0f} MiB plain, {mib:.0f} MiB with lowtide; steps: {plain_s:.2f} s and {seconds:.2f} s"
-)
+print(f"peak {plain_mib:.1f} MiB -> {mib:.1f} MiB, {plain_s:.2f} s -> {seconds:.2f} s, losses identical")

@@ -175,6 +175,28 @@ def test_a_wrapped_optimizer_counts_as_the_one_inside(wrap):
         assert fit.graph.resident["optimizer"] == 2 * 4 * sum(p.numel() for p in parameters)
 
 
+def test_an_optimizer_is_probed_once_whatever_its_learning_rate_and_again_with_other_state():
+    """A probe takes as long as a small step, and every watched step asks."""
+
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            Counting.steps += 1
+            return super().step(closure)
+
+    parameters = [nn.Parameter(torch.zeros(64, 64))]
+    optimizer = Counting(parameters, lr=0.1)
+    first = optimizer_bytes(optimizer, parameters)
+    optimizer.param_groups[0]["lr"] = 0.05
+    steps = Counting.steps
+
+    assert optimizer_bytes(optimizer, parameters) == first and first[0] == 0
+    assert Counting.steps == steps > 0
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert optimizer_bytes(optimizer, parameters)[0] == parameters[0].nbytes
+
+
 # -- one policy for tiers ---------------------------------------------------------------------------------------------
 
 

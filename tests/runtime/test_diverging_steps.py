@@ -185,16 +185,48 @@ def test_other_ops_under_a_plan_that_keeps_everything_are_noticed(looks, monkeyp
         assert (step(model) <= 1.005 * allowed) == looks  # its ops are followed one by one now
 
 
-@pytest.mark.parametrize("chosen_by", ["mask", "numbers of rows"])
-def test_sizes_that_depend_on_data_are_told_and_only_those(chosen_by):
-    class Choosing(Changing):
-        def forward(self, x):
-            chosen = x[:, 0] > 0 if chosen_by == "mask" else torch.arange(len(x) // 2)
-            return super().forward(x[chosen])
+class Choosing(nn.Module):
+    """Rows, before or inside a module of its own."""
 
-    model = Choosing()
-    with fitted(model, allowance(model)) as fit:
-        assert ("some sizes depend on data" in reasons_of(fit)) == (chosen_by == "mask")
+    def forward(self, x, chosen_by):
+        return x[x[:, 0] > 0 if chosen_by == "mask" else torch.arange(len(x) // 2)]
+
+
+@pytest.mark.parametrize(
+    "place, where",
+    [("in a layer", "choose"), ("in the model", "the model"), ("in the loss", "the loss outside the model")],
+)
+@pytest.mark.parametrize("chosen_by", ["mask", "numbers of rows"])
+def test_the_op_whose_sizes_depend_on_data_is_told_and_no_other(chosen_by, place, where):
+    class Model(Changing):
+        def __init__(self):
+            super().__init__()
+            self.choose = Choosing()
+
+        def forward(self, x):
+            if place == "in a layer":
+                x = self.choose(x, chosen_by)
+            if place == "in the model":
+                x = self.choose.forward(x, chosen_by)
+            return super().forward(x)
+
+    def train(model):
+        out = model(batch_of())
+        if place == "in the loss":
+            out = Choosing().forward(out, chosen_by)
+        out.square().mean().backward()
+
+    model = with_gradients(Model())
+    with lowtide.fit(model, budget=2 * resident_bytes(model) + allowance(model)) as fit:
+        train(model)
+        fit.wait()
+        train(model)
+        assert fit.status().in_force
+        told = [reason for reason in fit.status().reasons if "depend on data" in reason]
+
+    assert [reason.split(" depend")[0] for reason in told] == [f"sizes of aten.index.Tensor in {where}"] * (
+        chosen_by == "mask"
+    )
 
 
 def test_a_step_that_ends_short_of_its_plan_leaves_nothing_in_place():

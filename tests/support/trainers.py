@@ -50,6 +50,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
+    planned: list[bool] = field(default_factory=list)  # of each step: it ran under a plan
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -86,12 +87,15 @@ def probed(kind: type[Trainer], run: Run) -> type[Trainer]:
         def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             states = list(getattr(self.optimizer, "state", {}).values())
             there = resident_bytes(model, (inputs, list(tensors_in(states))))
+            fits = [c.fit for c in self.callback_handler.callbacks if isinstance(c, LowtideCallback)]
+            planned = sum(fit.status().planned_steps for fit in fits)
             gc.collect()
             with measuring("cpu") as counter:
                 loss = super().training_step(model, inputs, *args, **kwargs)
             run.resident.append(there)
             run.peaks.append(there + counter.peak)
             run.losses.append(loss.item())
+            run.planned.append(sum(fit.status().planned_steps for fit in fits) > planned)
             return loss
 
     return Probed

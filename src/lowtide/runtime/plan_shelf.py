@@ -221,9 +221,10 @@ class PlanShelf:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
         self._refused -= set(planned.shapes)
         planned.tape.proves_at_birth = self._reasons.say_saved
-        if any(op.dynamic for op in planned.plan.ops):
+        if (op := next((op for op in planned.plan.ops if op.dynamic), None)) is not None:  # what follows from it is too
+            where = planned.plan.frames[op.frame].path or ("the model" if op.frame else "the loss outside the model")
             self._reasons.say(
-                "some sizes depend on data (tokens of an expert): a planned step in which they are larger than in the "
+                f"sizes of {op.name} in {where} depend on data: a planned step in which they are larger than in the "
                 "planned one takes more than the budget. Leave room for that"
             )
         self.plans = [p for p in self.plans if p.shapes != planned.shapes]

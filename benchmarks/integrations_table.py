@@ -1,0 +1,94 @@
+"""The tables of ``docs/integrations.md``, from the lines of ``integrations.py``."""
+
+from __future__ import annotations
+
+MIB = 2**20
+
+
+def cases_table(lines: list[dict]) -> str:
+    """A row a case: whether bits are equal, and what steps took of the budget."""
+    lines = [line for line in lines if "wall_ratio" not in line]
+    rows = [
+        "| library | case | losses, weights | budget | peak, all steps | peak, planned steps | steps planned | plans |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        library = f"{line['library']} {line['version'] or '(re-created)'}"
+        if line["status"] != "ok":
+            rows.append(f"| {library} | {line['case']} | {line['status']} | | | | | |")
+            continue
+        same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
+        rows.append(
+            f"| {library} | {line['case']} | {', '.join(same)} | "
+            f"{line['budget_bytes'] / MIB:.2f} MiB | {_percent(line['largest_peak_share'])} | "
+            f"{_percent(line['largest_planned_peak_share'])} | {line['planned_steps']} of {line['steps']} | "
+            f"{line['plans']} |"
+        )
+    first = next(line for line in lines if line["status"] == "ok")
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines if "commit" in line))
+    rows += [
+        "",
+        f"The budget is {100 * first['fraction']:.0f} % of the plain step's activations and what is resident. Peaks "
+        "are the allocator's largest, resident memory included, as a share of the budget. After the first steps each "
+        f"run waits for its plan. {first['device']}, {first['threads']} thread, torch {first['torch']}, commit "
+        f"{commits}.",
+    ]
+    return "\n".join(rows)
+
+
+def timed_table(lines: list[dict]) -> str:
+    """A row a timed case: lowtide and TRL's own checkpointing beside plain training."""
+    lines = [line for line in lines if "wall_ratio" in line]
+    if not lines:
+        return "Not measured yet: `make integrations`."
+    rows = [
+        "| case | way | activations | CPU of the training thread | elapsed | predicted by the plans |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        predicted = f"{100 * line['predicted_extra_share']:+.1f} %"
+        rows += [
+            f"| {line['case']} | lowtide | {100 * line['fraction']:.0f} % | {_more(line['cpu_ratio'])} | "
+            f"{_more(line['wall_ratio'])} | {predicted} |",
+            f"| | TRL's checkpointing | {100 * line['full_activation_share']:.0f} % | "
+            f"{_more(line['checkpointed_cpu_ratio'])} | {_more(line['checkpointed_wall_ratio'])} | |",
+        ]
+    rows += ["", "Where lowtide's extra CPU time goes, as shares of plain training's:", ""]
+    columns = ("preparing batches", "first step", "steps without a plan", "planned steps", "between steps")
+    rows += [f"| case | {' | '.join(columns)} | steps planned |", "|---|" + "---:|" * (len(columns) + 1)]
+    for line in lines:
+        extra = line["extra_shares"]
+        without = extra.get("planning", 0.0) + extra.get("online", 0.0)
+        shares = (
+            extra["preparing"], extra.get("first", 0.0), without, extra.get("planned", 0.0), extra["between steps"],
+        )  # fmt: skip
+        cells = " | ".join(f"{100 * share:+.1f} %" for share in shares)
+        rows.append(f"| {line['case']} | {cells} | {line['planned_steps']} of {line['steps']} |")
+    notes = [
+        f"{line['case']}: bits {_same(line['bitwise_losses'] and line['bitwise_weights'])}, largest peak "
+        f"{_percent(line['largest_peak_share'])} of the budget, planning on the training thread "
+        f"{100 * line['planning_cpu_share']:.1f} % of the run, the two plain runs {_more(line['plain_cpu_apart'])} "
+        f"apart, commit {line['commit']}."
+        for line in lines
+    ]
+    first = lines[0]
+    rows += [
+        "",
+        f"A Llama-shaped model, {first['layers']} layers of {first['hidden']}, vocabulary {first['vocabulary']:,}, "
+        f"fp32, texts of up to 256 tokens. No run waits for a plan. TRL's fused loss has tiles as wide as the "
+        f"vocabulary instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, torch "
+        f"{first['torch']}.",
+    ]
+    return "\n".join(rows)
+
+
+def _same(equal: bool) -> str:
+    return "equal" if equal else "**differ**"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _more(ratio: float) -> str:
+    return f"{100 * ratio - 100:+.1f} %"
