@@ -129,7 +129,9 @@ def _line_of(process: subprocess.Popen, name: str) -> dict:
         status = f"no end after {LIMIT_S} s"
     if process.returncode == 0:
         return json.loads(out.splitlines()[-1])
-    return {"benchmark": "integrations_cpu", "case": name, "status": status, "error": errors.splitlines()[-20:]}
+    library = TIMED[name] if name in TIMED else _case(name).library
+    failed = {"benchmark": "integrations_cpu", "case": name, "library": library, "version": "", "status": status}
+    return failed | {"error": errors.splitlines()[-20:]}
 
 
 def _line(case: Case) -> dict[str, Any]:

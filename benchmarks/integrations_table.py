@@ -13,7 +13,7 @@ def cases_table(lines: list[dict]) -> str:
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for line in lines:
-        library = f"{line['library']} {line['version'] or '(re-created)'}"
+        library = f"{line['library']} {'(re-created)' if line['version'] is None else line['version']}"
         if line["status"] != "ok":
             rows.append(f"| {library} | {line['case']} | {line['status']} | | | | | |")
             continue
