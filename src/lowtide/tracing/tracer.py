@@ -1,4 +1,4 @@
-"""``trace``: records one training step as a StepGraph.
+"""``record``: one training step as a StepGraph.
 
 Runs the step once on the real tensors without holding what autograd stores (see ``recorder``), so it works where the
 plain step would not fit. Gradients, buffers, batch and random generators are afterwards as they were before.
@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
+from lowtide.hollow.memory import is_hollow
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrapped
@@ -22,7 +23,7 @@ from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_suppo
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
 from lowtide.tracing.subclasses import local_bytes, plain_tensors, wrapped_parameters
 
@@ -140,27 +141,6 @@ def device_of(model: nn.Module) -> torch.device:
     return device
 
 
-def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: Any = None) -> StepGraph:
-    """Record one training step, forward and backward, below autograd.
-
-    Args:
-        model: On the device where it trains, in the mode (train or eval) it trains in. Of one in
-            ``DistributedDataParallel`` the module inside is run, so nothing is communicated.
-        batch: One batch; a mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``.
-        step: ``(model, batch) -> loss``, where the loss is not the model's own output.
-        optimizer: Counts the state it has or will have. An ``Optimizer``, or a name such as ``"adamw"``.
-
-    Returns:
-        The step's ops, storages, lifetimes and what autograd stores. What the model returned counts as held until
-        backward ends, unless ``step`` lets it go.
-
-    Raises:
-        StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
-        UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
-    """
-    return record(model, batch, step, optimizer)
-
-
 def record(
     model: nn.Module,
     batch: Any,
@@ -168,12 +148,20 @@ def record(
     optimizer: Any,
     *,
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+    kernel_facts: KernelFacts | None = None,
+    started: Callable[[Recorder], None] = lambda recorder: None,
 ) -> StepGraph:
-    """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
+    """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went.
+
+    Args:
+        kernel_facts: As in ``Recorder``, of a step without memory.
+        started: Called with the recorder before the step runs.
+    """
     model, batch = unwrapped(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
-    recorder = Recorder(device, region="model" if step is None else "step")
+    recorder = Recorder(device, region="model" if step is None else "step", kernel_facts=kernel_facts)
+    started(recorder)
     gather_each_once(model)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
@@ -286,7 +274,7 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
     for t in plain_tensors(*batch_tensors(batch)):
         number = live.id_of(t, "input")
         storage = storage_of(t)
-        if number is not None and storage is not None and not storage.resizable():
+        if number is not None and storage is not None and not storage.resizable() and not is_hollow(t):
             recorder.builder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
