@@ -26,7 +26,8 @@ _STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_nor
 class Workspaces:
     """Facts of signatures, found when they are first asked for."""
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, limit_bytes: int | None = LIMIT_BYTES) -> None:
+        """``limit_bytes``: None where the kernels are not here."""
         self._limit_bytes = limit_bytes
         self.unmeasured: dict[str, int] = {}  # op name -> signatures whose workspace is taken as 0
 
@@ -36,15 +37,15 @@ class Workspaces:
         if func.namespace in COLLECTIVES:
             return 0, list(range(len(tensors))) if func.namespace == "c10d" else []
         writes = _declared_nowhere(func, args)
-        if func.is_view:
+        if func.is_view or func is torch.ops.aten._unsafe_view.default:
             return 0, writes
         runnable = func.namespace == "aten" and str(func.overloadpacket) not in _NEED_REAL_INPUTS
-        if runnable and tensor_bytes(signature) <= self._limit_bytes:
+        if runnable and self._limit_bytes is not None and tensor_bytes(signature) <= self._limit_bytes:
             try:
                 return self._run(signature, args, kwargs), writes
             except (NotRebuildableError, RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
                 pass
-        name = str(signature["op"])
+        name = str(func.overloadpacket).removeprefix("aten.")
         self.unmeasured[name] = self.unmeasured.get(name, 0) + 1
         return 0, writes
 

@@ -7,6 +7,7 @@ plain step would not fit. Gradients, buffers, batch and random generators are af
 import gc
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,23 @@ _WRAPPERS = frozenset({
     "DataParallel", "FullyShardedDataParallel", "ReplicateModule",
     "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
 })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WithoutMemory:
+    """What is asked where a step runs on tensors without memory.
+
+    Attributes:
+        kernel_facts: As in ``Recorder``.
+        optimizer_bytes: As the function of that name.
+        started: Called with the recorder before the step runs.
+        block_bytes: The allocator of the device that is planned for gives whole blocks.
+    """
+
+    kernel_facts: KernelFacts
+    optimizer_bytes: Callable[[Any, list[nn.Parameter]], tuple[int, int]]
+    started: Callable[[Recorder], None]
+    block_bytes: int
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -148,38 +166,48 @@ def record(
     optimizer: Any,
     *,
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
-    kernel_facts: KernelFacts | None = None,
-    started: Callable[[Recorder], None] = lambda recorder: None,
+    hollow: WithoutMemory | None = None,
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went.
 
     Args:
-        kernel_facts: As in ``Recorder``, of a step without memory.
-        started: Called with the recorder before the step runs.
+        hollow: Of a step without memory.
     """
     model, batch = unwrapped(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
-    recorder = Recorder(device, region="model" if step is None else "step", kernel_facts=kernel_facts)
-    started(recorder)
+    facts = None if hollow is None else hollow.kernel_facts
+    recorder = Recorder(device, region="model" if step is None else "step", kernel_facts=facts)
+    if hollow is not None:
+        hollow.started(recorder)
     gather_each_once(model)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
     with preserve_training_state(model, batch, gradients="zeroed" if wrapped_parameters(model) else "kept"):
         received = _record_step(recorder, model, batch, step, forward)
-    return fold(finished_graph(recorder, model, batch, optimizer, received | with_gradient), recorder.sums.targets)
+    received |= with_gradient
+    graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
+    return fold(graph, recorder.sums.targets)
 
 
-def finished_graph(recorder: Recorder, model: nn.Module, batch: Any, optimizer: Any, received: set[str]) -> StepGraph:
+def finished_graph(
+    recorder: Recorder,
+    model: nn.Module,
+    batch: Any,
+    optimizer: Any,
+    received: set[str],
+    hollow: WithoutMemory | None = None,
+) -> StepGraph:
     """The graph of a step that is over; ``received``: names of the parameters that have, or had, a gradient."""
     device = device_of(model)
     written = recorder.written_parameters
     trained = [p for name, p in model.named_parameters() if name in received]
-    state_bytes, step_bytes = optimizer_bytes(optimizer, trained)
+    state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
     return recorder.builder.build(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        resident=resident_bytes(model, batch, device, received) | {"optimizer": state_bytes},
+        resident=resident_bytes(model, batch, device, received, None if hollow is None else hollow.block_bytes)
+        | {"optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
         written_parameters=tuple(
             name
@@ -278,9 +306,11 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             recorder.builder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
-def resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
-    """Live bytes through the whole step by part, each storage once."""
-    block = 1 if device.type == "cpu" else 512
+def resident_bytes(
+    model: nn.Module, batch: Any, device: torch.device, with_grad: set[str], block_bytes: int | None = None
+) -> dict[str, int]:
+    """Live bytes through the whole step by part, each storage once; ``block_bytes``: None for those of ``device``."""
+    block = block_bytes or (1 if device.type == "cpu" else 512)
     seen: set[int] = set()
 
     def in_blocks(size: int) -> int:
