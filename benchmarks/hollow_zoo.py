@@ -23,7 +23,9 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -101,14 +103,14 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def lines_of(task: str, kind: str) -> Iterator[dict]:
-    """All variants of one architecture, in a process that may die."""
+def lines_of(task: str, kind: str, variants: Sequence[str]) -> Iterator[dict]:
+    """The variants of one architecture, in a process that may die."""
     with tempfile.NamedTemporaryFile("r") as file:
         child = os.fork()
         if child == 0:
             signal.alarm(LIMIT_S)
             with open(file.name, "w") as lines:
-                for variant in VARIANTS:
+                for variant in variants:
                     lines.write(json.dumps({"variant": variant, **compare(task, kind, variant)}) + "\n")
                     lines.flush()
             os._exit(0)
@@ -116,7 +118,7 @@ def lines_of(task: str, kind: str) -> Iterator[dict]:
         found = [json.loads(line) for line in file]
     yield from found
     if code:
-        yield {"variant": VARIANTS[len(found)], "status": "died", "reason": f"signal {code}"}
+        yield {"variant": variants[len(found)], "status": "died", "reason": f"signal {code}"}
 
 
 def counts(lines: list[dict]) -> str:
@@ -140,6 +142,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--sample", type=int, help="how many architectures")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--counts", action="store_true", help="only count what the results say")
     args = parser.parse_args()
     if not args.counts:
@@ -149,9 +153,13 @@ def main() -> int:
         wanted = [a for a in architectures.names() if not args.only or a[1] in args.only]
         random.Random(SEED).shuffle(wanted)
         shared = provenance()
-        with tempfile.TemporaryFile("w") if args.only else RESULTS.open("w") as file:
-            for task, kind in wanted[: args.sample]:
-                for found in lines_of(task, kind):
+        with ExitStack() as stack:
+            file = stack.enter_context(open(os.devnull if args.only else RESULTS, "w"))
+            lowtide.trace  # noqa: B018  imported once, before processes are forked
+            chosen = wanted[: args.sample]
+            pool = stack.enter_context(ThreadPoolExecutor(args.workers))
+            for (task, kind), lines in zip(chosen, pool.map(lambda a: list(lines_of(*a, args.variants)), chosen)):
+                for found in lines:
                     line = {"benchmark": "hollow_zoo_cpu", "task": task, "type": kind, **found, **shared}
                     file.write(json.dumps(line) + "\n")
                     file.flush()

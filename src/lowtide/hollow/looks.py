@@ -1,9 +1,10 @@
 """What an operator's outputs look like: size, stride, type and storage, from its fake kernel, once per signature.
 
-Fake kernels speak for CUDA where kernels differ. ``_CPU_RULES`` holds what the CPU's do otherwise, and ``_CUDA_RULES``
-operators that have no fake kernel.
+Fake kernels speak for CUDA where kernels differ. A CPU's kernel that has run once corrects its look; ``_CPU_RULES``
+holds what the CPU's do otherwise, for those too large to run, and ``_CUDA_RULES`` operators without a fake kernel.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,10 +53,7 @@ class Looks:
         Raises:
             DependsOnValues: there is no fake kernel, or it fails.
         """
-        key: list[Any] = [func]
-        _describe(args, key)
-        _describe(kwargs, key)
-        signature = tuple(key)
+        signature = _signature(func, args, kwargs)
         try:
             known = signature in self._known
         except TypeError:  # an argument that has no hash
@@ -74,6 +72,19 @@ class Looks:
         if look is None:
             raise DependsOnValues(str(func))
         return look
+
+    def correct(self, func: Any, args: tuple, kwargs: dict, real: Look) -> None:
+        """The kernel itself has run on such arguments, and its outputs were ``real``: strides and storages are its own.
+
+        Where it gave other sizes, its inputs were not alike enough, and nothing is learned.
+        """
+        try:
+            believed = self.of(func, args, kwargs)
+        except DependsOnValues:
+            return
+        if list(map(_size_and_type, believed.outputs)) == list(map(_size_and_type, real.outputs)):
+            with contextlib.suppress(TypeError):  # an argument that has no hash
+                self._known[_signature(func, args, kwargs)] = real
 
     def _ask(self, func: Any, args: tuple, kwargs: dict) -> Look:
         device = torch.device(self.device)
@@ -107,6 +118,17 @@ def look_of(output: Any, inputs: list[torch.Tensor]) -> Look:
         else:
             found.append(leaf)
     return Look(tuple(found), nesting)
+
+
+def _size_and_type(output: Any) -> Any:
+    return (output.size, output.dtype) if isinstance(output, TensorLook) else output
+
+
+def _signature(func: Any, args: tuple, kwargs: dict) -> tuple:
+    key: list[Any] = [func]
+    _describe(args, key)
+    _describe(kwargs, key)
+    return tuple(key)
 
 
 def _describe(value: Any, key: list[Any]) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.hollow.looks import Looks, look_of
 from lowtide.hollow.memory import is_hollow
 from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import COLLECTIVES, NotRebuildableError, rebuild, tensor_bytes
@@ -26,8 +28,12 @@ _STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_nor
 class Workspaces:
     """Facts of signatures, found when they are first asked for."""
 
-    def __init__(self, limit_bytes: int | None = LIMIT_BYTES) -> None:
-        """``limit_bytes``: None where the kernels are not here."""
+    def __init__(self, looks: Looks, limit_bytes: int | None = LIMIT_BYTES) -> None:
+        """``looks``: of the same kernels, which are corrected by what ran.
+
+        ``limit_bytes``: None where the kernels are not here.
+        """
+        self._looks = looks
         self._limit_bytes = limit_bytes
         self.unmeasured: dict[str, int] = {}  # op name -> signatures whose workspace is taken as 0
 
@@ -40,11 +46,13 @@ class Workspaces:
         if func.is_view or func is torch.ops.aten._unsafe_view.default:
             return 0, writes
         runnable = func.namespace == "aten" and str(func.overloadpacket) not in _NEED_REAL_INPUTS
-        if runnable and self._limit_bytes is not None and tensor_bytes(signature) <= self._limit_bytes:
+        if self._limit_bytes is not None and runnable and tensor_bytes(signature) <= self._limit_bytes:
             try:
                 return self._run(signature, args, kwargs), writes
             except (NotRebuildableError, RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
                 pass
+        if self._limit_bytes is None:
+            return 0, writes
         name = str(func.overloadpacket).removeprefix("aten.")
         self.unmeasured[name] = self.unmeasured.get(name, 0) + 1
         return 0, writes
@@ -59,6 +67,8 @@ class Workspaces:
                 named = {name: _with_real_integers(kwargs[name], value) for name, value in named.items()}
                 with measuring("cpu") as counter:
                     output = func(*synthetic, **named)  # held: what it has made is no workspace
+                tensors = [t for t in pytree.tree_leaves((synthetic, named)) if isinstance(t, torch.Tensor)]
+                self._looks.correct(func, args, kwargs, look_of(output, tensors))
                 del output
                 return 0 if counter is None else counter.workspace
         finally:

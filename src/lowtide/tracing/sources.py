@@ -62,7 +62,8 @@ def trace_hollow(
     model: Any, batch: Any, target: TargetDevice, *, step: Step | None, optimizer: Any, mode: HollowMode | None = None
 ) -> StepGraph:
     """``trace`` on hollow tensors; ``mode``: one that has seen models like it knows their ops."""
-    mode, workspaces = mode or HollowMode(target.kernels), Workspaces(LIMIT_BYTES if target.kernels == "cpu" else None)
+    mode = mode or HollowMode(target.kernels)
+    workspaces = Workspaces(mode.looks, LIMIT_BYTES if target.kernels == "cpu" else None)
     batch = hollow_batch(batch)
 
     def started(recorder: Recorder) -> None:
@@ -117,6 +118,8 @@ def _named_cuda(described: Any) -> Any:
 def _assumptions(mode: HollowMode, workspaces: Workspaces) -> str:
     """A line for each thing that was taken for granted."""
     lines = [f"{what} ({count} times, first in {path})" for what, (count, path) in mode.assumed.items()]
+    if mode.looks.device != "cpu":
+        lines.append("workspaces of the device's kernels are not known and count as 0")
     if unmeasured := workspaces.unmeasured:
         ops = ", ".join(f"{op} ({count})" for op, count in sorted(unmeasured.items()))
         lines.append(f"workspaces that were not measured count as 0: {ops}")
