@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
-    "scratch_file", "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
+    "scratch_file", "measurement", "hollow", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
     "argument_checks", "settings", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.

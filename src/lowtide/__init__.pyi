@@ -31,7 +31,7 @@ from lowtide.solvers.dispatch import solve as solve
 from lowtide.solvers.pareto_front import FrontierPoint as FrontierPoint
 from lowtide.solvers.pareto_front import frontier as frontier
 from lowtide.tape.attach import apply as apply
-from lowtide.tracing.tracer import trace as trace
+from lowtide.tracing.sources import trace as trace
 from lowtide.verifier import Verification as Verification
 from lowtide.verifier import verify as verify
 

@@ -1,5 +1,7 @@
 """The errors lowtide raises on purpose. Each message says what, with values; the facts; the way out."""
 
+from collections.abc import Callable
+
 
 class LowtideError(Exception):
     """Base of every error lowtide raises itself."""
@@ -16,11 +18,36 @@ class BudgetInfeasibleError(LowtideError):
     """
 
     # With defaults, so that a rank can send its error to the others: unpickling passes the message alone.
-    def __init__(self, message: str, *, budget_bytes: int = 0, least_bytes: int = 0, proven_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int = 0,
+        least_bytes: int = 0,
+        proven_bytes: int = 0,
+        searched: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        """``searched``: finds ``least_bytes`` and ``proven_bytes`` when one is first asked for: it takes long."""
         super().__init__(message)
         self.budget_bytes = budget_bytes
-        self.least_bytes = least_bytes
-        self.proven_bytes = proven_bytes
+        self._amounts, self._searched = (least_bytes, proven_bytes), searched
+
+    def _found(self) -> tuple[int, int]:
+        if self._searched is not None:
+            self._amounts, self._searched = self._searched(), None
+        return self._amounts
+
+    @property
+    def least_bytes(self) -> int:
+        return self._found()[0]
+
+    @property
+    def proven_bytes(self) -> int:
+        return self._found()[1]
+
+    def __reduce__(self) -> tuple:
+        self._found()  # a search cannot be sent
+        return type(self), self.args, vars(self)
 
 
 class PlannerFailedError(LowtideError):

@@ -26,8 +26,9 @@ from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
+from lowtide.tracing.sources import trace
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
-from lowtide.tracing.tracer import Step, device_of, run_step, trace
+from lowtide.tracing.tracer import Step, device_of, run_step
 from lowtide.units import format_bytes
 
 _PEAK_REPEATS = 3  # measurements of the peak of a step that communicates

@@ -89,7 +89,7 @@ def bench(model: Any, batch: Any, step: Any) -> Bench:
     from lowtide.measurement.op_times import measure
     from lowtide.reports.progress import counting, stages
     from lowtide.settings.settings_plan import without_checkpointing
-    from lowtide.tracing.tracer import trace
+    from lowtide.tracing.sources import trace
 
     left_out: dict[str, str] = {}
     with without_checkpointing(model):

@@ -18,7 +18,8 @@ from lowtide.settings.description import Description
 from lowtide.settings.frameworks import describe
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.dispatch import solve
-from lowtide.tracing.tracer import Step, trace
+from lowtide.tracing.sources import trace
+from lowtide.tracing.tracer import Step
 
 
 @dataclass(frozen=True)

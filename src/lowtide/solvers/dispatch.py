@@ -1,9 +1,11 @@
 """``solve``: a graph, its costs and a budget in, a plan out, whatever the method."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from lowtide.errors import BudgetInfeasibleError
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -12,7 +14,7 @@ from lowtide.plan import Plan
 from lowtide.solvers.arguments import TierLimits, absolute_bytes, check_costs, offload_capacities
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.exact import ExactSearch
-from lowtide.solvers.infeasible import infeasible_error
+from lowtide.solvers.infeasible import infeasible_error, residents_error
 from lowtide.solvers.offload.search import OffloadSearch
 from lowtide.solvers.published.lazy_candidates import fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
@@ -92,10 +94,41 @@ def solve(
         option = BUDGETED.get(method)
         instead = f", or {option}=" if option else ""
         raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
+
+    def search() -> Plan:
+        return _search(
+            graph, costs, budget_bytes, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities, start_s
+        )
+
+    if budget_bytes is not None and budget_bytes < graph.resident_bytes:
+        raise residents_error(graph, budget_bytes, partial(_error_of, search))
+    return search()
+
+
+def _error_of(search: Callable[[], Plan]) -> BudgetInfeasibleError:
+    """What ``search`` raises, which finds nothing."""
+    try:
+        search()
+    except BudgetInfeasibleError as error:
+        return error
+    raise AssertionError("a plan below what lives through the whole step")
+
+
+def _search(
+    graph: StepGraph,
+    costs: Costs,
+    budget_bytes: int | None,
+    method: str,
+    n: int | None,
+    ratio: float | None,
+    limits: Limits,
+    capacities: dict[str, int | None],
+    start_s: float,
+) -> Plan:
+    """``solve``, its arguments checked."""
     with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
         if method == "exact":
             assert budget_bytes is not None
-            limits = Limits(time_limit_s, node_limit, gap)
             search: ExactSearch | OffloadSearch = (
                 OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
             )

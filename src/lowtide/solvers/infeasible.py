@@ -1,5 +1,7 @@
 """The error for a budget that no plan fits: what would do, what is proven, and which op needs most memory."""
 
+from collections.abc import Callable
+
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -8,6 +10,29 @@ from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_peak_with_offload
 from lowtide.solvers.peak_report import bottleneck
 from lowtide.units import format_bytes
+
+
+def residents_error(
+    graph: StepGraph, budget_bytes: int, search: Callable[[], BudgetInfeasibleError]
+) -> BudgetInfeasibleError:
+    """The error for a budget below what lives through the whole step, which no plan changes: nothing is searched.
+
+    Args:
+        search: Gives the error of a search, whose amounts are those of this one, once somebody asks for them.
+    """
+
+    def searched() -> tuple[int, int]:
+        error = search()
+        return error.least_bytes, error.proven_bytes
+
+    rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        f"no plan fits budget={format_bytes(budget_bytes)}: {_both(graph.resident_bytes)} live through the whole step."
+    ]
+    lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+    lines.append("Raise the budget, keep fewer bytes for each parameter, or shard the model.")
+    return BudgetInfeasibleError("\n".join(lines), budget_bytes=budget_bytes, searched=searched)
 
 
 def infeasible_error(

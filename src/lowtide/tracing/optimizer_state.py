@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lowtide.hollow.optimizer import hollow_optimizer_bytes
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.subclasses import local_bytes, plain_tensors
@@ -26,21 +27,43 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     Raises:
         TypeError: neither an ``Optimizer`` nor a known name.
     """
-    optimizer = checked_optimizer(optimizer)
-    if optimizer is None:
+    found = _kind_and_settings(optimizer)
+    if found is None:
         return 0, 0
-    if isinstance(optimizer, str):
-        kind, settings = _BY_NAME[optimizer.lower()], {}
-    else:
-        kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    kind, settings = found
     sizes = [sum(t.numel() for t in plain_tensors(p)) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
     state_each, one = _probe(kind, settings, like, 1)
     _, two = _probe(kind, settings, like, 2)
     together = two > 1.5 * one  # foreach and fused kernels hold temporaries of all parameters, a loop those of one
-    existing = 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
-    state = existing or round(state_each * sum(sizes))
+    state = _existing_bytes(optimizer) or round(state_each * sum(sizes))
     return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
+
+
+def bytes_without_memory(
+    optimizer: Any, parameters: list[torch.nn.Parameter], *, kernels: str, block_bytes: int
+) -> tuple[int, int]:
+    """``optimizer_bytes``, by running the optimizer on hollow parameters of the very sizes."""
+    found = _kind_and_settings(optimizer)
+    if found is None:
+        return 0, 0
+    state, step = hollow_optimizer_bytes(*found, parameters, kernels=kernels, block_bytes=block_bytes)
+    return _existing_bytes(optimizer) or state, step
+
+
+def _kind_and_settings(optimizer: Any) -> tuple[type, dict[str, Any]] | None:
+    """Raises: as ``checked_optimizer``."""
+    optimizer = checked_optimizer(optimizer)
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, str):
+        return _BY_NAME[optimizer.lower()], {}
+    return type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+
+
+def _existing_bytes(optimizer: Any) -> int:
+    optimizer = checked_optimizer(optimizer)
+    return 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
 
 
 def checked_optimizer(optimizer: Any) -> Any:

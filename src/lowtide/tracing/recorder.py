@@ -48,6 +48,8 @@ from lowtide.tracing.operators import (
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
 
+# Of an op's signature, operator and arguments, its workspace bytes, and positions of tensors that it writes undeclared.
+KernelFacts = Callable[[dict[str, Any], Any, tuple, dict], tuple[int, list[int]]]
 # Runs an op with the given context open around its kernel alone: whoever runs it may have work of its own besides.
 RunOp = Callable[[AbstractContextManager[Any]], Any]
 
@@ -64,9 +66,18 @@ class Recorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
 
-    def __init__(self, device: torch.device, *, region: str, restores_parameters: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        region: str,
+        restores_parameters: bool = True,
+        kernel_facts: KernelFacts | None = None,
+    ) -> None:
+        """``kernel_facts``: where there is no memory to look at; else each signature's first run is watched."""
         super().__init__()
         self._device = device
+        self._kernel_facts = kernel_facts
         self._restores_parameters = restores_parameters
         self.builder = GraphBuilder(region=region)
         self.live = LiveStorages(self.builder)
@@ -136,7 +147,7 @@ class Recorder(TorchDispatchMode):
                 self._copy_before_write(tensor)
         signature = self._signature_of(func, args, kwargs)
         reason = why_not_replayed(func, args, kwargs)
-        result = self._run(signature, func, inputs, run)
+        result = self._run(signature, func, (args, kwargs), inputs, run)
         rng_bytes = 0
         if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
             cpu = self._device.type == "cpu"
@@ -160,13 +171,17 @@ class Recorder(TorchDispatchMode):
             self._signatures[text] = self.builder.add_signature(signature)
         return self._signatures[text]
 
-    def _run(self, signature: int, func: Any, inputs: list[torch.Tensor], run: RunOp) -> Any:
+    def _run(self, signature: int, func: Any, given: tuple, inputs: list[torch.Tensor], run: RunOp) -> Any:
         """What ``run`` returns, which runs ``func``. The first run of a signature is watched.
 
         What counts is what the kernel allocates, and which inputs it changes though its schema says that it only reads
         them.
         """
         if signature in self._workspace_bytes:
+            return run(nullcontext())
+        if self._kernel_facts is not None:
+            facts = self._kernel_facts(self.builder.signatures[signature], func, *given)
+            self._workspace_bytes[signature], self._undeclared_writes[signature] = facts
             return run(nullcontext())
         with self.builder.ignoring_ops():
             if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking

@@ -1,4 +1,4 @@
-"""``trace``: records one training step as a StepGraph.
+"""``record``: one training step as a StepGraph.
 
 Runs the step once on the real tensors without holding what autograd stores (see ``recorder``), so it works where the
 plain step would not fit. Gradients, buffers, batch and random generators are afterwards as they were before.
@@ -7,6 +7,7 @@ plain step would not fit. Gradients, buffers, batch and random generators are af
 import gc
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
+from lowtide.hollow.memory import is_hollow
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrapped
@@ -22,7 +24,7 @@ from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_suppo
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import optimizer_bytes
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
 from lowtide.tracing.subclasses import local_bytes, plain_tensors, wrapped_parameters
 
@@ -31,6 +33,23 @@ _WRAPPERS = frozenset({
     "DataParallel", "FullyShardedDataParallel", "ReplicateModule",
     "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
 })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WithoutMemory:
+    """What is asked where a step runs on tensors without memory.
+
+    Attributes:
+        kernel_facts: As in ``Recorder``.
+        optimizer_bytes: As the function of that name.
+        started: Called with the recorder before the step runs.
+        block_bytes: The allocator of the device that is planned for gives whole blocks.
+    """
+
+    kernel_facts: KernelFacts
+    optimizer_bytes: Callable[[Any, list[nn.Parameter]], tuple[int, int]]
+    started: Callable[[Recorder], None]
+    block_bytes: int
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -140,27 +159,6 @@ def device_of(model: nn.Module) -> torch.device:
     return device
 
 
-def trace(model: nn.Module, batch: Any, *, step: Step | None = None, optimizer: Any = None) -> StepGraph:
-    """Record one training step, forward and backward, below autograd.
-
-    Args:
-        model: On the device where it trains, in the mode (train or eval) it trains in. Of one in
-            ``DistributedDataParallel`` the module inside is run, so nothing is communicated.
-        batch: One batch; a mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``.
-        step: ``(model, batch) -> loss``, where the loss is not the model's own output.
-        optimizer: Counts the state it has or will have. An ``Optimizer``, or a name such as ``"adamw"``.
-
-    Returns:
-        The step's ops, storages, lifetimes and what autograd stores. What the model returned counts as held until
-        backward ends, unless ``step`` lets it go.
-
-    Raises:
-        StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
-        UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
-    """
-    return record(model, batch, step, optimizer)
-
-
 def record(
     model: nn.Module,
     batch: Any,
@@ -168,30 +166,48 @@ def record(
     optimizer: Any,
     *,
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+    hollow: WithoutMemory | None = None,
 ) -> StepGraph:
-    """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went."""
+    """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went.
+
+    Args:
+        hollow: Of a step without memory.
+    """
     model, batch = unwrapped(model), without_history(batch)
     check_supported(model)
     device = device_of(model)
-    recorder = Recorder(device, region="model" if step is None else "step")
+    facts = None if hollow is None else hollow.kernel_facts
+    recorder = Recorder(device, region="model" if step is None else "step", kernel_facts=facts)
+    if hollow is not None:
+        hollow.started(recorder)
     gather_each_once(model)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
     with preserve_training_state(model, batch, gradients="zeroed" if wrapped_parameters(model) else "kept"):
         received = _record_step(recorder, model, batch, step, forward)
-    return fold(finished_graph(recorder, model, batch, optimizer, received | with_gradient), recorder.sums.targets)
+    received |= with_gradient
+    graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
+    return fold(graph, recorder.sums.targets)
 
 
-def finished_graph(recorder: Recorder, model: nn.Module, batch: Any, optimizer: Any, received: set[str]) -> StepGraph:
+def finished_graph(
+    recorder: Recorder,
+    model: nn.Module,
+    batch: Any,
+    optimizer: Any,
+    received: set[str],
+    hollow: WithoutMemory | None = None,
+) -> StepGraph:
     """The graph of a step that is over; ``received``: names of the parameters that have, or had, a gradient."""
     device = device_of(model)
     written = recorder.written_parameters
     trained = [p for name, p in model.named_parameters() if name in received]
-    state_bytes, step_bytes = optimizer_bytes(optimizer, trained)
+    state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
     return recorder.builder.build(
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        resident=resident_bytes(model, batch, device, received) | {"optimizer": state_bytes},
+        resident=resident_bytes(model, batch, device, received, None if hollow is None else hollow.block_bytes)
+        | {"optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
         written_parameters=tuple(
             name
@@ -286,13 +302,15 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
     for t in plain_tensors(*batch_tensors(batch)):
         number = live.id_of(t, "input")
         storage = storage_of(t)
-        if number is not None and storage is not None and not storage.resizable():
+        if number is not None and storage is not None and not storage.resizable() and not is_hollow(t):
             recorder.builder.fix(number, "belongs to another library, which may refill it unseen")  # NumPy, mostly
 
 
-def resident_bytes(model: nn.Module, batch: Any, device: torch.device, with_grad: set[str]) -> dict[str, int]:
-    """Live bytes through the whole step by part, each storage once."""
-    block = 1 if device.type == "cpu" else 512
+def resident_bytes(
+    model: nn.Module, batch: Any, device: torch.device, with_grad: set[str], block_bytes: int | None = None
+) -> dict[str, int]:
+    """Live bytes through the whole step by part, each storage once; ``block_bytes``: None for those of ``device``."""
+    block = block_bytes or (1 if device.type == "cpu" else 512)
     seen: set[int] = set()
 
     def in_blocks(size: int) -> int:

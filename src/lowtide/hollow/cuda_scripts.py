@@ -1,0 +1,70 @@
+"""Code that names a CUDA device, on a machine that has none: tensors stay hollow and on the CPU.
+
+``.cuda()``, ``.to("cuda")``, ``device="cuda"``, ``torch.autocast("cuda")`` and ``torch.cuda.is_available()`` mean what
+they mean on the device that is planned for.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.amp.autocast_mode import autocast
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def _on_cpu(value: Any) -> Any:
+    """``value`` with the CPU in place of a CUDA device."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return _CPU
+    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        return func(*map(_on_cpu, args), **kwargs)
+
+
+@contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """Inside, CUDA devices are the CPU."""
+    enter = autocast.__init__
+
+    def entered(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        enter(self, device_type, dtype, enabled, cache_enabled)
+
+    run_engine, mode = torch.autograd._engine_run_backward, _CudaIsCpu()
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:  # off inside ``Tensor.backward``; checkpoints run the script's forward again
+            return run_engine(*args, **kwargs)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    with (
+        patch.object(autocast, "__init__", entered),
+        patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        mode,
+        patch.multiple(
+            torch.cuda,
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            current_device=lambda: 0,
+            is_bf16_supported=lambda *args, **kwargs: True,
+            synchronize=nothing,
+            empty_cache=nothing,
+            set_device=nothing,
+        ),
+    ):
+        yield

@@ -1,0 +1,189 @@
+"""What an operator's outputs look like: size, stride, type and storage, from its fake kernel, once per signature.
+
+Fake kernels speak for CUDA where kernels differ. A CPU's kernel that has run once corrects its look; ``_CPU_RULES``
+holds what the CPU's do otherwise, for those too large to run, and ``_CUDA_RULES`` operators without a fake kernel.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+aten = torch.ops.aten
+
+
+class TensorLook(NamedTuple):
+    """One output. ``alias``: position among the call's tensors of the one whose storage it shares."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage_bytes: int
+    alias: int | None = None
+    offset: int = 0
+
+
+class Look(NamedTuple):
+    """Outputs in order (``TensorLook``, or a value that is no tensor), and how they are nested."""
+
+    outputs: tuple[Any, ...]
+    nesting: Any
+
+
+class DependsOnValues(Exception):
+    """No fake kernel can say what an operator returns for these arguments, mostly because their values decide."""
+
+
+class Looks:
+    """Looks of calls on ``device``'s kernels; equal signatures are looked at once."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.misses = 0
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, Look | None] = {}  # None: depends on values
+
+    def of(self, func: Any, args: tuple, kwargs: dict) -> Look:
+        """What ``func`` returns for arguments of these looks.
+
+        Raises:
+            DependsOnValues: there is no fake kernel, or it fails.
+        """
+        signature = _signature(func, args, kwargs)
+        try:
+            known = signature in self._known
+        except TypeError:  # an argument that has no hash
+            signature, known = (), False
+        if not known:
+            self.misses += 1
+            try:
+                found = self._ask(func, args, kwargs)
+            except Exception as error:
+                self._known[signature] = None
+                raise DependsOnValues(f"{func}: {error}") from error
+            if not signature:
+                return found
+            self._known[signature] = found
+        look = self._known[signature]
+        if look is None:
+            raise DependsOnValues(str(func))
+        return look
+
+    def correct(self, func: Any, args: tuple, kwargs: dict, real: Look) -> None:
+        """The kernel itself has run on such arguments, and its outputs were ``real``: strides and storages are its own.
+
+        Where it gave other sizes, its inputs were not alike enough, and nothing is learned.
+        """
+        try:
+            believed = self.of(func, args, kwargs)
+        except DependsOnValues:
+            return
+        if list(map(_size_and_type, believed.outputs)) == list(map(_size_and_type, real.outputs)):
+            with contextlib.suppress(TypeError):  # an argument that has no hash
+                self._known[_signature(func, args, kwargs)] = real
+
+    def _ask(self, func: Any, args: tuple, kwargs: dict) -> Look:
+        device = torch.device(self.device)
+
+        def fake(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            return device if isinstance(x, torch.device) and x.type == "cpu" else x
+
+        with _disable_current_modes(), self._fake:
+            args, kwargs = pytree.tree_map(fake, (args, kwargs))
+            rule = (_CPU_RULES if self.device == "cpu" else _CUDA_RULES).get(func)
+            output = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+        return look_of(output, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+
+
+def look_of(output: Any, inputs: list[torch.Tensor]) -> Look:
+    """The look of what a kernel returned for ``inputs``."""
+    leaves, nesting = pytree.tree_flatten(output)
+    place = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            storage = leaf.untyped_storage()
+            found.append(
+                TensorLook(
+                    tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, storage.nbytes(),
+                    place.get(storage._cdata), leaf.storage_offset(),
+                )
+            )  # fmt: skip
+        else:
+            found.append(leaf)
+    return Look(tuple(found), nesting)
+
+
+def _size_and_type(output: Any) -> Any:
+    return (output.size, output.dtype) if isinstance(output, TensorLook) else output
+
+
+def _signature(func: Any, args: tuple, kwargs: dict) -> tuple:
+    key: list[Any] = [func]
+    _describe(args, key)
+    _describe(kwargs, key)
+    return tuple(key)
+
+
+def _describe(value: Any, key: list[Any]) -> None:
+    """Append to ``key`` what decides a look."""
+    if isinstance(value, torch.Tensor):
+        key.append((value.shape, value.stride(), value.dtype))
+    elif isinstance(value, (list, tuple)):
+        key.append(len(value))
+        for item in value:
+            _describe(item, key)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            key.append(name)
+            _describe(item, key)
+    else:
+        key.append((type(value), repr(value) if isinstance(value, float) else value))  # nan is not itself
+
+
+def _statistics_in_float32(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The CPU keeps statistics of a bfloat16 input as float32 where the weights are float32."""
+    output, mean, deviation = func(*args, **kwargs)
+    weight = args[2] if func is aten.native_layer_norm.default else args[1]
+    if weight is not None and weight.dtype != args[0].dtype and mean.dtype != torch.float32:
+        mean, deviation = mean.float(), deviation.float()
+    return output, mean, deviation
+
+
+def _grouped_mm_any_type(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The fake kernel takes bfloat16 alone; the CPU's takes float32 too."""
+    dtype = args[0].dtype
+    if dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    narrow = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    return func(*narrow, **kwargs).to(dtype)
+
+
+def _rms_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    x, normalized = args[0], args[1]
+    rows = [*x.shape[: x.dim() - len(normalized)], *[1] * len(normalized)]
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+
+
+def _rms_norm_backward(func: Any, args: tuple, kwargs: dict) -> Any:
+    wanted = args[-1]
+    return torch.empty_like(args[1]), torch.empty_like(args[4]) if wanted[1] else None
+
+
+Rule = Callable[[Any, tuple, dict], Any]
+_CPU_RULES: dict[Any, Rule] = {
+    aten.native_layer_norm.default: _statistics_in_float32,
+    aten.native_batch_norm.default: _statistics_in_float32,
+    aten.native_group_norm.default: _statistics_in_float32,
+    aten._grouped_mm.default: _grouped_mm_any_type,
+}
+_CUDA_RULES: dict[Any, Rule] = {
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+}

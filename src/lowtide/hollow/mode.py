@@ -1,0 +1,315 @@
+"""A dispatch mode under which a step runs on hollow tensors, without memory and without arithmetic.
+
+- Views run: they are metadata.
+- An op on solid tensors (those with memory) whose outputs are small runs as well. So masks, positions and whatever
+  else derives from real data is exact, and with it the branches that it decides.
+- All other outputs are hollow; what they look like, fake kernels say (``looks.py``).
+- Where values decide that nobody has, something plausible is taken and noted in ``assumed``.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.hollow.looks import DependsOnValues, Look, Looks, TensorLook, look_of
+from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of, span
+
+aten = torch.ops.aten
+SOLID_BYTES = 1 << 22  # floats up to here are computed where all inputs are solid
+_SOLID_INTEGER_BYTES = 1 << 28  # integers and masks: they decide shapes and branches
+_INVENTED_BYTES = 1 << 22  # integers and masks made of values that nobody has are zeros up to here, else hollow
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_VIEWS = frozenset({
+    aten.detach.default, aten.alias.default, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.lift_fresh.default, aten.set_.source_Storage_storage_offset, aten.set_.source_Storage,
+})  # fmt: skip
+# Without a CPU kernel: hollow however small.
+_OTHER_DEVICES = frozenset({
+    aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+})  # fmt: skip
+
+
+class HollowMode(TorchDispatchMode):
+    """Ops on hollow tensors give hollow tensors.
+
+    Args:
+        device: Whose kernels say what outputs look like, ``cpu`` or ``cuda``. Tensors are on the CPU either way.
+
+    Attributes:
+        assumed: What was taken for values that nobody has: by sentence, how often and where first.
+        where: The module call that runs; None where nothing has to be noted.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper around a mode otherwise imports the compiler
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, device: str = "cpu", *, solid_bytes: int = SOLID_BYTES) -> None:
+        super().__init__()
+        self.looks = Looks(device)
+        self.assumed: dict[str, tuple[int, str]] = {}
+        self.where: Callable[[], str | None] = lambda: None
+        self._solid_bytes = solid_bytes
+
+    def note(self, sentence: str) -> None:
+        """Something is taken for values that nobody has."""
+        if (path := self.where()) is not None:
+            count, first = self.assumed.get(sentence, (0, path))
+            self.assumed[sentence] = count + 1, first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # DTensor works out shapes
+            return func(*args, **kwargs)
+        if types and any(_is_distributed_wrapper(t) for t in types):
+            return NotImplemented
+        tensors: list[torch.Tensor] = []
+        _collect(args, tensors)
+        _collect(tuple(kwargs.values()), tensors)
+        if any(t.is_meta for t in tensors) or func.namespace in ("prim", "profiler"):
+            return func(*args, **kwargs)
+        if func.is_view or func in _VIEWS or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return _collective(func, args, kwargs)
+        if (
+            not any(map(is_hollow, tensors))
+            and func not in _OTHER_DEVICES
+            and self._is_small(func, args, kwargs, tensors)
+        ):
+            return self._run(func, args, kwargs, tensors)
+        if func in _ANSWERS:
+            return _ANSWERS[func](self, func, args)
+        if _is_mutable(func):
+            return self._write(func, args, kwargs, tensors)
+        if func in _CHOICES and (chosen := _CHOICES[func](self, func, args, kwargs)) is not None:
+            return chosen
+        return self._made(self._look(func, args, kwargs, tensors), tensors)
+
+    # -- solid
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Any:
+        """Compute it; results of invented values are invented."""
+        origins = [origin for t in tensors if (origin := origin_of(t))]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            origins.append(DRAWN)
+        output = func(*args, **kwargs)
+        if origins:
+            origin = UNKNOWN if UNKNOWN in origins else DRAWN
+            if _decides(func, args):
+                self.note(f"{_name(func)} of {origin}: went as {_told(output)}")
+            made: list[torch.Tensor] = []
+            _collect(output, made)
+            for tensor in made:
+                mark_origin(tensor, origin)
+        return output
+
+    def _is_small(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> bool:
+        """Whether what a call on solid tensors makes is small enough to be computed."""
+        if func.namespace != "aten":
+            return True
+        if not tensors:
+            size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            return self._fits(dtype, dtype.itemsize * span(size, _dense(size)))
+        if sum(t.untyped_storage().nbytes() for t in tensors) == 0:
+            return True
+        try:
+            look = self.looks.of(func, args, kwargs)
+        except DependsOnValues:  # which are there
+            return True
+        return all(self._fits(o.dtype, o.storage_bytes) for o in look.outputs if isinstance(o, TensorLook))
+
+    def _fits(self, dtype: torch.dtype, count: int) -> bool:
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        return count <= (_SOLID_INTEGER_BYTES if exact else self._solid_bytes)
+
+    # -- hollow
+
+    def _look(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Look:
+        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
+            return self._look_at_masked(args)
+        try:
+            return self.looks.of(func, args, kwargs)
+        except DependsOnValues:
+            # Ask the kernel, on zeros for what is hollow.
+            if sum(span(t.shape, t.stride()) * t.element_size() for t in tensors) > _SOLID_INTEGER_BYTES:
+                raise
+
+        def filled(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not is_hollow(x):
+                return x
+            return torch.zeros(max(span(x.shape, x.stride()), 1), dtype=x.dtype).as_strided(x.shape, x.stride())
+
+        args, kwargs = pytree.tree_map(filled, (args, kwargs))
+        output = func(*args, **kwargs)
+        self.note(f"{_name(func)} of {UNKNOWN}: taken as of zeros")
+        return look_of(output, [])
+
+    def _look_at_masked(self, args: tuple) -> Look:
+        """Of ``x[mask]``: as many rows as the mask says, which may be real where ``x`` is hollow."""
+        indices: list[torch.Tensor | None] = []
+        for index in args[1]:
+            if not _is_mask(index):
+                indices.append(index)
+                continue
+            mask = torch.zeros(index.shape, dtype=torch.bool) if is_hollow(index) else index
+            rows = mask.nonzero(as_tuple=True)
+            indices += rows
+            if origin := origin_of(index):
+                self.note(f"index of {origin}: went as {rows[0].numel()} rows")
+        return self.looks.of(aten.index.Tensor, (args[0], indices), {})
+
+    def _made(self, look: Look, tensors: list[torch.Tensor]) -> Any:
+        """Outputs of these looks."""
+        outputs: list[Any] = []
+        for o in look.outputs:
+            if not isinstance(o, TensorLook):
+                outputs.append(o)
+            elif o.alias is not None:
+                source = tensors[o.alias]
+                same = source.shape == o.size and source.stride() == o.stride and not o.offset
+                offset = source.storage_offset() + o.offset
+                outputs.append(source if same else source.as_strided(o.size, o.stride, offset))
+            elif o.dtype.is_floating_point or o.dtype.is_complex or o.storage_bytes > _INVENTED_BYTES:
+                outputs.append(hollow(o.size, o.stride, o.dtype, o.storage_bytes))
+            else:
+                zeros = torch.zeros(o.storage_bytes // o.dtype.itemsize, dtype=o.dtype)
+                mark_origin(zeros, UNKNOWN)
+                outputs.append(zeros.as_strided(o.size, o.stride))
+        return pytree.tree_unflatten(outputs, look.nesting)
+
+    def _write(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Any:
+        """Write nothing, and return what the schema says of what it was given."""
+        given: dict[str, Any] = {}
+        for i, argument in enumerate(func._schema.arguments):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                given |= dict.fromkeys(alias.before_set, value)
+        written: list[torch.Tensor] = []
+        _collect(tuple(given.values()), written)
+        for tensor in written:
+            if not is_hollow(tensor):
+                mark_origin(tensor, UNKNOWN)
+        returned = [
+            next((given[n] for n in r.alias_info.before_set if n in given), None) if r.alias_info is not None else None
+            for r in func._schema.returns
+        ]
+        if any(r is None for r in returned):
+            return self._made(self._look(func, args, kwargs, tensors), tensors)
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+
+# Not closures: one that calls itself is a reference cycle, and would hold the tensors until the next collection.
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+
+
+@cache
+def _is_distributed_wrapper(kind: type) -> bool:
+    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
+
+
+@cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@cache
+def _has_deciding_tag(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _decides(func: Any, args: tuple) -> bool:
+    """Whether values decide what ``func`` returns beyond numbers: a shape, or a Python value."""
+    if func in _ANSWERS:
+        return True
+    if func is aten.index.Tensor:
+        return any(map(_is_mask, args[1]))
+    return _has_deciding_tag(func)
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket).removeprefix("aten.")
+
+
+def _told(output: Any) -> str:
+    return f"{list(output.shape)}" if isinstance(output, torch.Tensor) else repr(output)
+
+
+def _dense(size: Any) -> list[int]:
+    stride, count = [], 1
+    for n in reversed(size):
+        stride.append(count)
+        count *= max(int(n), 1)
+    return stride[::-1]
+
+
+def _collective(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Nothing is sent: the group, a fake one, is asked with empty tensors for its Work."""
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def empty(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        small = torch.empty(0, dtype=x.dtype)
+        originals[id(small)] = small, x
+        return small
+
+    output = func(*pytree.tree_map(empty, args), **pytree.tree_map(empty, kwargs))
+    return pytree.tree_map(lambda o: originals[id(o)][1] if id(o) in originals else o, output)
+
+
+def _number(mode: HollowMode, func: Any, args: tuple) -> Any:
+    """``.item()`` and ``bool()`` of a hollow tensor."""
+    dtype = args[0].dtype
+    value = 1.0 if dtype.is_floating_point else False if dtype == torch.bool else 0
+    mode.note(f"a number read from {UNKNOWN}: taken as {value}")
+    return value
+
+
+def _equal(mode: HollowMode, func: Any, args: tuple) -> bool:
+    same = bool(args[0].shape == args[1].shape)
+    mode.note(f"equal of {UNKNOWN}: taken as {same}")
+    return same
+
+
+def _topk(mode: HollowMode, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Indices in turn: a router's experts are chosen equally often."""
+    x, k = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    if dim not in (-1, x.dim() - 1):
+        return None
+    rows = x.numel() // max(x.shape[-1], 1)
+    chosen = (torch.arange(rows * k) % max(x.shape[-1], 1)).view(*x.shape[:-1], k)
+    mark_origin(chosen, UNKNOWN)
+    mode.note(f"topk of {UNKNOWN}: each index equally often (balanced experts)")
+    return hollow(chosen.shape, chosen.stride(), x.dtype), chosen
+
+
+_ANSWERS: dict[Any, Callable[[HollowMode, Any, tuple], Any]] = {
+    aten._local_scalar_dense.default: _number,
+    aten.equal.default: _equal,
+    aten.is_nonzero.default: _number,
+}
+_CHOICES: dict[Any, Callable[[HollowMode, Any, tuple, dict], Any]] = {aten.topk.default: _topk}

@@ -1,0 +1,97 @@
+"""What a kernel allocates beside its outputs, and writes though its schema does not say so.
+
+Both are functions of an op's signature. Each is run once, on synthetic inputs, where it fits in ``limit_bytes``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.hollow.looks import Looks, look_of
+from lowtide.hollow.memory import is_hollow
+from lowtide.measurement.allocator import measuring
+from lowtide.measurement.op_inputs import COLLECTIVES, NotRebuildableError, rebuild, tensor_bytes
+
+LIMIT_BYTES = 1 << 25
+# They read a state of their own library out of an input, and crash on any other.
+_NEED_REAL_INPUTS = frozenset({
+    "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn_backward", "aten.miopen_rnn_backward",
+})  # fmt: skip
+# Of kernels too large to run: what they write undeclared, by the names of their arguments.
+_STATISTICS = ("running_mean", "running_var")
+_STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm"})
+
+
+class Workspaces:
+    """Facts of signatures, found when they are first asked for."""
+
+    def __init__(self, looks: Looks, limit_bytes: int | None = LIMIT_BYTES) -> None:
+        """``looks``: of the same kernels, which are corrected by what ran.
+
+        ``limit_bytes``: None where the kernels are not here.
+        """
+        self._looks = looks
+        self._limit_bytes = limit_bytes
+        self.unmeasured: dict[str, int] = {}  # op name -> signatures whose workspace is taken as 0
+
+    def facts(self, signature: Mapping[str, Any], func: Any, args: tuple, kwargs: dict) -> tuple[int, list[int]]:
+        """(workspace bytes, positions among the call's tensors that are written undeclared)."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if func.namespace in COLLECTIVES:
+            return 0, list(range(len(tensors))) if func.namespace == "c10d" else []
+        writes = _declared_nowhere(func, args)
+        if func.is_view or func is torch.ops.aten._unsafe_view.default:
+            return 0, writes
+        runnable = func.namespace == "aten" and str(func.overloadpacket) not in _NEED_REAL_INPUTS
+        if self._limit_bytes is not None and runnable and tensor_bytes(signature) <= self._limit_bytes:
+            try:
+                return self._run(signature, args, kwargs), writes
+            except (NotRebuildableError, RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+                pass
+        if self._limit_bytes is None:
+            return 0, writes
+        name = str(func.overloadpacket).removeprefix("aten.")
+        self.unmeasured[name] = self.unmeasured.get(name, 0) + 1
+        return 0, writes
+
+    def _run(self, signature: Mapping[str, Any], args: tuple, kwargs: dict) -> int:
+        """Raises: whatever the kernel raises on synthetic inputs."""
+        drawn = torch.get_rng_state()
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                func, synthetic, named = rebuild(signature, "cpu")
+                synthetic = _with_real_integers(list(args), synthetic)
+                named = {name: _with_real_integers(kwargs[name], value) for name, value in named.items()}
+                with measuring("cpu") as counter:
+                    output = func(*synthetic, **named)  # held: what it has made is no workspace
+                tensors = [t for t in pytree.tree_leaves((synthetic, named)) if isinstance(t, torch.Tensor)]
+                self._looks.correct(func, args, kwargs, look_of(output, tensors))
+                del output
+                return 0 if counter is None else counter.workspace
+        finally:
+            torch.set_rng_state(drawn)
+
+
+def _with_real_integers(given: Any, synthetic: Any) -> Any:
+    """``synthetic``, with copies of the integers and masks of ``given`` that are there: sizes may depend on them."""
+    if isinstance(given, torch.Tensor):
+        exact = not (given.is_floating_point() or given.is_complex())
+        return given.clone() if exact and not is_hollow(given) else synthetic
+    if isinstance(given, (list, tuple)):
+        return [_with_real_integers(g, s) for g, s in zip(given, synthetic, strict=True)]
+    return synthetic
+
+
+def _declared_nowhere(func: Any, args: tuple) -> list[int]:
+    if str(func.overloadpacket) not in _STATISTICS_WRITERS or not any(a is True for a in args):
+        return []
+    position, found = 0, []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            if argument.name in _STATISTICS:
+                found.append(position)
+            position += 1
+    return found

@@ -1,0 +1,126 @@
+"""``trace``: a StepGraph of one step, from a rehearsal on real tensors or from hollow ones, without memory."""
+
+import platform
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.hollow.cuda_kernels import cuda_kernels
+from lowtide.hollow.cuda_scripts import cuda_means_cpu
+from lowtide.hollow.devices import TargetDevice, target_of
+from lowtide.hollow.mode import HollowMode
+from lowtide.hollow.models import hollow_batch, hollow_parameters, is_config, model_of
+from lowtide.hollow.workspaces import LIMIT_BYTES, Workspaces
+from lowtide.tracing.optimizer_state import bytes_without_memory
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.tracer import Step, WithoutMemory, record
+
+_CUDA_GENERATOR_BYTES = 16
+
+
+def trace(
+    model: Any,
+    batch: Any,
+    *,
+    step: Step | None = None,
+    optimizer: Any = None,
+    device: str | TargetDevice | None = None,
+) -> StepGraph:
+    """Record one training step, forward and backward, below autograd.
+
+    Runs the step once without holding what autograd stores, so it works where the plain step would not fit. Gradients,
+    buffers, batch and random generators are afterwards as they were before.
+
+    Args:
+        model: On the device where it trains, in the mode (train or eval) it trains in. Of one in
+            ``DistributedDataParallel`` the module inside is run, so nothing is communicated. With ``device`` also one
+            on ``meta``, or a configuration of transformers.
+        batch: One batch; a mapping is called ``model(**batch)``, a tuple or list ``model(*batch)``.
+        step: ``(model, batch) -> loss``, where the loss is not the model's own output.
+        optimizer: Counts the state it has or will have. An ``Optimizer``, or a name such as ``"adamw"``.
+        device: Trace for this device without memory and without computing: ``"cpu"``, ``"cuda"`` or a
+            ``TargetDevice``. None: on the real tensors. What depends on values that nobody has is listed in
+            ``provenance["assumed"]``.
+
+    Returns:
+        The step's ops, storages, lifetimes and what autograd stores. What the model returned counts as held until
+        backward ends, unless ``step`` lets it go.
+
+    Raises:
+        StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
+        UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
+    """
+    if device is None:
+        return record(model, batch, step, optimizer)
+    return trace_hollow(model, batch, target_of(device), step=step, optimizer=optimizer)
+
+
+def trace_hollow(
+    model: Any, batch: Any, target: TargetDevice, *, step: Step | None, optimizer: Any, mode: HollowMode | None = None
+) -> StepGraph:
+    """``trace`` on hollow tensors; ``mode``: one that has seen models like it knows their ops."""
+    mode = mode or HollowMode(target.kernels)
+    workspaces = Workspaces(mode.looks, LIMIT_BYTES if target.kernels == "cpu" else None)
+    batch = hollow_batch(batch)
+
+    def started(recorder: Recorder) -> None:
+        builder = recorder.builder
+        mode.where = lambda: builder.path if builder.recording else None
+
+    def optimizer_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[int, int]:
+        return bytes_without_memory(optimizer, parameters, kernels=target.kernels, block_bytes=target.block_bytes)
+
+    hollow = WithoutMemory(workspaces.facts, optimizer_bytes, started, target.block_bytes)
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        if target.kernels == "cuda":
+            stack.enter_context(cuda_kernels(target.capability))
+            stack.enter_context(cuda_means_cpu())
+        if is_config(model):
+            model = model_of(model)
+        stack.enter_context(hollow_parameters(model))
+        mode.assumed.clear()
+        try:
+            graph = record(model, batch, step, optimizer, hollow=hollow)
+        finally:
+            mode.where = lambda: None
+    if target.kernels == "cuda":
+        graph = _on_cuda(graph, target.block_bytes)
+    return replace(
+        graph,
+        device_name=target.name or (target.kernels if target.kernels != "cpu" else platform.processor() or "cpu"),
+        provenance=graph.provenance | {"source": "no memory", "assumed": _assumptions(mode, workspaces)},
+    )
+
+
+def _on_cuda(graph: StepGraph, block_bytes: int) -> StepGraph:
+    """``graph``, whose tensors were on the CPU, as a CUDA device has it: blocks, generator, names of devices."""
+    return replace(
+        graph,
+        device="cuda",
+        storages=tuple(replace(s, bytes=-(-s.bytes // block_bytes) * block_bytes) for s in graph.storages),
+        ops=tuple(replace(op, rng_bytes=_CUDA_GENERATOR_BYTES if op.rng_bytes else 0) for op in graph.ops),
+        signatures=tuple(_named_cuda(s) for s in graph.signatures),
+        calls=tuple(call.replace("autocast(cpu,", "autocast(cuda,") for call in graph.calls),
+    )
+
+
+def _named_cuda(described: Any) -> Any:
+    """A signature with CUDA where it says CPU."""
+    if isinstance(described, dict):
+        return {k: "cuda" if k == "device" and v == "cpu" else _named_cuda(v) for k, v in described.items()}
+    return [_named_cuda(v) for v in described] if isinstance(described, list) else described
+
+
+def _assumptions(mode: HollowMode, workspaces: Workspaces) -> str:
+    """A line for each thing that was taken for granted."""
+    lines = [f"{what} ({count} times, first in {path})" for what, (count, path) in mode.assumed.items()]
+    if mode.looks.device != "cpu":
+        lines.append("workspaces of the device's kernels are not known and count as 0")
+    if unmeasured := workspaces.unmeasured:
+        ops = ", ".join(f"{op} ({count})" for op, count in sorted(unmeasured.items()))
+        lines.append(f"workspaces that were not measured count as 0: {ops}")
+    return "\n".join(lines)
