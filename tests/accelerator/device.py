@@ -3,12 +3,12 @@
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import Any
 
 import torch
 
 from accelerator.build import library
+from accelerator.schedules import EARLY, Policy
 
 NAME = "standin"
 _path = str(library())
@@ -46,6 +46,7 @@ class _Module:
     """What ``torch.get_device_module("standin")`` gives."""
 
     __name__ = f"torch.{NAME}"
+    _initialized = True  # torch.utils.checkpoint keeps no generator's state without it
     Stream, Event = torch.Stream, torch.Event
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
@@ -117,19 +118,6 @@ class _Module:
 # ---- how it behaves
 
 
-class Policy(IntEnum):
-    """When the work of a stream runs."""
-
-    EARLY = 0  # when it is enqueued
-    LATE = 1  # when something waits for it
-    RANDOM = 2  # some time between
-
-
-EARLY, LATE, RANDOM = Policy
-# The last two are what finds a missing wait: the side streams run ahead, or the default stream does.
-SCHEDULES = ((EARLY, EARLY), (LATE, LATE), (RANDOM, RANDOM), (LATE, EARLY), (EARLY, LATE))
-
-
 @contextmanager
 def schedule(default_stream: Policy, other_streams: Policy, seed: int = 0) -> Iterator[None]:
     """The default streams, and all others, run their work so. Everything queued runs before and after."""
@@ -199,7 +187,10 @@ def workspaces(kept_bytes: int = 0, bytes_by_op: Mapping[str, int] | None = None
 
 @contextmanager
 def times(
-    op_ms: float = 0.01, copy_bytes_per_ms: float = 1e7, launch_ms: float = 0, ms_by_op: Mapping[str, float] | None = None
+    op_ms: float = 0.01,
+    copy_bytes_per_ms: float = 1e7,
+    launch_ms: float = 0,
+    ms_by_op: Mapping[str, float] | None = None,
 ) -> Iterator[None]:
     """What the device's clock counts, instead of 0.01 ms an op and 10 GB/s; the real time of a kernel is nothing to it.
 

@@ -167,7 +167,6 @@ struct Call {
       all_written &= written(i).has_value();
     }
     for (auto& a : schema.arguments()) out |= a.is_out();
-    if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) return std::nullopt;
     if (all_written && !out) return Stack(schema.returns().size());
     Stack results;
     std::vector<std::pair<at::Tensor, at::Tensor>> outs;

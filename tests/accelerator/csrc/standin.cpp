@@ -1,5 +1,6 @@
 // Registers the device with torch, and gives Python (ctypes) its settings.
 #include <ATen/autocast_mode.h>
+#include <ATen/native/transformers/attention.h>
 
 #include "attention.h"
 #include "fallback.h"
@@ -24,15 +25,32 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", &choose_attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
-  // torch has kernels of its own for these that every device shares, and that do not fit an outside one.
   for (auto* name : {"as_strided", "view", "_reshape_alias", "convolution_overrideable", "convolution_backward_overrideable"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+// Where the CPU has a kernel and torch also has a composite one, an outside device would get the composite: other
+// ops, other memory, other bits. CUDA has kernels for these, so the device has.
+const bool own_kernels = [] {
+  static torch::Library library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const auto& name : Dispatcher::singleton().getAllOpNames()) {
+    auto op = Dispatcher::singleton().findOp(name);
+    if (!op || !name.name.starts_with("aten::") || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) continue;
+    bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+                     op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
+    if (!composite || !op->hasKernelForDispatchKey(DispatchKey::CPU)) continue;
+    auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  return true;
+}();
 TORCH_LIBRARY(standin, m) {
   m.def("default_generator(int device) -> Generator?", [](int64_t device) { return default_generator(device); });
 }
 }  // namespace standin
 
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &standin::choose_attention)
+}
 namespace at {  // the macros want its names
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
