@@ -1,5 +1,6 @@
 """The device module, ``torch.standin``, and how the device behaves. Importing this builds and registers it."""
 
+import atexit
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -236,6 +237,9 @@ pinned_bytes = _c.standin_pinned_bytes
 launched = _c.standin_launched
 synchronized = _c.standin_synchronized
 unregistered_in_use = _c.standin_unregistered_in_use
+# A thread that wants Python's lock during the interpreter's end dies, and takes the process with it (README.md).
+finish_backward_threads = _c.standin_finish_backward_threads
+atexit.register(finish_backward_threads)
 
 
 torch.utils.rename_privateuse1_backend(NAME)

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from accelerator import build
 
 pytestmark = pytest.mark.accelerator  # beside the tests of what it builds

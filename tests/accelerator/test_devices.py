@@ -1,6 +1,7 @@
 """Two devices, and a thread of its own for the backward of each."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -66,3 +67,24 @@ def test_backward_runs_on_the_stream_of_its_forward(device):
         total = y.sum()
     total.backward()
     assert streams == [side]
+
+
+def test_the_threads_of_backward_can_be_waited_for(device):
+    """Without it they hold Python objects for a moment more, and a process that ends then is aborted."""
+
+    class Unchanged:
+        def __call__(self, tensor):
+            return tensor
+
+    x = torch.ones(3, device="standin", requires_grad=True)
+    left = 0
+    for _ in range(100):
+        total = (x * 2).sum()
+        pack, unpack = Unchanged(), Unchanged()
+        alive = weakref.WeakSet([pack, unpack])
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            total.backward()
+        del pack, unpack
+        device.finish_backward_threads()
+        left += len(alive)
+    assert left == 0

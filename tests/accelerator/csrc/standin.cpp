@@ -1,6 +1,9 @@
 // Registers the device with torch, and gives Python (ctypes) its settings.
 #include <ATen/autocast_mode.h>
 #include <ATen/native/transformers/attention.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <thread>
 
 #include "attention.h"
 #include "fallback.h"
@@ -116,6 +119,17 @@ int64_t standin_pin_limit() { LOCKED; return pinned().limit; }
 int64_t standin_pinned_bytes() { LOCKED; return pinned().bytes; }
 int standin_host_register(void* p, int64_t bytes) { return register_host(p, bytes); }
 int standin_host_unregister(void* p) { return unregister_host(p); }
+
+// Autograd's thread of each device lets go of what it holds after backward returned, Python objects among it. It is
+// done with that when it has done one backward more: from a new thread, whose own state holds none.
+void standin_finish_backward_threads() {
+  std::thread([] {
+    for (int device = 0; device < kDevices; device++) {
+      auto leaf = at::zeros({}, at::TensorOptions(Device(kType, device))).requires_grad_();
+      torch::autograd::backward({leaf + 1}, {at::ones({}, leaf.options().requires_grad(false))});
+    }
+  }).join();
+}
 
 int64_t standin_launched() { LOCKED; return world().launched; }
 int64_t standin_synchronized() { LOCKED; return world().synchronized; }
