@@ -4,7 +4,7 @@ BIN := .venv/bin
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs dist changelog bench bench-planner offload overhead integrations real-steps zoo clean
+.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead integrations real-steps zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ test: .venv/.ready  ## run the tests, except those marked slow
 
 test-all: .venv/.ready  ## run every test
 	$(BIN)/pytest -q -n 2 --dist worksteal
+
+test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++
+	$(BIN)/pytest -q -n 2 -m accelerator
 
 check: .venv/.ready  ## check format, lint, types, and the tables in the pages
 	$(BIN)/ruff format --check .

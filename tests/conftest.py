@@ -1,10 +1,14 @@
 """What holds for every test, and what several files share."""
 
+import importlib
 import itertools
+import os
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
+from accelerator.build import NoCompilerError
 from support.training_steps import drop_everything, is_clean
 from torch import nn
 
@@ -37,3 +41,28 @@ def one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert is_clean(nn.Identity())
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> ModuleType:
+    """The tests' own accelerator (tests/accelerator/README.md): the module that sets how it behaves."""
+    try:
+        return importlib.import_module("accelerator.device")
+    except NoCompilerError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "accelerator" in getattr(item, "fixturenames", ()):
+        item.add_marker("accelerator")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A process that loads the accelerator has another default accelerator: it runs no other tests."""
+    theirs = [item for item in items if item.get_closest_marker("accelerator")]
+    if 0 < len(theirs) < len(items):
+        config.hook.pytest_deselected(items=theirs)
+        items[:] = [item for item in items if not item.get_closest_marker("accelerator")]

@@ -1,0 +1,23 @@
+"""What the accelerator's own tests share."""
+
+import gc
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def device(accelerator):
+    """The device module, with no memory reserved and nothing to count yet."""
+    accelerator.module.manual_seed_all(0)
+    sys.last_value = sys.last_traceback = None  # of a test that failed: they hold its tensors
+    gc.collect()
+    for index in range(2):
+        torch.accelerator.synchronize(index)
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved(0) == torch.accelerator.memory_reserved(1) == 0
+    for index in range(2):
+        torch.accelerator.reset_peak_memory_stats(index)
+        torch.accelerator.reset_accumulated_memory_stats(index)
+    return accelerator
