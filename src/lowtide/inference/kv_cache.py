@@ -2,8 +2,8 @@
 
 Layer kinds are transformers' own (``cache_utils.get_layer_types_and_kwargs``); shapes are what its layers hold after a
 token has been generated, checked byte for byte on CPU for nineteen architectures (``tests/inference``). A sliding
-window of ``w`` tokens holds ``w - 1``. Latent attention (MLA) holds the latent and one rotary key. State-space and linear
-attention layers hold a state of a fixed size, its recurrent part in float32.
+window of ``w`` tokens holds ``w - 1``. Latent attention (MLA) holds the latent and one rotary key. State-space and
+linear attention layers hold a state of a fixed size, its recurrent part in float32.
 """
 
 from __future__ import annotations
