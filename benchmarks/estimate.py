@@ -24,7 +24,7 @@ from lowtide.estimation.device_table import calibration_path
 from lowtide.measurement.timing import Times, time_ms
 
 RESULTS = HERE / "results" / "estimate_cpu.jsonl"
-ROUNDS = 9
+ROUNDS = 7
 
 
 def models() -> Iterator[tuple[str, Callable[[], torch.nn.Module], Callable[[], Any]]]:
