@@ -28,7 +28,7 @@ from lowtide.gc_control import gc_disabled
 from lowtide.measurement.device import available_bytes, device_name
 from lowtide.measurement.op_inputs import describe
 
-ERROR_FRACTION = 0.3  # the worst of benchmarks/results/estimate_cpu.jsonl, rounded up
+ERROR_FRACTION = 0.35  # above the worst of benchmarks/results/estimate_cpu.jsonl (0.26) and of other runs of it (0.31)
 _SWEPT_BYTES = 1 << 24
 _SAMPLE_S = 0.0005
 _CALL_S = 0.25  # time for one kernel at one size
