@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
-    "scratch_file", "measurement", "hollow", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
-    "argument_checks", "settings", "doctor",
+    "models", "scratch_file", "measurement", "estimation", "hollow", "tracing", "tape", "verifier", "rank_consensus",
+    "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
@@ -33,10 +33,11 @@ PLAIN_MODULES = tuple(
         "plan_transfer",
         "buckets",
     )
-)
+) + ("estimation.device_table", "estimation.op_classes")
 PUBLIC_FUNCTIONS = {
     "trace",
     "measure",
+    "estimate",
     "solve",
     "simulate",
     "fit",

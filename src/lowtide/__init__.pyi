@@ -15,6 +15,7 @@ from lowtide.errors import SettingsError as SettingsError
 from lowtide.errors import StepError as StepError
 from lowtide.errors import TierError as TierError
 from lowtide.errors import UnsupportedModelError as UnsupportedModelError
+from lowtide.estimation.roofline import estimate as estimate
 from lowtide.graph.costs import Costs as Costs
 from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure

@@ -1,4 +1,4 @@
-"""The ``lowtide`` command: ``demo``, ``fit``, ``compare``, ``bench``, ``doctor`` and ``report``.
+"""The ``lowtide`` command: ``demo``, ``fit``, ``compare``, ``bench``, ``doctor``, ``calibrate``, ``kv`` and ``report``.
 
 stdout carries the result alone, with ``--json`` exactly one JSON object; progress and messages go to stderr.
 Exit codes: 0 success, 1 a finding or an infeasible budget, 2 bad usage.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide import __version__
-from lowtide.commands import bench, compare, doctor
+from lowtide.commands import bench, calibrate, compare, doctor, kv
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.scripts import BadUsageError, load_step
 
@@ -140,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_parser(verbs)
     bench.add_parser(verbs)
     doctor.add_parser(verbs)
+    calibrate.add_parser(verbs)
+    kv.add_parser(verbs)
     for verb in (fit, report):
         verb.add_argument("--html", metavar="F.html", type=Path, help="write a page that needs no other file")
         verb.add_argument("--plot", metavar="F.png", type=Path, help="write memory over time as .png, .svg or .pdf")

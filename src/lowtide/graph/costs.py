@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 HOST, DISK = "host", "disk"  # tiers that a storage can be moved to
 TIERS = (HOST, DISK)
-# Each op timed alone; as the ops of a real step ran; between measured shapes.
-SOURCES = ("measured", "watched", "interpolated")
+# Each op timed alone; as the ops of a real step ran; between measured shapes; from facts about a device.
+SOURCES = ("measured", "watched", "interpolated", "estimated")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Costs:
         source: How the times were found, of ``SOURCES``.
         device_name: Where the times hold.
         links: By tier (``host``, ``disk``); of those that were asked for.
+        error_fraction: How far ``plain_step_ms`` may be off; None where it was measured.
     """
 
     op_ms: tuple[float, ...]
@@ -49,6 +50,7 @@ class Costs:
     source: str = "measured"
     device_name: str = "cpu"
     links: Mapping[str, Link] = field(default_factory=dict)
+    error_fraction: float | None = None
 
     @property
     def plain_step_ms(self) -> float:

@@ -207,7 +207,10 @@ def from_dict(body: Any) -> StepGraph:
 def costs_to_dict(costs: Costs) -> dict:
     """Plain JSON types; ``costs_from_dict`` reads it back and checks it."""
     links = {tier: list(dataclasses.astuple(link)) for tier, link in costs.links.items()}
-    return {"version": COSTS_VERSION, **vars(costs), "op_ms": list(costs.op_ms), "links": links}
+    body = {"version": COSTS_VERSION, **vars(costs), "op_ms": list(costs.op_ms), "links": links}
+    if costs.error_fraction is None:  # measured: as files were before there were estimates
+        del body["error_fraction"]
+    return body
 
 
 def costs_from_dict(body: Any) -> Costs:
@@ -228,6 +231,7 @@ def costs_from_dict(body: Any) -> Costs:
         source=body["source"],
         device_name=check.text("device_name", body["device_name"]),
         links=_links(check, body["links"]),
+        error_fraction=None if body["error_fraction"] is None else check.time("error_fraction", body["error_fraction"]),
     )
 
 
@@ -357,8 +361,11 @@ def _upgraded_graph(body: Any) -> Any:
 
 
 def _upgraded_costs(body: Any) -> Any:
-    """``body`` in version 2; unchanged if it is not of version 1, which wrote ``dispatch_us`` as ``mode_us``."""
-    if not isinstance(body, dict) or body.get("version") != 1:
+    """``body`` in version 2; version 1 wrote ``dispatch_us`` as ``mode_us``, and only estimates have an error."""
+    if not isinstance(body, dict):
+        return body
+    body = {"error_fraction": None, **body}
+    if body.get("version") != 1:
         return body
     renamed = {"dispatch_us" if key == "mode_us" else key: value for key, value in body.items()}
     return {"links": {}, **renamed, "version": 2}

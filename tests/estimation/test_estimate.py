@@ -1,0 +1,155 @@
+"""Estimated op times: work counted exactly, times that behave like a roofline, a machine that measures itself."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import cli
+from lowtide.estimation import calibration
+from lowtide.estimation.device_table import device_named
+from lowtide.estimation.op_classes import CLASSES, class_of
+from lowtide.estimation.op_work import work_of
+from lowtide.graph import json_format
+from lowtide.measurement.op_inputs import describe
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 256))
+    return lowtide.trace(model, (torch.randn(512, 256),))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten.addmm.default", "matmul"),
+        ("aten._grouped_mm.default", "matmul"),
+        ("aten.native_layer_norm_backward.default", "norm"),
+        ("aten._scaled_dot_product_flash_attention.default", "attention"),
+        ("aten.convolution_backward.default", "conv"),
+        ("aten.masked_fill.Scalar", "elementwise"),
+        ("aten.embedding_dense_backward.default", "gather"),
+        ("aten._softmax_backward_data.default", "softmax"),
+        ("aten.gelu.default", "transcendental"),
+        ("aten._to_copy.default", "copy"),
+        ("aten.never_heard_of.default", "elementwise"),
+    ],
+)
+def test_ops_have_the_class_of_what_they_do(name, kind):
+    assert class_of(name) == kind
+    assert kind in CLASSES
+
+
+def test_flops_are_exact_and_nothing_is_allocated_for_them():
+    # 2^46 bytes each: rebuilding them would not fit anywhere.
+    huge = {"t": [1 << 22, 1 << 22], "stride": [1 << 22, 1], "dtype": "float32", "device": "cpu"}
+
+    work = work_of({"op": "aten.mm.default", "args": [huge, huge], "kwargs": {}})
+
+    assert work.flops == 2 * (1 << 22) ** 3
+    assert work.read_bytes == 2 * 4 * (1 << 44)
+
+
+def test_attention_on_cpu_counts_two_products_forward_and_five_backward():
+    q = torch.rand(2, 3, 8, 16)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, log_sum = forward(q, q, q)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    product = 2 * 2 * 3 * 8 * 8 * 16
+    assert work_of(describe(forward, [q, q, q], {})).flops == 2 * product
+    assert work_of(describe(backward, [q, q, q, q, out, log_sum, 0.0, False], {})).flops == 5 * product
+
+
+def test_experts_count_the_rows_that_each_of_them_takes():
+    x, weights, offsets = torch.rand(32, 8), torch.rand(4, 8, 16), torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+
+    assert work_of(describe(aten._grouped_mm.default, [x, weights, offsets], {})).flops == 2 * 32 * 8 * 16
+
+
+def test_an_expanded_tensor_is_read_once():
+    x = torch.rand(8, 1).expand(8, 100)
+
+    assert work_of(describe(aten.add.Tensor, [x, x], {})).read_bytes == 2 * 8 * 4
+
+
+def test_transposed_operands_are_told_apart():
+    x = torch.rand(4, 8)
+
+    assert work_of(describe(aten.mm.default, [x, x.t()], {})).variant == "nt"
+    assert work_of(describe(aten.mm.default, [x.t(), x], {})).variant == "tn"
+
+
+def test_faster_devices_have_shorter_steps_and_the_error_is_stated(graph):
+    h100, t4 = (lowtide.estimate(graph, device=name) for name in ("h100", "t4"))
+
+    assert 0 < h100.plain_step_ms < t4.plain_step_ms
+    assert h100.source == "estimated" and h100.device_name == "NVIDIA H100 SXM 80 GB"
+    assert 0 < h100.error_fraction < 1
+    assert len(h100.op_ms) == len(graph.ops)
+    assert h100.links["host"].fetch_bytes_per_s < 64e9
+
+
+def test_a_large_product_takes_its_flops_at_the_matrix_rate():
+    model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    graph = lowtide.trace(model, (torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True),))
+    signatures = [
+        {**s, "args": [{**a, "t": [8192, 8192], "stride": [8192, 1]} if isinstance(a, dict) else a for a in s["args"]]}
+        if "mm" in s["op"]
+        else s
+        for s in graph.signatures
+    ]
+    (op,) = [op for op in graph.forward_ops if "mm" in op.name]
+    costs = lowtide.estimate(dataclasses.replace(graph, signatures=tuple(signatures)), device="h100")
+
+    at_peak_ms = 2 * 8192**3 / 989.4e12 * 1e3
+    assert at_peak_ms < costs.op_ms[op.id] < 2 * at_peak_ms
+
+
+def test_estimated_costs_plan_and_survive_json(graph):
+    costs = lowtide.estimate(graph, device="a100-80gb")
+
+    assert json_format.costs_from_dict(json_format.costs_to_dict(costs)) == costs
+    assert lowtide.solve(graph, costs, budget="95%").predicted_peak_bytes > 0
+
+
+def test_an_unknown_device_is_a_named_error(graph):
+    with pytest.raises(lowtide.LowtideError, match="Nearest: h100"):
+        lowtide.estimate(graph, device="h-100-sxmm")
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_SQUARES", (64, 256))
+        patch.setattr(calibration, "_COUNTS", (1 << 10, 1 << 17))
+        patch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        before = torch.get_rng_state(), torch.get_num_threads()
+        patch.setattr(calibration, "_CONVOLUTIONS", ((3, 64, 64, 7, 2), (64, 64, 24, 3, 1)))
+        patch.setattr(calibration, "_CALL_S", 0.005)
+        assert cli.main(["calibrate", "--json"]) == 0
+        device = device_named("here")
+        assert torch.equal(torch.get_rng_state(), before[0]) and torch.get_num_threads() == before[1]
+    return device
+
+
+def test_this_machine_measures_itself_and_predicts_its_step(calibrated, graph):
+    costs = lowtide.estimate(graph, device=calibrated)
+    measured = lowtide.measure(graph)
+
+    # The bound is wide: the tests' machine may be busy. benchmarks/estimate.py has the numbers.
+    assert 0.4 < costs.plain_step_ms / measured.plain_step_ms < 2.5
+    assert all(rate > 0 for points in calibrated.rates.values() for _, rate in points)
+
+
+def test_more_work_takes_longer_on_the_measured_machine(calibrated):
+    def step_ms(rows):
+        model = nn.Linear(512, 512)
+        return lowtide.estimate(lowtide.trace(model, (torch.randn(rows, 512),)), device=calibrated).plain_step_ms
+
+    assert step_ms(128) < step_ms(512) < step_ms(2048)
