@@ -1,6 +1,7 @@
 """A module imports only from the stages above its own, and plain data stays free of torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -13,15 +14,15 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
-    "scratch_file", "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
+    "scratch_file", "device", "measurement", "tracing", "tape", "verifier", "rank_consensus", "reports", "runtime",
     "argument_checks", "settings",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
-# Plain data as well, in a package that holds more.
-PLAIN_MODULES = tuple(
+# Plain data as well, in packages that hold more.
+PLAIN_MODULES = ("device.block_size",) + tuple(
     f"runtime.{name}"
     for name in (
         "dimensions",
@@ -140,6 +141,46 @@ def test_the_check_itself_catches(module, source):
 )
 def test_the_check_itself_lets_pass(module, source):
     assert complaints(module, source) == []
+
+
+# What only CUDA has, by the file of the device layer that marks it. Nothing else in the package names a vendor.
+CUDA_ALONE = {
+    "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
+}
+VENDORS = re.compile(
+    r"torch\.cuda|[\"']cuda\b|\.cuda\(|\bis_cuda\b|\b(from torch import|import torch\.)\s*cuda|\b(hip|xpu|mps)\b"
+)
+
+
+def vendors_named(module: str, source: str) -> list[str]:
+    """Lines of ``source`` that name a vendor's device, without what the device layer may."""
+    for allowed in CUDA_ALONE.get(module, ()):
+        source = source.replace(allowed, "")
+    return [line for line in source.splitlines() if VENDORS.search(line)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_vendor_is_named_outside_what_only_cuda_has(module):
+    source = (SOURCE / (module.replace(".", "/") + ".py")).read_text()
+
+    assert vendors_named(module, source) == []
+    assert all(allowed in source for allowed in CUDA_ALONE.get(module, ()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        'x.to("cuda")',
+        "x.to('cuda:0')",
+        "x = x.cuda()",
+        "if x.is_cuda:",
+        "from torch import cuda",
+        'device.type in ("xpu", "mps")',
+    ],
+)
+def test_a_vendor_that_is_named_is_found(line):
+    assert vendors_named("api", line) == [line] == vendors_named("device.pinning", line)
 
 
 MOST_SOLVER_LEVELS = 9

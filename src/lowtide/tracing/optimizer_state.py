@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from lowtide.device.block_size import in_blocks
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import tensors_in
-from lowtide.tracing.subclasses import local_bytes, plain_tensors
+from lowtide.tracing.subclasses import plain_tensors
 
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
@@ -34,12 +35,23 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
         kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     sizes = [sum(t.numel() for t in plain_tensors(p)) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
-    state_each, one = _probe(kind, settings, like, 1)
+    states, one = _probe(kind, settings, like, 1)
     _, two = _probe(kind, settings, like, 2)
     together = two > 1.5 * one  # foreach and fused kernels hold temporaries of all parameters, a loop those of one
-    existing = 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
-    state = existing or round(state_each * sum(sizes))
+    state = existing_state_bytes(optimizer)
+    if not state:
+        to_come = [round(each * size) for each in states for size in sizes]
+        in_blocks_more = sum(in_blocks(size, like.device.type) - size for size in to_come)
+        state = round(sum(states) * sum(sizes)) + in_blocks_more
     return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
+
+
+def existing_state_bytes(optimizer: Any) -> int:
+    """What the state takes that an optimizer has now; of a name nothing."""
+    optimizer = checked_optimizer(optimizer)
+    if optimizer is None or isinstance(optimizer, str):
+        return 0
+    return sum(in_blocks(t.nbytes, t.device.type) for s in optimizer.state.values() for t in _state_tensors(s))
 
 
 def checked_optimizer(optimizer: Any) -> Any:
@@ -60,18 +72,19 @@ def checked_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[float, float]:
-    """(state, step temporaries) of an optimizer over ``count`` small parameters, in bytes per element of one."""
+def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], float]:
+    """(each state tensor of one, step temporaries) of ``count`` small parameters, in bytes per element of one."""
     probes = [torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device)) for _ in range(count)]
     known = {k: v for k, v in settings.items() if k in inspect.signature(kind).parameters}
     small = kind(probes, **known)
     for probe in probes:
         probe.grad = torch.zeros_like(probe)
     small.step()
-    state = sum(_tensor_bytes(s) for s in small.state.values() if s)
+    states = [t.nbytes / probes[0].numel() for t in _state_tensors(small.state[probes[0]])]
     temporaries = peak_bytes(small.step, like.device)
-    return state / probes[0].numel(), temporaries / probes[0].numel()
+    return states, temporaries / probes[0].numel()
 
 
-def _tensor_bytes(state: dict) -> int:
-    return sum(local_bytes(t) for t in tensors_in(state) if t.numel() > 1)
+def _state_tensors(state: dict) -> list[torch.Tensor]:
+    """Not the scalars, such as Adam's step, which are mostly on the CPU."""
+    return list(plain_tensors(*(t for t in tensors_in(state) if t.numel() > 1)))
