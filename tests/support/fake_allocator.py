@@ -10,7 +10,7 @@ from lowtide.measurement import allocator
 
 
 class FakeAllocator:
-    """``now``, ``peak`` and ``reserved`` bytes, of an allocator that keeps what it has. ``tells``: it has statistics."""
+    """``now``, ``peak`` and ``reserved`` bytes, of an allocator that keeps what it has. ``tells``: it says so."""
 
     def __init__(self, capacity: int = 2**33) -> None:
         self.capacity = capacity

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
 from lowtide.device.names import check_is_here, index_of, is_accelerator
 
 
-@cache
 def why_no_streams(device_type: str) -> str:
     """Why nothing can be copied beside the computation on this kind of device; "" if it can."""
     if not is_accelerator(device_type):

@@ -32,6 +32,8 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)
+    if tier == HOST and (why := why_no_streams(device)):
+        raise TierError(f"{device} cannot copy beside the computation: {why}\nPass host_budget=None.")
     where = tempfile.gettempdir() if scratch_dir is None else scratch_dir
     try:
         key = link_cache.key_of(tier, device, where)
@@ -82,8 +84,6 @@ def _disk(scratch_dir: str | Path | None) -> Link:
 
 
 def _host(device: torch.device) -> Link:
-    if why := why_no_streams(device.type):
-        raise TierError(f"{device} cannot copy beside the computation: {why}\nPass host_budget=None.")
     on_device = torch.empty(_LARGE, dtype=torch.uint8, device=device)
     try:
         on_host = pinned_buffer(_LARGE)
