@@ -12,7 +12,7 @@ from torch import nn
 
 from lowtide.device.memory import is_short_of, release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
-from lowtide.errors import RehearsalMemoryError
+from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.measurement.timing import compare_times
@@ -158,8 +158,8 @@ def _verified(
     note = ""
     have = rows(batch)
     if compared_rows < have:
-        batch, plan = _cut_down(model, batch, plan, step, compared_rows)
-        note = f"the plain step does not fit: compared on {compared_rows} of {have} rows, at the same fraction"
+        batch, plan, within = _cut_down(model, batch, plan, step, compared_rows)
+        note = f"the plain step does not fit: compared on {compared_rows} of {have} rows, {within}"
     steps = _Steps(model, batch, step, plan, opened(plan))
     plain, _ = steps.outcome(planned=False)
     planned, counts = steps.outcome(planned=True)
@@ -271,8 +271,13 @@ def _rows_that_fit(batch: Any, plan: Plan, device: torch.device) -> int:
     return left
 
 
-def _cut_down(model: nn.Module, batch: Any, plan: Plan, step: Step | None, count: int) -> tuple[Any, Plan]:
-    """The batch's first rows, and a plan for them at the same fraction."""
+def _cut_down(model: nn.Module, batch: Any, plan: Plan, step: Step | None, count: int) -> tuple[Any, Plan, str]:
+    """The batch's first rows, a plan for them at the same fraction if there is one, and of what budget it is."""
     cut = first_rows(batch, count)
     graph = trace(model, cut, step=step)
-    return cut, solve(graph, measure(graph), budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")
+    costs = measure(graph)
+    try:
+        small = solve(graph, costs, budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")
+    except BudgetInfeasibleError as error:  # few rows leave less to drop beside the gradients of the weights
+        return cut, solve(graph, costs, budget=error.least_bytes), "at the least that they need"
+    return cut, small, "at the same fraction"

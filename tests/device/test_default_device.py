@@ -8,6 +8,7 @@ from support.training_steps import mlp
 import lowtide
 from lowtide.device import pinning
 from lowtide.graph.costs import DISK
+from lowtide.measurement import op_times
 from lowtide.measurement.links import measured_link
 from lowtide.measurement.op_times import measure
 from lowtide.tape.offload.disk_tier import DiskTier
@@ -78,3 +79,10 @@ def test_a_step_whose_tensors_move_to_disk_is_the_plain_step(tmp_path):
         run_step(model, batch, None)[0].backward()
 
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), plain))
+
+
+def test_the_buffer_that_sweeps_the_caches_of_a_cpu_is_in_host_memory():
+    clock = op_times._Clock("cpu")
+    clock.sweep()
+
+    assert clock._swept.device.type == "cpu" and clock._swept.numel()
