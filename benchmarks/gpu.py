@@ -264,7 +264,7 @@ class Case:
             yield
 
     def _shared(self) -> dict:
-        from lowtide.measurement.device import device_name
+        from lowtide.device.names import device_name
 
         return {
             "benchmark": "gpu",

@@ -14,7 +14,7 @@ def provenance() -> dict:
     import torch
     import transformers
 
-    from lowtide.measurement.device import device_name
+    from lowtide.device.names import device_name
 
     return {
         "threads": torch.get_num_threads(),

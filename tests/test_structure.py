@@ -1,6 +1,7 @@
 """A module imports only from the stages above its own, and plain data stays free of torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -13,27 +14,31 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
-    "models", "scratch_file", "measurement", "estimation", "hollow", "tracing", "tape", "verifier", "rank_consensus",
-    "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
+    "models", "scratch_file", "device", "measurement", "estimation", "hollow", "tracing", "tape", "verifier",
+    "rank_consensus", "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
-# Plain data as well, in a package that holds more.
-PLAIN_MODULES = tuple(
-    f"runtime.{name}"
-    for name in (
-        "dimensions",
-        "interpolation",
-        "block_rounding",
-        "shape_family",
-        "derived_costs",
-        "plain_peak",
-        "plan_transfer",
-        "buckets",
+# Plain data as well, in packages that hold more.
+PLAIN_MODULES = (
+    ("device.block_size",)
+    + tuple(
+        f"runtime.{name}"
+        for name in (
+            "dimensions",
+            "interpolation",
+            "block_rounding",
+            "shape_family",
+            "derived_costs",
+            "plain_peak",
+            "plan_transfer",
+            "buckets",
+        )
     )
-) + ("estimation.device_table", "estimation.op_classes")
+    + ("estimation.device_table", "estimation.op_classes")
+)
 PUBLIC_FUNCTIONS = {
     "trace",
     "measure",
@@ -142,6 +147,49 @@ def test_the_check_itself_catches(module, source):
 )
 def test_the_check_itself_lets_pass(module, source):
     assert complaints(module, source) == []
+
+
+# What only CUDA has, by the file of the device layer that marks it. Nothing else in the package names a vendor.
+CUDA_ALONE = {
+    "doctor.checks.value_compile_budget": ("torch-xpu-ops#4501",),  # a thread
+    "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
+}
+# They plan for CUDA's kernels on a machine without them, and run none. So does all of ``hollow``.
+PLAN_FOR_CUDA = {"tracing.sources", "estimation.device_table"}
+VENDORS = re.compile(r"torch\.cuda|[\"']cuda\b|\.cuda\(|\bis_cuda\b|\bfrom torch import cuda|\b(hip|xpu|mps)\b")
+
+
+def vendors_named(module: str, source: str) -> list[str]:
+    """Lines of ``source`` that name a vendor's device, without what the device layer may."""
+    if stage_of(module) == "hollow" or module in PLAN_FOR_CUDA:
+        return []
+    for allowed in CUDA_ALONE.get(module, ()):
+        source = source.replace(allowed, "")
+    return [line for line in source.splitlines() if VENDORS.search(line)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_vendor_is_named_outside_what_only_cuda_has(module):
+    source = (SOURCE / (module.replace(".", "/") + ".py")).read_text()
+
+    assert vendors_named(module, source) == []
+    assert all(allowed in source for allowed in CUDA_ALONE.get(module, ()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        'x.to("cuda")',
+        "x.to('cuda:0')",
+        "x = x.cuda()",
+        "if x.is_cuda:",
+        "from torch import cuda",
+        'device.type in ("xpu", "mps")',
+    ],
+)
+def test_a_vendor_that_is_named_is_found(line):
+    assert vendors_named("api", line) == [line] == vendors_named("device.pinning", line)
 
 
 MOST_SOLVER_LEVELS = 9

@@ -71,6 +71,14 @@ class TierError(LowtideError):
     what it lost."""
 
 
+class DeviceError(LowtideError):
+    """A device that is not on this machine, or that lacks what was asked of it; the message names it."""
+
+
+class RehearsalMemoryError(LowtideError):
+    """A rehearsal of lowtide's own ran out of memory however small it was; nothing of the training state moved."""
+
+
 class GraphFormatError(LowtideError, ValueError):
     """A graph, costs or plan file is damaged or from an unknown version; the message names the field."""
 

@@ -1,5 +1,6 @@
 """Planned step against plain step: loss, every gradient, every buffer, bit by bit; predicted peak against measured."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from lowtide.device.memory import is_short_of, release_cached_memory
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
+from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.device import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.measurement.timing import compare_times
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
@@ -112,7 +115,7 @@ def verify(
 
     Raises:
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
-        TierError: see ``apply``.
+        TierError: see ``apply``. RehearsalMemoryError: memory runs out on a single row, or of a sharded model.
     """
     policy = offload_policy(verify, offload, deprecated)
     return verify_in(partial(open_tiers, policy=policy), model, batch, plan, step=step, rounds=rounds)
@@ -123,21 +126,48 @@ def verify_in(
     rounds: int = 3,
 ) -> Verification:  # fmt: skip
     """``verify`` with tiers that may be open already."""
-    note = ""
     model, batch = unwrapped(model), without_history(batch)
     with suspended(model):
         attach.check_plan_fits(model, plan)
-        device = device_of(model)
-        short = plan.plain_peak_bytes - plan.resident_bytes > available_bytes(device)
-        if short and not wrapped_parameters(model):  # the ranks of a sharded model run the same steps, or wait for ever
-            batch, plan, note = _cut_down(model, batch, plan, step, device)
-        steps = _Steps(model, batch, step, plan, opened(plan))
-        plain, _ = steps.outcome(planned=False)
-        planned, counts = steps.outcome(planned=True)
-        differing = [name for name in plain if not _same(plain[name], planned.get(name))]
-        del plain, planned
-        measured_bytes, plain_bytes = steps.peak_bytes(planned=True), steps.peak_bytes(planned=False)
-        overhead = steps.overhead(rounds) if rounds else float("nan")
+        # The ranks of a sharded model run the same steps, or wait for ever.
+        most_rows = rows_that_fit = rows(batch)
+        if not wrapped_parameters(model):
+            rows_that_fit = _rows_that_fit(batch, plan, device_of(model))
+        while True:
+            try:
+                return _verified(opened, model, batch, plan, step, rounds, rows_that_fit)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).splitlines()[0]
+                let_go_of_frames(error)
+            gc.collect()
+            release_cached_memory()
+            if rows_that_fit <= 1 or wrapped_parameters(model):
+                raise RehearsalMemoryError(
+                    f"memory ran out while the plain and the planned step were compared on {rows_that_fit} of "
+                    f"{most_rows} rows: {said}\nMake room on the device, or verify on a smaller batch."
+                )
+            rows_that_fit //= 2
+
+
+def _verified(
+    opened: Callable[[Plan], Tiers], model: nn.Module, batch: Any, plan: Plan, step: Step | None, rounds: int,
+    compared_rows: int,
+) -> Verification:  # fmt: skip
+    """``verify_in`` on the first rows of ``batch``."""
+    note = ""
+    have = rows(batch)
+    if compared_rows < have:
+        batch, plan, within = _cut_down(model, batch, plan, step, compared_rows)
+        note = f"the plain step does not fit: compared on {compared_rows} of {have} rows, {within}"
+    steps = _Steps(model, batch, step, plan, opened(plan))
+    plain, _ = steps.outcome(planned=False)
+    planned, counts = steps.outcome(planned=True)
+    differing = [name for name in plain if not _same(plain[name], planned.get(name))]
+    del plain, planned
+    measured_bytes, plain_bytes = steps.peak_bytes(planned=True), steps.peak_bytes(planned=False)
+    overhead = steps.overhead(rounds) if rounds else float("nan")
     dropped = [op for op in program_of(plan).ops if op.drops]
     return Verification(
         loss_bitwise_equal=not any(n == "loss" for n in differing),
@@ -233,15 +263,22 @@ def _same(a: Any, b: Any) -> bool:
     return same_bits(a, b)
 
 
-def _cut_down(
-    model: nn.Module, batch: Any, plan: Plan, step: Step | None, device: torch.device
-) -> tuple[Any, Plan, str]:
-    """Halve the batch until its plain step fits, and plan for it at the same fraction."""
+def _rows_that_fit(batch: Any, plan: Plan, device: torch.device) -> int:
+    """So many rows of ``batch``, halved until its plain step fits."""
     have = left = rows(batch)
     need = plan.plain_peak_bytes - plan.resident_bytes
-    while left > 1 and need * left / have > available_bytes(device):
+    while left > 1 and is_short_of(need * left / have, device):
         left //= 2
-    cut = first_rows(batch, left)
+    return left
+
+
+def _cut_down(model: nn.Module, batch: Any, plan: Plan, step: Step | None, count: int) -> tuple[Any, Plan, str]:
+    """The batch's first rows, a plan for them at the same fraction if there is one, and of what budget it is."""
+    cut = first_rows(batch, count)
     graph = trace(model, cut, step=step)
-    small = solve(graph, measure(graph), budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")
-    return cut, small, f"the plain step does not fit: compared on {left} of {have} rows, at the same fraction"
+    costs = measure(graph)
+    try:
+        small = solve(graph, costs, budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")
+    except BudgetInfeasibleError as error:  # few rows leave less to drop beside the gradients of the weights
+        return cut, solve(graph, costs, budget=error.least_bytes), "at the least that they need"
+    return cut, small, "at the same fraction"

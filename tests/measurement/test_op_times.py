@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.names import device_name
 from lowtide.errors import LowtideError
 from lowtide.graph.step_graph import RUN, Frame, Op, StepGraph, Storage
 from lowtide.measurement import op_times
-from lowtide.measurement.device import device_name
 from lowtide.measurement.op_inputs import describe
 from lowtide.measurement.op_times import RECORD_US, REPLAY_US, WATCH_US, EstimateWarning, measure
 

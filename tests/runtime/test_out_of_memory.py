@@ -13,8 +13,8 @@ from support.watched_training import Layered, activation_bytes, batch_of, reason
 from torch import nn
 
 import lowtide
+from lowtide.device.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.runtime import accumulated_gradients, recovery
-from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.tracing.restore import TrainingState
 
 pytestmark = pytest.mark.usefixtures("one_thread")

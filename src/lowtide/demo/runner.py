@@ -9,7 +9,7 @@ import torch
 
 from lowtide.demo.cases import CASES, Case
 from lowtide.demo.evidence import Table, Training, measure_table, shape_of, train_both
-from lowtide.measurement.device import device_name
+from lowtide.device.names import device_name
 from lowtide.reports.summary import percent
 from lowtide.reports.terminal import columns
 from lowtide.units import format_bytes

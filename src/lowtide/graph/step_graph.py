@@ -52,7 +52,8 @@ class Op:
         backward: Ran inside the autograd engine.
         reads, makes, writes: Storage ids. ``writes`` are changed in place (``makes`` are new).
         workspace_bytes: Peak of what the op allocates inside itself beyond what it makes.
-        rng_bytes: Generator state a replay must keep; 0 if the op draws nothing.
+        rng_bytes: What of the device's memory the generator state takes that a replay must keep: nothing of an
+            accelerator's.
         signature: Index into ``StepGraph.signatures``; equal signatures take equal time.
         dynamic: Shapes depend on values, so the next step may show other shapes here.
         completes_inplace: The op whose output this one completes in place, before anything else has read it (a dropout
@@ -88,7 +89,7 @@ class StepGraph:
     """A traced training step.
 
     Attributes:
-        device: ``cpu`` or ``cuda``; ``device_name`` says which.
+        device: Its type, such as ``cpu``; ``device_name`` says which.
         resident: What lives through the whole step, bytes by part: ``parameters``, ``gradients`` (allocated
             beforehand), ``buffers``, ``batch``, ``optimizer``, ``other``.
         signatures: Operator and argument descriptions, enough to run an op like it for timing.

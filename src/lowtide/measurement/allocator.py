@@ -2,8 +2,8 @@
 
 On CPU they are counted from the allocator's own events (autograd's profiler), so what an op allocates inside itself
 counts too. The older recorder is used, not ``torch.profiler``: both see the same events (``test_allocator.py`` compares
-them), but it costs about 0.1 ms a call instead of 1 ms, and prints nothing. On CUDA it is the caching allocator's own
-peak.
+them), but it costs about 0.1 ms a call instead of 1 ms, and prints nothing. On an
+accelerator it is the caching allocator's own peak (``device/memory.py``).
 
 Known weaknesses, on CPU. Memory that native libraries take past PyTorch's allocator is not seen. Memory that was
 allocated before a measurement and is freed inside it has no known size, so a peak can err high. Only this thread and
@@ -20,9 +20,10 @@ import torch
 from torch._C import _autograd
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+from lowtide.device.memory import PeakCounter, allocated_bytes, counted_peak, give_back_peak
+from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
 
-_cuda_busy = False  # a measurement runs on CUDA: another one inside would reset its counter
 _on_this_thread = threading.local()  # ``counters``: of the measurements that are open on CPU, the outermost first
 _GO_ON = _autograd._ProfilerDisableOptions(False, True)  # hand out the events so far, and record the next ones
 
@@ -31,61 +32,41 @@ def peak_bytes(fn: Callable[[], Any], device: str | torch.device = "cpu") -> int
     """Return the allocator's peak while ``fn()`` runs, in bytes above what is live at its start.
 
     Raises:
-        LowtideError: a profiler is active on this thread, or on CUDA another measurement; its events would be lost.
+        LowtideError: a profiler is active on this thread, or on an accelerator another measurement; its events would be
+            lost. Or the accelerator keeps no statistics.
     """
     gc.collect()  # else garbage freed during the call would count as memory that the call freed
     with measuring(device) as counter:
         if counter is None:
-            raise LowtideError(
-                f"cannot measure a peak on {device}: a profiler or another measurement is already active here. "
-                "Measure outside of it."
-            )
+            raise LowtideError(f"cannot measure a peak on {device}: {_why_not(device)}")
         fn()
+    give_back_peak(device)
     return counter.peak
 
 
-class _Counter:
-    """Bytes above the start: ``peak`` during a measurement, ``left`` after it."""
-
-    peak = 0
-    left = 0  # negative if more was freed than made
-
-    def add(self, change_bytes: int) -> None:
-        self.left += change_bytes
-        self.peak = max(self.peak, self.left)
-
-    @property
-    def workspace(self) -> int:
-        """The peak beyond what was left allocated."""
-        return max(0, self.peak - max(0, self.left))
+def _why_not(device: str | torch.device) -> str:
+    if is_accelerator(device) and allocated_bytes(device) is None:
+        return "its allocator keeps no statistics."
+    return "a profiler or another measurement is already active here. Measure outside of it."
 
 
 @contextmanager
-def measuring(device: str | torch.device) -> Iterator[_Counter | None]:
+def measuring(device: str | torch.device) -> Iterator[PeakCounter | None]:
     """Count allocations inside; the counter's ``peak`` and ``left`` are set when the block ends.
 
     Costs about 0.15 ms on CPU. There one measurement may lie in another: a step is measured while its first ops are.
 
     Yields:
-        The counter; None if a profiler, or on CUDA another measurement, is active already.
+        The counter; None if a profiler, or on an accelerator another measurement, is active already, and where an
+        accelerator keeps no statistics.
     """
-    global _cuda_busy
-    cuda, counter = torch.device(device).type == "cuda", _Counter()
-    counters = _on_this_thread.__dict__.setdefault("counters", [])
-    if _cuda_busy if cuda else not counters and _autograd._profiler_enabled():
-        yield None
+    if is_accelerator(device):
+        with counted_peak(device) as on_device:
+            yield on_device
         return
-    if cuda:
-        _cuda_busy = True
-        try:
-            # The caching allocator counts on the host, in program order: nothing to synchronise.
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            yield counter
-            counter.peak = torch.cuda.max_memory_allocated(device) - before
-            counter.left = torch.cuda.memory_allocated(device) - before
-        finally:
-            _cuda_busy = False
+    counter, counters = PeakCounter(), _on_this_thread.__dict__.setdefault("counters", [])
+    if not counters and _autograd._profiler_enabled():
+        yield None
         return
     if counters:
         _count(_autograd._disable_profiler_legacy(_GO_ON), counters)
@@ -102,7 +83,7 @@ def measuring(device: str | torch.device) -> Iterator[_Counter | None]:
         counters.pop()
 
 
-def _count(threads: list[list[Any]], counters: list[_Counter]) -> None:
+def _count(threads: list[list[Any]], counters: list[PeakCounter]) -> None:
     """Add a profiler's events, one list for each thread, to each of ``counters``."""
     events = [e for thread in threads for e in thread if e.kind() == "memory_alloc"]
     if len(threads) > 1:  # within one thread they are in order already

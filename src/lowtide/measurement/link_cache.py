@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lowtide.cache_files import cache_dir, read_file, write_file
+from lowtide.device.names import device_name
 from lowtide.graph.costs import DISK, Link
-from lowtide.measurement.device import device_name
 
 VERSION = 1
 VALID_S = 7 * 24 * 3600

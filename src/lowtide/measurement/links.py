@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from lowtide.device.names import is_accelerator
+from lowtide.device.pinning import PinningError, host_buffer, pinned_buffer, unpin
+from lowtide.device.streams import synchronize, why_no_streams
 from lowtide.errors import TierError
 from lowtide.graph.costs import DISK, HOST, TIERS, Link
 from lowtide.measurement import link_cache
@@ -29,6 +32,8 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r} is not known. Use {' or '.join(map(repr, TIERS))}.")
     check_tier(tier, device)
+    if tier == HOST and (why := why_no_streams(device)):
+        raise TierError(f"{device} cannot copy beside the computation: {why}\nPass host_budget=None.")
     where = tempfile.gettempdir() if scratch_dir is None else scratch_dir
     try:
         key = link_cache.key_of(tier, device, where)
@@ -45,7 +50,7 @@ def measured_link(tier: str, device: str, scratch_dir: str | Path | None = None,
 def check_tier(tier: str, device: str) -> None:
     """Check that ``device`` has ``tier``. Raises: TierError: it has none."""
     kind = torch.device(device).type
-    if tier == HOST and kind != "cuda":
+    if tier == HOST and not is_accelerator(kind):
         raise TierError(
             f"there is no host tier beside a model on {kind}: its memory is the host's.\n"
             "Leave host_budget= out, and use the disk tier: scratch_dir= or disk_budget=."
@@ -60,7 +65,8 @@ def check_tier(tier: str, device: str) -> None:
 def _disk(scratch_dir: str | Path | None) -> Link:
     fd = open_scratch(scratch_dir, _LARGE)
     try:
-        block = torch.zeros(_LARGE, dtype=torch.uint8).random_(256, generator=torch.Generator().manual_seed(0))
+        numbers = torch.Generator("cpu").manual_seed(0)
+        block = host_buffer(_LARGE).random_(256, generator=numbers)
         data = memoryview(block.numpy())
 
         def store(size: int) -> None:
@@ -80,18 +86,21 @@ def _disk(scratch_dir: str | Path | None) -> Link:
 def _host(device: torch.device) -> Link:
     on_device = torch.empty(_LARGE, dtype=torch.uint8, device=device)
     try:
-        on_host = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
+        on_host = pinned_buffer(_LARGE)
+    except PinningError as error:
         raise TierError(
-            f"{format_bytes(_LARGE)} of host memory could not be pinned: {str(error).splitlines()[0]}\n"
+            f"{format_bytes(_LARGE)} of host memory could not be pinned: {error}\n"
             "Raise the system's limit of locked memory, or pass host_budget=None."
         ) from error
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
+        synchronize(device)
 
-    return _link(lambda n: copy(on_host[:n], on_device[:n]), lambda n: copy(on_device[:n], on_host[:n]))
+    try:
+        return _link(lambda n: copy(on_host[:n], on_device[:n]), lambda n: copy(on_device[:n], on_host[:n]))
+    finally:
+        unpin([on_host])
 
 
 def _link(store: Callable[[int], None], fetch: Callable[[int], None]) -> Link:

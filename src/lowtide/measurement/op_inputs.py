@@ -5,7 +5,7 @@ themselves; everything else is an object with one key that says what it is:
 
     {"t": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "cpu"}   a tensor, by layout; no values
     {"l": [...]}  {"d": {...}}                                            a list or tuple; a dict
-    {"dtype": "float32"}  {"device": "cuda"}  {"layout": "strided"}  {"memory_format": "channels_last"}
+    {"dtype": "float32"}  {"device": "cpu"}  {"layout": "strided"}  {"memory_format": "channels_last"}
     {"inf": "inf" | "-inf" | "nan"}  {"complex": [re, im]}
     {"generator": true}                                                   the default generator is used instead
     {"opaque": "torch.ScriptObject"}                                      cannot be rebuilt

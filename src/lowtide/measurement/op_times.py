@@ -26,14 +26,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-from lowtide.errors import LowtideError
+from lowtide.device.generators import forked
+from lowtide.device.memory import is_short_of
+from lowtide.device.names import check_is_here, device_name, is_accelerator
+from lowtide.device.streams import synchronize
+from lowtide.device.timing import calls_ms
+from lowtide.errors import DeviceError
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import Op, StepGraph
-from lowtide.measurement.device import available_bytes, device_name
 from lowtide.measurement.links import measured_link
 from lowtide.measurement.op_inputs import CollectiveError, NotRebuildableError, rebuild, tensor_bytes
-from lowtide.measurement.timing import calls_ms
 
 # The tape's work beyond the mode's, on a server CPU in warm caches (benchmarks/overhead.py): per op of the step (module
 # calls, what autograd saves), per dropped op, per replayed op.
@@ -73,8 +76,8 @@ def measure(
     """Return the costs of ``graph`` on this machine: milliseconds of each op, microseconds of the tape's own work.
 
     Each distinct op signature is timed once, alone, on synthetic tensors. On CPU that is processor time with one thread
-    and wall time with several, on CUDA the time between two events. The random state of torch, gradients and the model
-    stay untouched.
+    and wall time with several, on an accelerator the time between two events. The random state of
+    torch, gradients and the model stay untouched.
 
     Args:
         graph: A traced step; its signatures say what to time.
@@ -92,7 +95,7 @@ def measure(
         another op's output is added to that op's.
 
     Raises:
-        LowtideError: ``graph`` was traced for a device that is not here.
+        DeviceError: ``graph`` was traced for a device that is not here.
         TierError: this machine has no such tier, or it cannot be used.
         ValueError: ``repeats`` is not positive, or a tier is not known.
 
@@ -101,11 +104,10 @@ def measure(
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: nothing would be measured. Ask for 1 or more.")
-    if torch.device(graph.device).type == "cuda" and not torch.cuda.is_available():
-        raise LowtideError(
-            f"the graph was traced for {graph.device}, and this torch {torch.__version__} has no CUDA device to "
-            "measure on. Measure where the device is."
-        )
+    try:
+        check_is_here(graph.device)
+    except DeviceError as error:
+        raise DeviceError(f"the graph was traced for {graph.device}: {error} Measure where the device is.") from None
     links = {tier: measured_link(tier, graph.device, scratch_dir, refresh=refresh) for tier in tiers}
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
@@ -156,7 +158,7 @@ def _signature_ms(graph: StepGraph, index: int, clock: _Clock, repeats: int) -> 
     if index in graph.recorded_ms:
         return graph.recorded_ms[index]
     needed = tensor_bytes(signature)
-    if needed > _GUARDED_BYTES and 2 * needed > available_bytes(graph.device):
+    if needed > _GUARDED_BYTES and is_short_of(2 * needed, graph.device):
         raise NotRebuildableError(f"its inputs need {needed} bytes, which are not free here.")
     clock.leave(needed, beside=True)
     func, args, kwargs = rebuild(signature, graph.device)
@@ -171,12 +173,12 @@ class _Clock:
 
     def __init__(self, device: str, memory_bytes: int | None = None) -> None:
         self.device = torch.device(device)
-        self.cuda = self.device.type == "cuda"
+        self.on_accelerator = is_accelerator(device)
         # With several threads processor time is their sum, but a user waits for the slowest.
         self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self._memory_bytes = None if memory_bytes is None else memory_bytes - _REBUILDING_BYTES
         self._taken_bytes = 0  # by the op that is timed
-        self._swept = torch.zeros(0, dtype=torch.uint8)
+        self._swept = torch.zeros(0, dtype=torch.uint8, device="cpu")
         spare_bytes = _COPY_BYTES if memory_bytes is None else memory_bytes // 3
         self.copied_bytes = max(_CACHED_BYTES, min(_COPY_BYTES, spare_bytes))
         x = torch.empty(1, device=self.device)
@@ -189,7 +191,7 @@ class _Clock:
             return self.sample_ms(fn, 1)
         if first_s < _SLOW_S / 10:
             first_s = self.sample_ms(fn, 1) / 1e3
-        cold &= not self.cuda
+        cold &= not self.on_accelerator
         calls = 1 if cold else max(1, min(_MAX_CALLS, int(_SAMPLE_S / max(first_s, 1e-9))))
         fitting = int(_SIGNATURE_S / max(first_s * calls, 1e-9))
         samples = []
@@ -203,14 +205,14 @@ class _Clock:
         """The next op takes so many bytes, or so many more: sweep with what is left."""
         self._taken_bytes = taken_bytes + beside * self._taken_bytes
         if self._memory_bytes is not None and self._swept.numel() > self._memory_bytes - self._taken_bytes:
-            self._swept = torch.zeros(0, dtype=torch.uint8)
+            self._swept = torch.zeros(0, dtype=torch.uint8, device="cpu")
 
     def sweep(self) -> None:
         left_bytes = _SWEPT_BYTES if self._memory_bytes is None else self._memory_bytes - self._taken_bytes
         size = max(0, min(_SWEPT_BYTES, left_bytes))
         if self._swept.numel() < size:
-            self._swept = torch.zeros(0, dtype=torch.uint8)  # not two at once
-            self._swept = torch.zeros(size, dtype=torch.uint8)
+            self._swept = torch.zeros(0, dtype=torch.uint8, device="cpu")  # not two at once
+            self._swept = torch.zeros(size, dtype=torch.uint8, device="cpu")
         self._swept.add_(1)
 
     def sample_ms(self, fn: Callable[[], Any], calls: int) -> float:
@@ -239,8 +241,7 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
         under_mode: list[float] = []
         for _ in range(samples):
             for spent, mode in ((plain, nullcontext()), (under_mode, BaseTorchDispatchMode())):
-                if x.is_cuda:
-                    torch.cuda.synchronize(x.device)
+                synchronize(x.device)
                 if cold:
                     clock.sweep()
                 with mode:
@@ -251,7 +252,7 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
         return max(0.0, statistics.median(under_mode) - statistics.median(plain))
 
     warm_us = added_us(_MODE_CALLS, 5, cold=False)
-    if clock.cuda:
+    if clock.on_accelerator:
         return warm_us, warm_us
     # Forward ops that leave the caches full of their own data. A view moves no bytes.
     large = [bool(op.makes or op.writes) and _moved_bytes(graph, op) >= _CACHED_BYTES for op in graph.forward_ops]
@@ -266,7 +267,7 @@ def _quiet(device: str) -> Iterator[None]:
     kind = torch.device(device).type
     gc.collect()
     with (
-        torch.random.fork_rng(devices=[torch.cuda.current_device()] if kind == "cuda" else []),
+        forked(torch.device(device)),
         torch.no_grad(),
         torch.autocast(kind, enabled=False),
         gc_disabled(),

@@ -1,8 +1,8 @@
 """Milliseconds of calls, timed in turns.
 
 On CPU that is processor time of the whole process, since wall time on a busy machine depends on the neighbours. The
-caller sets the number of threads; with several of them processor time counts work, not how long a user waits. On CUDA
-it is the time between two events.
+caller sets the number of threads; with several of them processor time counts work, not how long a user waits. On an
+accelerator it is the time between two events (``device/timing.py``).
 """
 
 import gc
@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from lowtide.device.timing import calls_ms
 from lowtide.gc_control import gc_disabled
 
 
@@ -51,7 +52,7 @@ def compare_times(
         seed: Of the order.
 
     Returns:
-        Milliseconds by name: process CPU time on CPU, elapsed time between events on CUDA.
+        Milliseconds by name: process CPU time on CPU, elapsed time on an accelerator.
 
     Raises:
         ValueError: ``rounds`` is not positive.
@@ -75,20 +76,3 @@ def time_ms(fn: Callable[[], Any], device: str | torch.device = "cpu") -> float:
     gc.collect()
     with gc_disabled():
         return calls_ms(fn, 1, device, time.process_time)
-
-
-def calls_ms(fn: Callable[[], Any], calls: int, device: str | torch.device, now: Callable[[], float]) -> float:
-    """Return the milliseconds of a call, the mean of ``calls`` in a row: by ``now`` on CPU, by two events on CUDA."""
-    if torch.device(device).type != "cuda":
-        start = now()
-        for _ in range(calls):
-            fn()
-        return (now() - start) * 1e3 / calls
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    begin.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / calls

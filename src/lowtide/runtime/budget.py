@@ -5,10 +5,10 @@ import sys
 import torch
 from torch import nn
 
-from lowtide.errors import BudgetInfeasibleError
+from lowtide.device.memory import available_bytes
+from lowtide.errors import BudgetInfeasibleError, DeviceError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.device import available_bytes
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
 from lowtide.tracing.subclasses import plain_tensors
@@ -66,8 +66,20 @@ class StepBudget:
             )
 
     def free_bytes(self) -> int:
-        """What a step may take of the memory that is free now."""
-        return int((1 - AUTO_MARGIN) * available_bytes(self.device))
+        """What a step may take of the memory that is free now. Where the device does not tell: no limit.
+
+        Raises:
+            DeviceError: it does not tell, and the budget was to follow it.
+        """
+        available = available_bytes(self.device)
+        if available is None:
+            if self.is_automatic:
+                raise DeviceError(
+                    f'{self.device} does not say how much memory is free, so budget="auto" has no meaning there.\n'
+                    "Pass the budget in bytes, or as a percentage."
+                )
+            return sys.maxsize >> 1
+        return int((1 - AUTO_MARGIN) * available)
 
     def look(self, model: nn.Module) -> None:
         """Note the resident memory of a step that starts now."""

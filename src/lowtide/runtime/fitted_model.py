@@ -8,11 +8,12 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, RehearsalMemoryError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
+from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.runtime import backward_entry
@@ -64,12 +65,10 @@ class Fit:
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
-            if batch is None:
+            self._watcher.checkpointing.switch_off()
+            if batch is None or not self._plan_first(model, batch):
                 self._budget.check()
-                self._watcher.checkpointing.switch_off()
                 self._planner.start()
-            else:
-                self._plan_first(model, batch)
         except BaseException:
             self._watcher.close()
             unprepare()
@@ -80,9 +79,15 @@ class Fit:
             module_calls.install(model, self._watcher),
         ]
 
-    def _plan_first(self, model: nn.Module, batch: Any) -> None:
-        self._watcher.checkpointing.switch_off()
-        first = self._first = self._rehearsal.planned(batch, self._options.step)
+    def _plan_first(self, model: nn.Module, batch: Any) -> bool:
+        """Plan for ``batch``; False: there is no memory to rehearse it, and the real steps have to be watched."""
+        try:
+            first = self._first = self._rehearsal.planned(batch, self._options.step)
+        except RehearsalMemoryError as error:
+            if group_of(model) is not None:  # the others have a plan, or raise
+                raise
+            self._reasons.say(f"not rehearsed, planned from real steps instead: {str(error).splitlines()[0]}")
+            return False
         self._watcher.put(first)
         size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
         self._batch = batch if size < _HELD_BATCH * first.plan.plain_peak_bytes else None
@@ -95,6 +100,7 @@ class Fit:
         if compiled := module_calls.compiled_parts(model):
             shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
             say(f"compiled code runs as it is and is saved whole: {shown}")
+        return True
 
     # -- what was decided -----------------------------------------------------------------------------------
 
@@ -169,6 +175,9 @@ class Fit:
         """Plan for a batch of another shape now, by rehearsal, not when the first one comes.
 
         Of a sharded model every rank has to call it. The first step of a shape that was not added is saved whole there.
+
+        Raises:
+            RehearsalMemoryError: there is no memory to rehearse it. Others: as ``fit``.
         """
         model = self.model
         with suspended(model):

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lowtide.device.memory import release_cached_memory
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import LowtideError
 from lowtide.runtime import backward_entry
 from lowtide.runtime.accumulated_gradients import GradientsBefore
 from lowtide.runtime.budget import StepBudget
-from lowtide.runtime.out_of_memory import is_out_of_memory
 from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
@@ -73,11 +74,10 @@ class Recovery:
             if why_not or lowered is None:
                 break
             tried.append(lowered)
-            _let_go_of_frames(failure)
+            let_go_of_frames(failure)
             del failure
             gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            release_cached_memory()
         if tried:  # less did not help: later steps, which may need less memory, are not to pay for it
             self._watcher.cap_budget(self._budget.a_tenth_below(limit))
         first.add_note(_note(tried, why_not))
@@ -156,13 +156,6 @@ class _StepBefore:
 def _has_other_ranks() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """Free what the step has made. Clearing the frames' locals is not enough: functions in them have closures."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _note(tried: list[int], why_not: str) -> str:

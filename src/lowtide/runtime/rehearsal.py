@@ -1,5 +1,6 @@
 """From one batch to a plan, before training: trace, measure, solve, and rehearse until every replay is proven."""
 
+import gc
 import time
 import weakref
 from dataclasses import replace
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide.errors import BudgetInfeasibleError, TierError
+from lowtide.device.memory import is_short_of, release_cached_memory
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, missing_bytes
+from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.device import available_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
 from lowtide.plan import RECOMPUTE, Plan
@@ -58,7 +60,22 @@ class Rehearsal:
         Raises:
             BudgetInfeasibleError: no plan fits. StepError, UnsupportedModelError: the step cannot be planned.
             TierError: a tier that was asked for cannot be used.
+            RehearsalMemoryError: the device has too little memory for a rehearsal.
         """
+        try:
+            return self._planned(batch, step)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error).splitlines()[0]
+            let_go_of_frames(error)
+        _collect()
+        raise RehearsalMemoryError(
+            f"memory ran out while this batch was rehearsed: {said}\n"
+            "Fit without a batch, and the real steps are watched; or pass a smaller one."
+        )
+
+    def _planned(self, batch: Any, step: Step | None) -> PlannedStep:
         model, batch = self._model(), without_history(batch)
         assert model is not None
         group = group_of(model)
@@ -95,6 +112,14 @@ class Rehearsal:
                     self._tiers.give_up(error)
                     plan = self._solve(graph, costs, allow_least=was_told)
                     continue
+                except Exception as error:
+                    if group is not None or not is_out_of_memory(error):
+                        raise
+                    self._shrink(plan, error)
+                    let_go_of_frames(error)
+                    _collect()
+                    plan = self._solve(graph, costs, allow_least=True)
+                    continue
                 if not any(from_all_ranks(group, bool(differed))):
                     break
                 graph = _with_fixed_storages(graph, differed)  # what must be saved now may need more
@@ -130,6 +155,15 @@ class Rehearsal:
             )
             return solved(error.least_bytes)
 
+    def _shrink(self, plan: Plan, error: BaseException) -> None:
+        """The rehearsal of ``plan`` ran out of memory: a smaller budget from now on."""
+        budget = self._budget
+        budget.cap(budget.lower(plan.predicted_peak_bytes, missing_bytes(error, budget.device)))
+        self._reasons.say(
+            f"memory ran out in a rehearsal within {format_bytes(plan.predicted_peak_bytes)}: "
+            f"the budget is {format_bytes(budget.limit_bytes)} now"
+        )
+
     def _rehearse(
         self, planned: PlannedStep, group: dist.ProcessGroup | None, batch: Any, step: Step | None, unwritten: set[int]
     ) -> set[int]:
@@ -143,7 +177,7 @@ class Rehearsal:
         """
         model, plan, program = self._model(), planned.plan, planned.tape.program
         assert model is not None
-        fits = available_bytes(device_of(model)) > plan.predicted_peak_bytes - plan.resident_bytes
+        fits = not is_short_of(plan.predicted_peak_bytes - plan.resident_bytes, device_of(model))
         # One rank alone would wait for the others.
         if not any(from_all_ranks(group, fits and not program.keeps_everything)):
             return set()
@@ -167,6 +201,11 @@ class Rehearsal:
                     self._reasons.say_saved(op)
         # An op whose replay differed drops nothing any more.
         return {d.storage for d in plan.decisions if d.action == RECOMPUTE and not program.ops[d.op].drops}
+
+
+def _collect() -> None:
+    gc.collect()
+    release_cached_memory()
 
 
 def _live_bytes(model: nn.Module, graph: StepGraph) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowtide.device.block_size import BLOCK_BYTES
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph, Storage
 from lowtide.graph.structure import NUMBERS, structure_difference
@@ -26,7 +27,6 @@ from lowtide.runtime.interpolation import Estimate, Interpolation
 from lowtide.runtime.plain_peak import PlainPeak
 
 _MOST_REMEMBERED = 256  # shapes whose sizes are remembered
-BLOCK_BYTES = 512  # of an accelerator's allocator
 _NO_SIZES_OF_THE_SHAPE = ("batch", "optimizer", "other")  # resident parts: of the inputs, or of how far training is
 
 

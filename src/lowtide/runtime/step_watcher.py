@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
-from lowtide.runtime.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
 from lowtide.runtime.past_training import PastTraining
 from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep, num_nodes

@@ -19,10 +19,10 @@ from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
+from lowtide.device.names import device_name
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
-from lowtide.measurement.device import device_name
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.online.values import Claim, SavedHandle, StoredValue

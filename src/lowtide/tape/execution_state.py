@@ -2,35 +2,33 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.device.generators import set_state, state_of
+from lowtide.device.numeric_flags import numeric_flags, set_numeric_flags
 from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
 
 
 class GeneratorState:
     """State of one device's default generator, taken before a random op runs."""
 
-    __slots__ = ("_get", "_set", "_state")
+    __slots__ = ("_device", "_state")
 
     def __init__(self, device: torch.device) -> None:
-        cpu = device.type == "cpu"
-        self._get = torch.get_rng_state if cpu else partial(torch.cuda.get_rng_state, device)
-        self._set = torch.set_rng_state if cpu else partial(torch.cuda.set_rng_state, device=device)
-        self._state = self._get()
+        self._device, self._state = device, state_of(device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the generator has this state; afterwards, the present one again."""
-        now = self._get()
-        self._set(self._state)
+        now = state_of(self._device)
+        set_state(self._device, self._state)
         try:
             yield
         finally:
-            self._set(now)
+            set_state(self._device, now)
 
 
 class ExecutionState:
@@ -46,7 +44,7 @@ class ExecutionState:
     __slots__ = ("_model", "_versions", "flags", "on_difference")
 
     def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
-        self.flags = _read()
+        self.flags = numeric_flags()
         self._model = model
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
@@ -69,41 +67,16 @@ class ExecutionState:
         """Inside, the flags are as they were in the forward pass."""
         if self._versions is not None:
             self._versions.catch_up()
-        return nullcontext() if _read() == self.flags else self._restored()
+        return nullcontext() if numeric_flags() == self.flags else self._restored()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        now = _read()
-        _write(self.flags)
+        now = numeric_flags()
+        set_numeric_flags(self.flags)
         try:
             yield
         finally:
-            _write(now)
-
-
-def _read() -> tuple[Any, ...]:
-    # The C functions under torch.backends and torch.are_deterministic_algorithms_enabled(): this runs for each burst.
-    return (
-        torch.get_num_threads(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_deterministic_algorithms_warn_only(),
-        torch._C._get_float32_matmul_precision(),
-        torch._C._get_cudnn_allow_tf32(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-    )
-
-
-def _write(flags: tuple[Any, ...]) -> None:
-    threads, deterministic, warn_only, precision, tf32, benchmark, cudnn_deterministic = flags
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    if precision != torch.get_float32_matmul_precision():
-        torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cudnn.deterministic = cudnn_deterministic
+            set_numeric_flags(now)
 
 
 def no_autocast() -> AbstractContextManager[None]:

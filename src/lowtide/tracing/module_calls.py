@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+from lowtide.device.names import autocast_types
 from lowtide.tracing.fsdp.observer import FsdpObserver, observe_units
 from lowtide.tracing.operators import tensors_in
 
@@ -150,7 +151,7 @@ def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:
     Numbers are left out: they may count up or be annealed, and whether one changes the ops, the op sequence shows.
     """
     parts = ["train" if model.training else "eval"]
-    for device in ("cpu", "cuda"):
+    for device in autocast_types():
         if torch.is_autocast_enabled(device):
             parts.append(f"autocast({device},{_short(torch.get_autocast_dtype(device))})")
     parts += [_describe(a) for a in args]

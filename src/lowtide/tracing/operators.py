@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lowtide.device.block_size import in_blocks
 from lowtide.measurement.op_inputs import COLLECTIVES
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -36,7 +37,6 @@ SCATTERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
     torch.ops.aten.index_put.default,
 })  # fmt: skip
-_BLOCK_BYTES = {"cuda": 512}
 _CHUNK = 1 << 16  # words of a tensor that are weighted at a time
 _CPU_CHUNK = 1 << 13  # the same where no kernel has to be launched: rehearsals stay within small budgets
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
@@ -157,9 +157,8 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def allocated_bytes(storage: torch.UntypedStorage) -> int:
-    """As the device's allocator counts them: CUDA's gives whole blocks."""
-    block = _BLOCK_BYTES.get(storage.device.type, 1)
-    return -(-storage.nbytes() // block) * block
+    """As the device's allocator counts them."""
+    return in_blocks(storage.nbytes(), storage.device.type)
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -5,16 +5,17 @@ from typing import Any
 
 import torch
 
+from lowtide.device.block_size import in_blocks
 from lowtide.hollow.optimizer import hollow_optimizer_bytes
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import tensors_in
-from lowtide.tracing.subclasses import local_bytes, plain_tensors
+from lowtide.tracing.subclasses import plain_tensors
 
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
 }  # fmt: skip
-_PROBED: dict[tuple, tuple[float, float]] = {}  # what probes have found in this process
+_PROBED: dict[tuple, tuple[list[float], float]] = {}  # what probes have found in this process
 _SIDE = 64  # of the probe's square parameter: large beside per-parameter scalars such as Adam's step
 
 
@@ -33,10 +34,14 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     kind, settings = found
     sizes = [sum(t.numel() for t in plain_tensors(p)) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
-    state_each, one = _probe(kind, settings, like, 1)
+    states, one = _probe(kind, settings, like, 1)
     _, two = _probe(kind, settings, like, 2)
     together = two > 1.5 * one  # foreach and fused kernels hold temporaries of all parameters, a loop those of one
-    state = _existing_bytes(optimizer) or round(state_each * sum(sizes))
+    state = existing_state_bytes(optimizer)
+    if not state:
+        to_come = [round(each * size) for each in states for size in sizes]
+        in_blocks_more = sum(in_blocks(size, like.device.type) - size for size in to_come)
+        state = round(sum(states) * sum(sizes)) + in_blocks_more
     return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
 
 
@@ -48,7 +53,7 @@ def bytes_without_memory(
     if found is None:
         return 0, 0
     state, step = hollow_optimizer_bytes(*found, parameters, kernels=kernels, block_bytes=block_bytes)
-    return _existing_bytes(optimizer) or state, step
+    return existing_state_bytes(optimizer) or state, step
 
 
 def _kind_and_settings(optimizer: Any) -> tuple[type, dict[str, Any]] | None:
@@ -61,9 +66,12 @@ def _kind_and_settings(optimizer: Any) -> tuple[type, dict[str, Any]] | None:
     return type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
 
-def _existing_bytes(optimizer: Any) -> int:
+def existing_state_bytes(optimizer: Any) -> int:
+    """What the state takes that an optimizer has now; of a name nothing."""
     optimizer = checked_optimizer(optimizer)
-    return 0 if isinstance(optimizer, str) else sum(_tensor_bytes(s) for s in optimizer.state.values())
+    if optimizer is None or isinstance(optimizer, str):
+        return 0
+    return sum(in_blocks(t.nbytes, t.device.type) for s in optimizer.state.values() for t in _state_tensors(s))
 
 
 def checked_optimizer(optimizer: Any) -> Any:
@@ -84,8 +92,8 @@ def checked_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[float, float]:
-    """(state, step temporaries) of an optimizer over ``count`` small parameters, in bytes per element of one.
+def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], float]:
+    """(each state tensor of one, step temporaries) of ``count`` small parameters, in bytes per element of one.
 
     Measured once: a probe takes 0.2 s, and every watched step asks.
     """
@@ -104,17 +112,18 @@ def _kept(value: Any) -> Any:
     return value if isinstance(value, (int, str, type(None))) else type(value)
 
 
-def _measured(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[float, float]:
+def _measured(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], float]:
     probes = [torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device)) for _ in range(count)]
     known = {k: v for k, v in settings.items() if k in inspect.signature(kind).parameters}
     small = kind(probes, **known)
     for probe in probes:
         probe.grad = torch.zeros_like(probe)
     small.step()
-    state = sum(_tensor_bytes(s) for s in small.state.values() if s)
+    states = [t.nbytes / probes[0].numel() for t in _state_tensors(small.state[probes[0]])]
     temporaries = peak_bytes(small.step, like.device)
-    return state / probes[0].numel(), temporaries / probes[0].numel()
+    return states, temporaries / probes[0].numel()
 
 
-def _tensor_bytes(state: dict) -> int:
-    return sum(local_bytes(t) for t in tensors_in(state) if t.numel() > 1)
+def _state_tensors(state: dict) -> list[torch.Tensor]:
+    """Not the scalars, such as Adam's step, which are mostly on the CPU."""
+    return list(plain_tensors(*(t for t in tensors_in(state) if t.numel() > 1)))

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.generators import state_bytes
+from lowtide.device.memory import give_back_peak
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import Op
 from lowtide.measurement.allocator import measuring
@@ -150,8 +152,7 @@ class Recorder(TorchDispatchMode):
         result = self._run(signature, func, (args, kwargs), inputs, run)
         rng_bytes = 0
         if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
-            cpu = self._device.type == "cpu"
-            rng_bytes = (torch.get_rng_state() if cpu else torch.cuda.get_rng_state(self._device)).numel()
+            rng_bytes = state_bytes(self._device)
         if undeclared := self._undeclared_writes[signature]:
             changed = {n for i in undeclared if (n := id_of(inputs[i])) is not None} - set(writes)
             if changed.difference(not_replayed):
@@ -326,6 +327,7 @@ class Recorder(TorchDispatchMode):
         self.builder.recording = False
         self._compiled.open_in_backward.close()
         self.live.stop()
+        give_back_peak(self._device)
         for now, before in self._before_writes:
             now.copy_(before)
         self._before_writes.clear()

@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import nn
 
+from lowtide.device.generators import GeneratorStates
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import preserve_ddp_state
@@ -70,9 +71,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), unwritten: Collection[int] = ()) -> None:
         parameters = list(model.parameters())
-        gpus = range(torch.cuda.device_count()) if any(p.is_cuda for p in parameters) else []
-        self._generator = torch.get_rng_state()
-        self._gpu_generators = [(gpu, torch.cuda.get_rng_state(gpu)) for gpu in gpus]
+        self._generators = GeneratorStates(parameters)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
         # A step may give a parameter other memory (``p.data = ...``).
         self._homes = [(p, p.data) for p in parameters if storage_of(p) is not None]
@@ -97,9 +96,7 @@ class TrainingState:
                     tensor.copy_(old)
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._generator)
-        for gpu, state in self._gpu_generators:
-            torch.cuda.set_rng_state(state, gpu)
+        self._generators.restore()
 
 
 @contextmanager
@@ -156,6 +153,7 @@ def preserve_training_state(
                 if hook is None and p._post_accumulate_grad_hooks is not None:
                     p._post_accumulate_grad_hooks = OrderedDict()  # takes ours away, which None leaves in force
                 p._post_accumulate_grad_hooks = hook
+            torch.clear_autocast_cache()  # its casts are of this rehearsal's graph
             before.restore()
             for t, grad in grads:
                 t.grad = grad

@@ -28,11 +28,6 @@ def plain_tensors(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(*(t for t in inner if isinstance(t, torch.Tensor)))
 
 
-def local_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of what is on this rank."""
-    return sum(t.numel() * t.element_size() for t in plain_tensors(tensor))
-
-
 def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of ``model`` that are wrappers."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it takes longer than looking

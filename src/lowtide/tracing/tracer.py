@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device.block_size import block_bytes
+from lowtide.device.memory import allocated_bytes as device_bytes
+from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.memory import is_hollow
@@ -23,10 +26,10 @@ from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_supported
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
-from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
-from lowtide.tracing.subclasses import local_bytes, plain_tensors, wrapped_parameters
+from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _WRAPPERS = frozenset({
@@ -74,6 +77,7 @@ def run_step(model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Ten
     Raises:
         StepError: the model rejects the batch, or what comes back is no scalar that requires a gradient.
     """
+    torch.clear_autocast_cache()  # casts of an earlier step in the same autocast region would not be made again
     try:
         output = None if step is not None else call_model(model, batch)
         loss = step(model, batch) if step is not None else default_loss(output)
@@ -205,8 +209,15 @@ def finished_graph(
     state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
     return recorder.builder.build(
         device=device.type,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        resident=resident_bytes(model, batch, device, received, None if hollow is None else hollow.block_bytes)
+        device_name=device_name(device) if is_accelerator(device) else platform.processor() or "cpu",
+        resident=resident_bytes(
+            model,
+            batch,
+            device,
+            received,
+            existing_state_bytes(optimizer),
+            None if hollow is None else hollow.block_bytes,
+        )
         | {"optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
         written_parameters=tuple(
@@ -307,14 +318,24 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
 
 
 def resident_bytes(
-    model: nn.Module, batch: Any, device: torch.device, with_grad: set[str], block_bytes: int | None = None
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    with_grad: set[str],
+    optimizer_bytes: int = 0,
+    block: int | None = None,
 ) -> dict[str, int]:
-    """Live bytes through the whole step by part, each storage once; ``block_bytes``: None for those of ``device``."""
-    block = block_bytes or (1 if device.type == "cpu" else 512)
-    seen: set[int] = set()
+    """Live bytes through the whole step by part, each storage once; of the optimizer's state only that it is known.
+
+    Args:
+        block: Bytes of the blocks that the allocator gives; None: as that of ``device``.
+    """
+    block = block or block_bytes(device.type)
 
     def in_blocks(size: int) -> int:
         return -(-size // block) * block
+
+    seen: set[int] = set()
 
     def total(tensors: Iterable[torch.Tensor]) -> int:
         found = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
@@ -326,11 +347,13 @@ def resident_bytes(
         "parameters": total(model.parameters()),
         "buffers": total(model.buffers()),
         "batch": total(batch_tensors(batch)),
-        "gradients": sum(in_blocks(local_bytes(p)) for name, p in model.named_parameters() if name in with_grad),
+        "gradients": sum(
+            in_blocks(t.nbytes) for name, p in model.named_parameters() if name in with_grad for t in plain_tensors(p)
+        ),
         "other": ddp_bucket_bytes(model),
     }
-    if device.type == "cuda":
+    if is_accelerator(device) and (allocated := device_bytes(device)) is not None:
         existing = total(p.grad for p in model.parameters() if p.grad is not None)
-        known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing
-        by_part["other"] = max(0, torch.cuda.memory_allocated(device) - known)
+        known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing + optimizer_bytes
+        by_part["other"] = max(0, allocated - known)
     return by_part

@@ -1,4 +1,4 @@
-"""The host tier against a stand-in for ``torch.cuda`` that knows which stream may see what: no copy comes too early."""
+"""The host tier against a stand-in for an accelerator that knows which stream may see what: no copy comes too early."""
 
 import gc
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from support.offloads import movable, moving
 from support.training_steps import differing, mlp, outcome, plain
 
 import lowtide
+from lowtide.device import block_size, pinning
 from lowtide.errors import TierError
 from lowtide.graph.costs import Costs, Link
 from lowtide.tape.offload import host_tier
 from lowtide.tape.offload.host_tier import HostTier, host_bytes
 from lowtide.tape.offload.open_tiers import automatic_host_bytes, usable
-from lowtide.tracing import operators
 from lowtide.tracing.tracer import run_step
 
 
@@ -50,15 +50,15 @@ class Gpu:
         self.touch(target.data_ptr(), writes=True)
         target.copy_(source)
 
-    # What host_tier.py uses of torch.cuda
+    # What host_tier.py uses of device/streams.py, and device/pinning.py of torch.cuda
 
-    def Stream(self, device):
+    def new_stream(self, device):
         stream = SimpleNamespace(seen=set(), device=device)
         stream.wait_stream = lambda other: stream.seen.update(other.seen)
         stream.wait_event = lambda event: stream.seen.update(event.seen)
         return stream
 
-    def Event(self):
+    def new_event(self, device):
         event = SimpleNamespace(seen=set())
         event.record = lambda stream: event.seen.update(stream.seen)
         return event
@@ -68,12 +68,12 @@ class Gpu:
         return self.now
 
     @contextmanager
-    def stream(self, stream):
+    def on_stream(self, stream):
         before, self.now = self.now, stream
         yield
         self.now = before
 
-    def synchronize(self):
+    def synchronize_all(self):
         pass
 
     def cudart(self):
@@ -92,7 +92,10 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(host_tier, "cuda", gpu)
+    monkeypatch.setattr(host_tier, "streams", gpu)
+    monkeypatch.setattr(pinning, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(pinning, "cudart", lambda: gpu.cudart())
+    monkeypatch.setattr(pinning, "synchronize_all", gpu.synchronize_all)
     monkeypatch.setattr(host_tier, "_copy", gpu.copy)
     return gpu
 
@@ -208,7 +211,7 @@ def test_an_error_that_a_failed_registration_leaves_is_taken_away_by_older_torch
         blamed.append(options["device"])
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(host_tier.torch, "ones", blames)
+    monkeypatch.setattr(pinning.torch, "ones", blames)
 
     with pytest.raises(TierError, match="could not be pinned"):
         HostTier().store(made(gpu).untyped_storage())
@@ -328,7 +331,7 @@ def test_none_moves_nothing_and_an_amount_that_was_asked_for_is_not_done_without
 
 
 def test_what_is_taken_by_itself_is_a_share_of_what_is_free_split_among_ranks(monkeypatch):
-    monkeypatch.setattr("lowtide.tape.offload.open_tiers.available_bytes", lambda device: 800)
+    monkeypatch.setattr("lowtide.tape.offload.open_tiers.available_host_bytes", lambda: 800)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert automatic_host_bytes() == 400
 
@@ -339,7 +342,7 @@ def test_what_is_taken_by_itself_is_a_share_of_what_is_free_split_among_ranks(mo
 
 
 def test_ops_whose_memory_the_allocator_rounds_up_are_dropped_and_moved_all_the_same(monkeypatch):
-    monkeypatch.setitem(operators._BLOCK_BYTES, "cpu", 512)  # as CUDA's does
+    monkeypatch.setattr(block_size, "block_bytes", lambda kind: 512)  # as CUDA's does
     model, batch = mlp(6, 9), torch.randn(7, 9)
     graph = lowtide.trace(model, batch)
     assert all(s.bytes % 512 == 0 for s in graph.storages)

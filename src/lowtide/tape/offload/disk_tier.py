@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from lowtide.device.pinning import host_buffer
 from lowtide.errors import TierError
 from lowtide.scratch_file import open_scratch, read_all, write_all
 from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
@@ -74,7 +75,7 @@ class DiskCopy:
         if self._reading is None:
             self.settle()
             with hidden_from_modes():
-                self._buffer = torch.empty(self._size, dtype=torch.uint8)
+                self._buffer = host_buffer(self._size)
             self._reading = self._tier.reader.submit(_read, self._tier.fd, self._offset, self._buffer, self._sum)
 
     def fetch(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The host tier: storages of a model on CUDA in pinned host memory, copied on streams of their own.
+"""The host tier: storages of a model on an accelerator in pinned host memory, copied on streams of their own.
 
-Never run on a GPU. The tests check the order of events against a stand-in for ``torch.cuda``.
+Never run on a GPU. The tests check the order of events against a stand-in for ``device/streams.py``.
 
 - Stores and fetches have a stream each. Nothing synchronises: an event is recorded after each copy, and the stream that
   needs the copy waits for that event.
@@ -8,11 +8,9 @@ Never run on a GPU. The tests check the order of events against a stand-in for `
   released only after the compute stream waits for its copy. Memory to fetch into is allocated on the compute stream,
   and the fetch stream waits for that stream first. No ``record_stream`` is needed, and the moment at which memory is
   free does not depend on the speed of copies.
-- Pinned memory comes from a pool by size, rounded up to 64 KiB. The pool registers it itself, because PyTorch's pinned
-  allocator rounds up to powers of two. Each block has pages of its own, since a page can be registered once only. The
-  pool grows up to the budget and is kept until the tier is closed. What a plan offloads is pinned when the tier is
-  opened, so a failure shows before the first step.
-- A failed registration leaves a CUDA error behind that the next kernel would report, so it is cleared.
+- Pinned memory comes from a pool by size, rounded up to 64 KiB (``device/pinning.py``). The pool grows up to the budget
+  and is kept until the tier is closed. What a plan offloads is pinned when the tier is opened, so a failure shows
+  before the first step.
 """
 
 import math
@@ -22,13 +20,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import cuda
 
+from lowtide.device import pinning, streams
 from lowtide.errors import TierError
 from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
 from lowtide.units import format_bytes
 
-_ROUNDING, _PAGE = 1 << 16, 1 << 12
+_ROUNDING = 1 << 16
 
 
 class HostTier:
@@ -36,13 +34,13 @@ class HostTier:
 
     def __init__(self, budget_bytes: float = math.inf) -> None:
         self.pool = _Pool(budget_bytes)
-        self._streams: dict[torch.device, tuple[cuda.Stream, cuda.Stream]] = {}
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
         weakref.finalize(self, self.pool.close)
 
-    def streams(self, device: torch.device) -> tuple[cuda.Stream, cuda.Stream]:
+    def streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
         """The streams of stores and of fetches on ``device``, which need not be the current one."""
         if device not in self._streams:
-            self._streams[device] = cuda.Stream(device), cuda.Stream(device)
+            self._streams[device] = streams.new_stream(device), streams.new_stream(device)
         return self._streams[device]
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -95,15 +93,15 @@ class HostCopy:
         return buffer
 
     def _start(
-        self, stream: cuda.Stream, target: torch.Tensor, source: torch.Tensor
-    ) -> tuple[weakref.finalize, cuda.Event]:
+        self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor
+    ) -> tuple[weakref.finalize, torch.Event]:
         """Copy on ``stream``. Returns a call with which the compute stream waits for the copy, and the copy's event."""
         with _as_tier_error():
             # For the op that makes the storage, for earlier users of the memory, and for the store before a fetch.
-            stream.wait_stream(cuda.current_stream(self._device))
-            with hidden_from_modes(), cuda.stream(stream):
+            stream.wait_stream(streams.current_stream(self._device))
+            with hidden_from_modes(), streams.on_stream(stream):
                 _copy(target, source)
-                copied = cuda.Event()
+                copied = streams.new_event(self._device)
                 copied.record(stream)
         # A finalizer waits also if nobody asks for the copy: the compute stream reuses its memory.
         wait = weakref.finalize(self, _wait, self._device, copied)
@@ -113,7 +111,7 @@ class HostCopy:
 
 @contextmanager
 def _as_tier_error() -> Iterator[None]:
-    """Turn CUDA errors into TierError, so that ``fit`` can plan without this tier; not where device memory is full."""
+    """Turn the device's errors into TierError, so that ``fit`` can plan without this tier; not a full device."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -129,8 +127,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _wait(device: torch.device, event: cuda.Event) -> None:
-    cuda.current_stream(device).wait_event(event)
+def _wait(device: torch.device, event: torch.Event) -> None:
+    streams.current_stream(device).wait_event(event)
 
 
 class _Block:
@@ -140,7 +138,7 @@ class _Block:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.last_read: cuda.Event | None = None
+        self.last_read: torch.Event | None = None
 
 
 class _Pool:
@@ -151,7 +149,7 @@ class _Pool:
         self.pinned_bytes = 0
         self._lock = threading.Lock()
         self._free: dict[int, list[_Block]] = {}
-        self._registered: list[torch.Tensor] = []
+        self._pinned: list[torch.Tensor] = []
 
     def allocate(self, size: int) -> _Block:
         rounded = host_bytes(size)
@@ -174,43 +172,24 @@ class _Pool:
             self._free.setdefault(block.memory.numel(), []).append(block)
 
     def _pin(self, size: int) -> torch.Tensor:
-        with hidden_from_modes():
-            memory = torch.empty(size + _PAGE, dtype=torch.uint8)
-            begin = -memory.data_ptr() % _PAGE
-            memory = memory[begin : begin + size]
-        code = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 1))  # 1: portable
-        if code:
-            _clear_cuda_error()
+        try:
+            with hidden_from_modes():
+                memory = pinning.pinned_buffer(size)
+        except pinning.PinningError as error:
             raise TierError(
-                f"{format_bytes(size)} of host memory could not be pinned (CUDA error {code}), "
+                f"{format_bytes(size)} of host memory could not be pinned ({error}), "
                 f"{format_bytes(self.pinned_bytes)} are.\n"
                 "Lower host_budget= below that, or raise the system's limit of locked memory."
-            )
-        self._registered.append(memory)
+            ) from error
+        self._pinned.append(memory)
         return memory
 
     def close(self) -> None:
         """Unpin all memory, after copies that still run."""
         with self._lock:
-            if self._registered:
-                cuda.synchronize()
-            for memory in self._registered:
-                cuda.cudart().cudaHostUnregister(memory.data_ptr())
-            self._registered.clear()
+            pinning.unpin(self._pinned)
+            self._pinned.clear()
             self._free.clear()
-
-
-def _clear_cuda_error() -> None:
-    """Clear the error that a failed call has left behind."""
-    clear = getattr(cuda.cudart(), "cudaGetLastError", None)  # missing in some versions of torch
-    if clear is not None:
-        clear()
-        return
-    try:
-        with hidden_from_modes():
-            torch.ones(1, device="cuda")  # reports the error, and so clears it
-    except (RuntimeError, AssertionError):  # AssertionError: torch without CUDA
-        pass
 
 
 def host_bytes(size: int) -> int:

@@ -6,8 +6,9 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 
+from lowtide.device.host_memory import available_host_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.graph.costs import DISK, HOST
-from lowtide.measurement.device import available_bytes
 from lowtide.measurement.links import check_tier
 from lowtide.options import Offload
 from lowtide.plan import TIER_OF, Plan
@@ -70,7 +71,7 @@ def usable(device: str, policy: Offload) -> dict[str, int]:
         os.close(open_scratch(scratch_dir))
         free_bytes = shutil.disk_usage(tempfile.gettempdir() if scratch_dir is None else scratch_dir).free
         capacities.setdefault(DISK, int(_FREE_SHARE * free_bytes))
-    if HOST in capacities or (policy.host_budget == "auto" and device == "cuda"):
+    if HOST in capacities or (policy.host_budget == "auto" and is_accelerator(device)):
         check_tier(HOST, device)
         capacities.setdefault(HOST, automatic_host_bytes())
     return capacities
@@ -84,4 +85,4 @@ def _named_amounts(policy: Offload) -> dict[str, int]:
 def automatic_host_bytes() -> int:
     """This rank's share of half of the available host memory."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return int(_HOST_SHARE * available_bytes("cpu")) // max(1, int(ranks) if ranks.isdigit() else 1)
+    return int(_HOST_SHARE * available_host_bytes()) // max(1, int(ranks) if ranks.isdigit() else 1)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from lowtide.device.block_size import in_blocks
 from lowtide.tracing.operators import packet_name, tensors_in
 
 # Views of what they read: they make nothing.
@@ -78,6 +79,7 @@ def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
     """Bytes of the storages that ``func`` makes, from a run on tensors without memory; None where that cannot tell."""
     if func.namespace != "aten" or packet_name(func) in _CONVOLUTIONS or next(tensors_in(args), None) is None:
         return None
+    device_type = next(tensors_in(args)).device.type
     given: set[int] = set()
     twins: list[torch.Tensor] = []  # alive until the end: no storage of a result has the address of one
 
@@ -96,7 +98,7 @@ def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
     if any(result.device.type != "meta" for result in results):
         return None
     storages = {s._cdata: s.nbytes() for result in results if (s := result.untyped_storage())._cdata not in given}
-    return sum(storages.values())
+    return sum(in_blocks(size, device_type) for size in storages.values())
 
 
 def _first_guess(func: Any, args: tuple) -> int:

@@ -26,7 +26,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.values import Kept, ViewSpec, sharing_version
-from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
+from lowtide.tracing.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
 
 MARK = "_lowtide_stored_value"  # attribute of the storage's Python object
 
@@ -62,7 +62,7 @@ class StoredValue:
         self, storage: torch.UntypedStorage, number: int, version: int, layer: int, run: ExecutionState
     ) -> None:
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        self.bytes = storage.nbytes()
+        self.bytes = allocated_bytes(storage)
         self.run = run
         self.number = self.last_use = number
         self.version = version

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from lowtide.measurement.device import available_bytes
+from lowtide.device.memory import available_bytes
 from lowtide.units import parse_budget
 
 # What errors say that have no class of their own: the CPU's allocator, cuBLAS and cuDNN, other backends.
@@ -30,8 +30,18 @@ def missing_bytes(error: BaseException, device: torch.device) -> int | None:
     if tried is None:
         return None
     free = _bytes_in(_FREE.search(str(error)))
-    missing = tried - (available_bytes(device) if free is None else free)
+    free = available_bytes(device) if free is None else free
+    if free is None:
+        return None
+    missing = tried - free
     return missing if missing > 0 else None  # else memory was in pieces, or somebody has freed some since
+
+
+def let_go_of_frames(error: BaseException | None) -> None:
+    """Free what the code that failed has made. Clearing the frames' locals is not enough: functions have closures."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def tried_bytes(error: BaseException) -> int:

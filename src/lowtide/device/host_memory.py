@@ -1,11 +1,9 @@
-"""The name of a device, and the bytes that can still be allocated on it."""
+"""The bytes of host memory that can still be allocated."""
 
 import ctypes
-import platform
 from pathlib import Path
 
 import psutil
-import torch
 
 try:
     import resource
@@ -13,28 +11,12 @@ except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
 
-def device_name(device: str | torch.device = "cpu") -> str:
-    """Return the model name that ``device`` reports; the machine type where a CPU reports none."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] not in ("", "unknown") else platform.machine() or "cpu"
+def available_host_bytes() -> int:
+    """Return the bytes that PyTorch can still allocate on the CPU now.
 
-
-def available_bytes(device: str | torch.device = "cpu") -> int:
-    """Return the bytes that PyTorch can still allocate on ``device`` now.
-
-    On CUDA: free on the device, plus what the caching allocator holds unused. On CPU the least of: RAM available
-    without swapping, what the control groups (v1 or v2) leave, what the address-space limit leaves; plus what malloc
-    holds unused.
+    The least of: RAM available without swapping, what the control groups (v1 or v2) leave, what the address-space
+    limit leaves; plus what malloc holds unused.
     """
-    if torch.device(device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     limits = [psutil.virtual_memory().available, cgroup_available_bytes()]
     if resource is not None and (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         limits.append(limit - psutil.Process().memory_info().vms)

@@ -7,19 +7,18 @@ import sys
 import textwrap
 
 import pytest
-import torch
 
-from lowtide.measurement.device import available_bytes, cgroup_available_bytes
+from lowtide.device.host_memory import available_host_bytes, cgroup_available_bytes
 
 
 def test_available_bytes_respects_an_address_space_limit():
     script = textwrap.dedent("""
         import resource, psutil
-        from lowtide.measurement.device import available_bytes, unused_heap_bytes
+        from lowtide.device.host_memory import available_host_bytes, unused_heap_bytes
         room = 256 * 2**20
         limit = psutil.Process().memory_info().vms + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        left = available_bytes("cpu") - unused_heap_bytes()
+        left = available_host_bytes() - unused_heap_bytes()
         assert room - 64 * 2**20 < left <= room + 2**20, left
     """)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
@@ -27,19 +26,19 @@ def test_available_bytes_respects_an_address_space_limit():
 
 def test_available_bytes_without_limits_is_at_most_the_free_ram():
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    assert 0 < available_bytes("cpu") < 2**50
+    assert 0 < available_host_bytes() < 2**50
 
 
 def test_what_malloc_keeps_for_this_process_is_available(monkeypatch):
-    monkeypatch.setattr("lowtide.measurement.device.unused_heap_bytes", lambda: 2**50)
-    assert available_bytes("cpu") > 2**50
+    monkeypatch.setattr("lowtide.device.host_memory.unused_heap_bytes", lambda: 2**50)
+    assert available_host_bytes() > 2**50
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells")
 def test_malloc_tells_what_it_keeps_after_a_step():
     script = textwrap.dedent("""
         import torch
-        from lowtide.measurement.device import unused_heap_bytes
+        from lowtide.device.host_memory import unused_heap_bytes
         layers = [torch.nn.Linear(64, 64) for _ in range(32)]
         before = unused_heap_bytes()
         for _ in range(2):  # 8 MiB a tensor: on the heap from the second time on
@@ -80,9 +79,3 @@ def test_a_path_outside_the_mount_falls_back_to_the_mount(tmp_path):
 
 def test_no_groups_means_no_limit(tmp_path):
     assert cgroup_available_bytes(tmp_path / "none", tmp_path) is None
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_cuda_device_has_memory_left():
-    assert available_bytes("cuda") > 0

@@ -1,0 +1,92 @@
+"""Rehearsals of lowtide's own that run out of memory are done again smaller, or told by name."""
+
+import pytest
+import torch
+from support.training_steps import differing, mlp, outcome, plain
+from torch import nn
+
+import lowtide
+from lowtide.errors import RehearsalMemoryError
+from lowtide.tracing.tracer import run_step
+
+X = torch.randn(64, 64)
+
+
+class Device(nn.Module):
+    """A model that runs out of memory at chosen calls, or on more than ``most_rows``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(6, 64)
+        self.most_rows, self.calls, self.fails_at = 10**9, 0, range(0)
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.body(x)
+        if len(x) > self.most_rows or self.calls in self.fails_at:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 KiB\nmore of it")
+        return x
+
+
+def step_of(model):
+    torch.manual_seed(7)
+    loss, _ = run_step(model, X, None)
+    loss.backward()
+    return outcome(model, loss)
+
+
+def test_verify_compares_on_fewer_rows():
+    model = Device()
+    plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
+    model.most_rows = 20
+
+    found = lowtide.verify(model, X, plan, rounds=0)
+
+    assert found.equal and found.dropped_ops
+    assert found.note == "the plain step does not fit: compared on 16 of 64 rows, at the least that they need"
+
+
+def test_verify_that_fits_no_row_is_told_with_the_way_out():
+    model = Device()
+    plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
+    model.most_rows = 0
+
+    with pytest.raises(RehearsalMemoryError) as error:
+        lowtide.verify(model, X, plan, rounds=0)
+    assert str(error.value) == (
+        "memory ran out while the plain and the planned step were compared on 1 of 64 rows: "
+        "out of memory. Tried to allocate 20.00 KiB\nMake room on the device, or verify on a smaller batch."
+    )
+
+
+def test_a_rehearsed_plan_that_does_not_fit_gets_a_smaller_budget():
+    model = Device()
+    expected = plain(model, X)
+    first = lowtide.fit(Device(), X, budget="60%").plan
+    model.calls, model.fails_at = 0, (2,)  # the trace is the first call
+
+    with lowtide.fit(model, X, budget="60%") as fit:
+        assert fit.plan.predicted_peak_bytes < first.predicted_peak_bytes
+        (reason,) = fit.warnings
+        assert reason.startswith("memory ran out in a rehearsal within ") and "the budget is" in reason
+        assert differing(expected, step_of(model)) == [] and fit.status().planned_steps == 1
+
+
+def test_a_trace_that_does_not_fit_leaves_the_real_steps_to_be_watched():
+    model = Device()
+    expected = plain(model, X)
+    model.calls, model.fails_at = 0, (1,)
+
+    with lowtide.fit(model, X, budget="60%") as fit:
+        (reason,) = fit.warnings
+        assert reason == (
+            "not rehearsed, planned from real steps instead: memory ran out while this batch was rehearsed: "
+            "out of memory. Tried to allocate 20.00 KiB"
+        )
+        assert differing(expected, step_of(model)) == []
+        model.zero_grad()
+        fit.wait(60)
+        assert differing(expected, step_of(model)) == [] and fit.status().in_force
+        model.calls, model.fails_at = 0, (1,)
+        with pytest.raises(RehearsalMemoryError, match="memory ran out while this batch was rehearsed"):
+            fit.add(X[:32])
