@@ -3,6 +3,9 @@
 Each number stands beside its source: an address, or ``assumed:`` with the reason. Rates are dense, without structured
 sparsity. A file that ``lowtide calibrate`` wrote into the user's cache directory is the device ``here``; it holds
 measured rates by class of op and size instead of a vendor's peaks.
+
+Known weakness: most of these numbers were written down from memory. Of the addresses beside them, which say where the
+vendor states them, few were read again. Nothing was compared with a real accelerator.
 """
 
 from __future__ import annotations
