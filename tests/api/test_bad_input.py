@@ -92,13 +92,21 @@ def test_a_budget_that_makes_no_sense_is_refused_with_its_value_and_the_way_out(
     assert refused(lambda: lowtide.fit(model, x, budget=budget), model, kind) == message
 
 
-def test_a_budget_below_everything_states_the_least_that_works():
+def test_a_budget_below_everything_says_what_lives_through_the_step():
     model, x = mlp(2), torch.randn(4, 16)
 
     text = refused(lambda: lowtide.fit(model, x, budget=1), model, BudgetInfeasibleError)
 
-    assert text.startswith("no plan fits budget=1 B: every plan needs at least ")
-    assert "reduce the batch" in text
+    assert text.startswith("no plan fits budget=1 B: 4.50 KiB (4608 bytes) live through the whole step.\n")
+    assert "shard the model" in text
+
+
+def test_a_budget_below_everything_knows_the_least_that_works():
+    model, x = mlp(2), torch.randn(4, 16)
+
+    with pytest.raises(BudgetInfeasibleError) as found:
+        lowtide.fit(model, x, budget=1)
+    lowtide.fit(model, x, budget=found.value.least_bytes).remove()
 
 
 def test_a_batch_that_the_model_rejects_is_shown_with_its_shape():

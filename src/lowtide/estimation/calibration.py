@@ -22,10 +22,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.cache_files import write_file
+from lowtide.device.memory import available_bytes
+from lowtide.device.names import device_name
 from lowtide.estimation.device_table import Device, calibration_path, device_named
 from lowtide.estimation.op_work import CACHED_BYTES, work_of
 from lowtide.gc_control import gc_disabled
-from lowtide.measurement.device import available_bytes, device_name
 from lowtide.measurement.op_inputs import describe
 
 ERROR_FRACTION = 0.35  # above the worst of benchmarks/results/estimate_cpu.jsonl (0.26) and of other runs of it (0.31)
@@ -350,7 +351,7 @@ def _as_file(rates: dict[str, list[tuple[float, float]]], op_us: float, cold_us:
         "compute_capability": None,
         "note": f"one thread, torch {torch.__version__}",
         "memory_bytes": fact(psutil.virtual_memory().total),
-        "usable_bytes": fact(available_bytes()),
+        "usable_bytes": fact(available_bytes() or 0),
         "bandwidth_bytes_per_s": fact(copied),
         "matrix_flops": {dtype: fact(rate) for dtype, rate in flops.items()},
         "host_link_bytes_per_s": fact(copied),

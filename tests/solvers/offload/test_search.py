@@ -96,7 +96,7 @@ def test_moving_reaches_budgets_that_recomputing_cannot_and_says_how_far_it_goes
     with pytest.raises(BudgetInfeasibleError) as alone:
         solve(graph, costs, 1)
     with pytest.raises(BudgetInfeasibleError, match="other tiers used: every plan needs at least") as moving:
-        solve(graph, costs, 1, offload=("disk",))
+        solve(graph, costs, graph.resident_bytes + 1, offload=("disk",))
     assert moving.value.least_bytes < alone.value.least_bytes
 
     plan = solve(graph, costs, moving.value.least_bytes, offload=("disk",))
