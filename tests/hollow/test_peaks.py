@@ -28,7 +28,10 @@ def autocast_step(model, batch):
         return loss_of(model(**batch))
 
 
-@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("autocast", "bfloat16"))],
+)
 @pytest.mark.parametrize(("task", "kind"), KINDS)
 def test_the_peak_is_that_of_the_real_trace(task, kind, precision):
     made = architectures.build(task, kind)
