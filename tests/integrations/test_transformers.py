@@ -252,12 +252,12 @@ def lines(caplog):
 
 def test_the_trainers_logger_says_what_is_in_force(lines, tmp_path):
     run = train(small(), tmp_path, LowtideCallback("60%"))
-    first, second, last = lines()
+    first, *plans, last = lines()
     assert first == (
         "lowtide: keeps each training step within its budget (60%): the first steps are watched, then the tensors that "
         "cost least are recomputed. Losses and gradients stay bitwise the same."
     )
-    assert second.startswith("lowtide: a plan is in force: budget ")
+    assert plans and all(line.startswith("lowtide: a plan is in force: budget ") for line in plans)
     assert last.startswith("lowtide: 3 of 4 steps ran under a plan: budget ")
     assert "observed peak" in last and "overhead" in last and last.endswith("plans: 1.")
     assert not any("lowtide" in str(entry) for entry in run.trainer.state.log_history)

@@ -1,9 +1,9 @@
 """The least peak that is found for a graph. It depends on the graph alone: op times have no say, nor has a clock.
 
 Local search from several starts: the leanest choice of columns where segments are planned apart, the leanest chain
-schedule and published method, everything recomputed. The first change that lowers the peak is taken, fewest replays per
-byte first: looking at all changes for the best one left no time to come as low. Where no change helps, a few decisions
-are turned over and it goes on from there.
+schedule and published method, everything recomputed; of a graph of few storages, the leanest of all choices. The first
+change that lowers the peak is taken, fewest replays per byte first: looking at all changes for the best one left no
+time to come as low. Where no change helps, a few decisions are turned over and it goes on from there.
 
 Known weakness: what it finds is not proven; in graphs of many events it looks at fewer changes.
 """
@@ -11,6 +11,7 @@ Known weakness: what it finds is not proven; in graphs of many events it looks a
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import compress, product
 from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
@@ -19,7 +20,7 @@ from lowtide.plan import SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments, windows
-from lowtide.solvers.graph_queries import choices, complete_actions, ops_worth_replaying
+from lowtide.solvers.graph_queries import choices, complete_actions, ops_worth_replaying, recomputable
 from lowtide.solvers.local_search import Evaluated, changes, evaluate
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.lazy_candidates import least_peak
@@ -111,6 +112,8 @@ class LeastPeakSearch:
             yield evaluate(choice.actions, choice.replays)
         if len(graph.events) <= tuning.LEAST_PEAK_DEEP_EVENTS:
             yield evaluate(complete_actions(graph, graph.stored))
+        if len(free := sorted(recomputable(graph))) <= tuning.LEAST_PEAK_ALL_CHOICES:
+            yield min(map(evaluate, _all_actions(graph, free)), key=_height)
 
     def _descent(self, start: Evaluated) -> Iterator[Evaluated]:
         """From ``start`` on, the first change each time that lowers the peak, or at how many moments it is reached."""
@@ -145,6 +148,13 @@ class LeastPeakSearch:
         dropped = [s for s in dropped if s not in to_save] + [s for s in saved if s in to_drop]
         actions = complete_actions(graph, dropped, [s for s in stops if s not in to_drop])
         return self._context.evaluate(actions, best.replays)
+
+
+def _all_actions(graph: StepGraph, free: list[int]) -> Iterator[dict[int, str]]:
+    """Of every choice there is among ``free``, all that may be recomputed: of a small graph these are few."""
+    for chosen in product((False, True), repeat=len(free)):
+        picked = set(compress(free, chosen))
+        yield complete_actions(graph, picked & graph.stored, picked - graph.stored)
 
 
 def _height(evaluated: Evaluated) -> tuple[int, int]:
