@@ -186,7 +186,7 @@ class StepWatcher:
             self._note_call_too_many()
         if not self._shapes:
             self._begin_step(model, shape, (args, kwargs))
-        elif self._watch is not None and (self._spoiled or (self._step is None and self._watch.num_claims == 0)):
+        elif self._has_failed() or (self._watch is not None and self._step is None and self._watch.num_claims == 0):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
             self._shapes = []
             self._begin_step(model, shape, (args, kwargs))
@@ -199,6 +199,11 @@ class StepWatcher:
         if isinstance(self._watch, WatchedStep):
             self._watch.begin_call(model, args, kwargs)
         return self._observed(self._watch)
+
+    def _has_failed(self) -> bool:
+        """Whether a call of the present step has, and with it what observed the step as a whole."""
+        step = self._step
+        return self._spoiled and (self._watch is not None or (step is not None and _is_taped_whole(step)))
 
     def _note_call_too_many(self) -> None:
         """A call beyond those planned: if nothing is left of those, another step begins."""
@@ -228,7 +233,7 @@ class StepWatcher:
         tape.on_divergence = self._go_online
         if step.keeps_everything and not tape.matches_all:
             return _Call(self, position)
-        if step.needs_whole_step:
+        if _is_taped_whole(step):
             if at == 0:
                 self._leave_plan()
                 self._plan_seam = self._opened(tape)
@@ -250,6 +255,8 @@ class StepWatcher:
         finally:
             tape.leave()
             state.observer = None
+            if self._spoiled:
+                self._leave_plan(failed=True)
 
     def begin_call(self) -> None:
         """The model runs: calls of it in this one are part of it."""
@@ -662,6 +669,11 @@ class _Call:
             self._region.__exit__(failure)
         module_calls.thread_state.fitted_calls -= 1
         self._watcher.end_call(self._position, range(self._first_node, num_nodes()), error)
+
+
+def _is_taped_whole(step: PlannedStep) -> bool:
+    """From the model's call to backward. A step that nobody has seen may write there what replays read."""
+    return step.needs_whole_step or not step.is_known
 
 
 def _close_all(seams: list[Seam]) -> None:
