@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,14 +46,14 @@ class Loop:
     ranks: int = 1
 
 
-def llama() -> nn.Module:
+def llama(hidden: int = 128) -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
-        hidden_size=128, num_hidden_layers=4, intermediate_size=344, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, use_cache=False, attn_implementation="sdpa", pad_token_id=0, bos_token_id=1,
-        eos_token_id=2,
+        hidden_size=hidden, num_hidden_layers=4, intermediate_size=hidden * 43 // 16, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, attn_implementation="sdpa", pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).train()
 
@@ -129,20 +130,19 @@ def label_smoothing(model: nn.Module, probe: Probe, sizes: Sizes) -> list[float]
 
 # -- a graph network --------------------------------------------------------------------------------------------
 
-FEATURES = 64
-
 
 class MessagePassing(nn.Module):
     """Messages along edges, added up at their ends, with a residual: six rounds."""
 
-    def __init__(self, rounds: int = 6) -> None:
+    def __init__(self, features: int = 64, rounds: int = 6) -> None:
         super().__init__()
+        self.features = features
         self.messages = nn.ModuleList(
-            nn.Sequential(nn.Linear(2 * FEATURES, FEATURES), nn.SiLU(), nn.Linear(FEATURES, FEATURES))
+            nn.Sequential(nn.Linear(2 * features, features), nn.SiLU(), nn.Linear(features, features))
             for _ in range(rounds)
         )
-        self.updates = nn.ModuleList(nn.Linear(2 * FEATURES, FEATURES) for _ in range(rounds))
-        self.norms = nn.ModuleList(nn.LayerNorm(FEATURES) for _ in range(rounds))
+        self.updates = nn.ModuleList(nn.Linear(2 * features, features) for _ in range(rounds))
+        self.norms = nn.ModuleList(nn.LayerNorm(features) for _ in range(rounds))
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         source, target = edges
@@ -165,7 +165,7 @@ def graphs(model: nn.Module, probe: Probe, sizes: Sizes) -> list[float]:
     losses = []
     for at, (nodes, edges) in enumerate(sizes):
         generator = torch.Generator().manual_seed(at)
-        x = torch.randn(nodes, FEATURES, generator=generator)
+        x = torch.randn(nodes, model.features, generator=generator)
         ends = torch.randint(0, nodes, (2, edges), generator=generator)
         with probe.step((x, ends), edges):
             loss = F.mse_loss(model(x, ends), x.flip(0))
@@ -195,7 +195,7 @@ def log_probabilities(model: nn.Module, ids: torch.Tensor, start: int) -> torch.
 def policy_optimisation(model: nn.Module, probe: Probe, sizes: Sizes) -> list[float]:
     """As in GRPO: completions are sampled within the step; two calls of the policy, one of the reference, one loss."""
     torch.manual_seed(SEED + 1)
-    reference = llama()
+    reference = type(model)(model.config)
     reference.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -251,12 +251,12 @@ def chunked_loss(model: nn.Module, probe: Probe, sizes: Sizes) -> list[float]:
 class Encoder(nn.Module):
     """Four layers with dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 128) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 128)
-        layer = nn.TransformerEncoderLayer(128, nhead=4, dim_feedforward=512, dropout=0.1, batch_first=True)
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        layer = nn.TransformerEncoderLayer(hidden, nhead=4, dim_feedforward=4 * hidden, dropout=0.1, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers=4)
-        self.head = nn.Linear(128, VOCABULARY)
+        self.head = nn.Linear(hidden, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embedding(ids)))
@@ -316,4 +316,10 @@ LOOPS = (
     Loop("label smoothing", llama, padded_lengths, label_smoothing, steps=50, varies=True),
     Loop("autocast", Encoder, accumulated, autocast, steps=20, quick_steps=2),
     Loop("data parallel", Encoder, of_this_rank, data_parallel, steps=60, ranks=2),
+    # The same with steps of some 0.3 s: what costs the same for each op, whatever its size, is less beside those.
+    Loop("trainer, wide", partial(llama, 512), padded_lengths, trainer_with_evaluation, steps=100, varies=True),
+    Loop("graph network, wide", partial(MessagePassing, 256), graph_sizes, graphs, steps=150, varies=True),
+    Loop("policy optimisation, wide", partial(llama, 512), prompt_lengths, policy_optimisation, steps=40),
+    Loop("label smoothing, wide", partial(llama, 512), padded_lengths, label_smoothing, steps=50, varies=True),
+    Loop("data parallel, wide", partial(Encoder, 512), of_this_rank, data_parallel, steps=60, ranks=2),
 )

@@ -54,6 +54,8 @@ from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
 KernelFacts = Callable[[dict[str, Any], Any, tuple, dict], tuple[int, list[int]]]
 # Runs an op with the given context open around its kernel alone: whoever runs it may have work of its own besides.
 RunOp = Callable[[AbstractContextManager[Any]], Any]
+# What PyTorch's own kernels write undeclared, by ``_kernel``: shapes have no say, so one look at each is enough.
+_undeclared_writes: dict[tuple, list[int]] = {}
 
 
 class Recorder(TorchDispatchMode):
@@ -189,7 +191,9 @@ class Recorder(TorchDispatchMode):
                 self._undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
                 self._workspace_bytes[signature] = 0
                 return run(nullcontext())
-            before = [fingerprint(t) for t in inputs]
+            kernel = _kernel(func, given, inputs)
+            known = _undeclared_writes.get(kernel)
+            before = [fingerprint(t) for t in inputs] if known is None else []
             counter = None
 
             @contextmanager
@@ -199,7 +203,11 @@ class Recorder(TorchDispatchMode):
                     yield
 
             result = run(measured())
-            self._undeclared_writes[signature] = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
+            if known is None:
+                known = [i for i, t in enumerate(inputs) if fingerprint(t) != before[i]]
+                if func.namespace == "aten":
+                    _undeclared_writes[kernel] = known
+            self._undeclared_writes[signature] = known
             self._workspace_bytes[signature] = 0 if counter is None else counter.workspace
             return result
 
@@ -332,6 +340,13 @@ class Recorder(TorchDispatchMode):
             now.copy_(before)
         self._before_writes.clear()
         self.sums.forget_nodes()
+
+
+def _kernel(func: Any, given: tuple[tuple, dict], inputs: list[torch.Tensor]) -> tuple:
+    """What decides which inputs an operator writes: which tensors there are, their types, and flags."""
+    args, kwargs = given
+    flags = [a if isinstance(a, bool) or a is None else type(a) for a in (*args, *kwargs.values())]
+    return func, *flags, *kwargs, *(t.dtype for t in inputs), *(t.device.type for t in inputs[:1])
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:
