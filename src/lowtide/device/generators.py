@@ -38,6 +38,7 @@ def set_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
+@cache
 def state_bytes(device: torch.device) -> int:
     """What a copy of the state takes of the memory of ``device``: nothing of an accelerator's."""
     return 0 if is_accelerator(device) else torch.get_rng_state().numel()

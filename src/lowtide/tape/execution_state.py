@@ -20,6 +20,11 @@ class GeneratorState:
     def __init__(self, device: torch.device) -> None:
         self._device, self._state = device, state_of(device)
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Its memory, on the CPU: of a CPU's generator 5 kB, of other devices' a few bytes."""
+        return self._state.untyped_storage()
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the generator has this state; afterwards, the present one again."""

@@ -401,8 +401,9 @@ class Tape(SwitchedMode):
                 self._diverge()
                 self._close(call)  # the rest of this module call is saved
         self.counts.unplanned += 1
-        if written_arguments(func) and (self._diverged_after is not None or self.matches_all):
-            if self._replay_what_reads(written_tensors(func, args, kwargs or {})):
+        if self._diverged_after is not None or self.matches_all:
+            written = written_tensors(func, args, kwargs or {}) if written_arguments(func) else []
+            if self._replay_what_reads(written):
                 self._diverge()
         if self._diverged_after is not None:
             self._leave_plan()
@@ -415,10 +416,10 @@ class Tape(SwitchedMode):
         Returns:
             Whether anything was.
         """
-        if self._recipes is None:
+        if targets and self._recipes is None:
             self._recipes = recipes_of(self._run)
         storages = [s for target in targets if (s := storage_of(target)) is not None]
-        return any([replay_readers(storage, self._recipes) for storage in storages])
+        return any([replay_readers(storage, self._recipes or ()) for storage in storages])
 
     def _record(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op`` and leave a recipe in place of the outputs to drop."""

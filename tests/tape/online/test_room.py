@@ -113,6 +113,25 @@ def test_workspaces_are_in_the_budget_of_the_first_step(share, owner, name, brok
     assert found > 1.005 * allowed
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_generator_states_that_recipes_hold_are_in_the_budget(monkeypatch):
+    """A CPU's takes 5 kB: beside forty small masks that is the larger part."""
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(40)]
+    model, x = nn.Sequential(*layers), torch.randn(64, 16)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    allowed = int(0.9 * peak_bytes(step))
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    with lowtide.fit(model, budget=resident + allowed):
+        assert peak_bytes(step) <= 1.02 * allowed
+    monkeypatch.setattr("lowtide.tape.online.tape.state_bytes", lambda device: 0)
+    with lowtide.fit(model, budget=resident + allowed):
+        assert peak_bytes(step) > 1.5 * allowed
+
+
 def test_the_same_kernel_is_expected_to_take_as_large_a_share_of_other_shapes():
     known = ExpectedBytes()
     key = known.key(aten.add.Tensor, (WIDE, WIDE))

@@ -24,6 +24,7 @@ from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lowtide.device.generators import state_bytes
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
@@ -402,7 +403,11 @@ class RunningOp:
         tape.releaser.num_ops = tape._number
         if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
             created_on = torch.device(kwargs.get("device") or "cpu")
-            self.rng = GeneratorState(next((t.device for t in tensors_in(args)), created_on))
+            device = next((t.device for t in tensors_in(args)), created_on)
+            tape.releaser.make_room(tape._room_bytes + state_bytes(device))
+            self.rng = GeneratorState(device)
+            if state_bytes(device):
+                tape.live.add(self.rng.storage)
         own = {s._cdata for t in self.written if (s := storage_of(t)) is not None}
         for tensor in (*tensors_in(args), *tensors_in(kwargs)):
             if tape._assignments is not None:
