@@ -152,7 +152,9 @@ class ExactSearch:
             if not found and self.decomposed is not None:  # what ``fastest`` begins with
                 best = self.decomposed.by_single_segments(budget_bytes).best
                 found += [] if best is None else [best]
-        if not found and budget_bytes >= bound_peak(self.graph):
+        if not found and (lean := self._least.found_within(budget_bytes)):  # an error has said that this is the least
+            found = [self.context.evaluate(lean.actions, lean.replays)]
+        elif not found and budget_bytes >= bound_peak(self.graph):
             found = self._chain_within(budget_bytes)
             # With a schedule at hand, only what is found without a descent; where the step is one model, not even that.
             most_steps = 1 if found else None

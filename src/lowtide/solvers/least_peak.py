@@ -56,6 +56,11 @@ class LeastPeakSearch:
         candidates = self._all() if known is None else (known,)
         return next((plan for plan in candidates if plan.peak_bytes <= budget_bytes), None)
 
+    def found_within(self, budget_bytes: int) -> LeanPlan | None:
+        """The least, if an earlier search of this process has found it and it fits: nothing is searched."""
+        known = _least.get(self._graph.fingerprint)
+        return known if known is not None and known.peak_bytes <= budget_bytes else None
+
     @property
     def least(self) -> LeanPlan:
         """The one with the least peak."""
@@ -73,7 +78,7 @@ class LeastPeakSearch:
             yield self._found[-1]
 
     def _search(self) -> Iterator[Evaluated]:
-        best = self._context.plain
+        best, proven = self._context.plain, bound_peak(self._graph)
         yield best
         reached: list[Evaluated] = []  # where the descent from each start ended
         for start in self._starts():
@@ -81,8 +86,10 @@ class LeastPeakSearch:
                 if found.peak_bytes < best.peak_bytes:
                     best = found
                     yield best
+                if best.peak_bytes <= proven:
+                    return
             reached.append(found)
-        choose, proven = random.Random(0), bound_peak(self._graph)
+        choose = random.Random(0)
         for turn in range(tuning.LEAST_PEAK_RESTARTS):
             if best.peak_bytes <= proven or self._events <= 0:
                 break
