@@ -88,7 +88,7 @@ def train(
         there = resident_bytes(module) + x.nbytes
         peaks.append(there + peak_bytes(step))
         engine.step()
-        if fit is not None and stage < 3 and i == 1:
+        if fit is not None and i == (3 if stage == 3 else 1):
             fit.wait(60)
     weights = [p.float() for p in module.parameters()]  # what of them is on this rank
     told = {"losses": losses, "weights": digest(weights), "peaks": peaks}

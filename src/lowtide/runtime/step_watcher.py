@@ -45,7 +45,8 @@ from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.fsdp.units import is_gathered_once
+from lowtide.tracing.sharding.units import is_gathered_once
+from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
@@ -80,9 +81,9 @@ class StepWatcher:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self._options, self._budget = weakref.ref(model), options, budget
-        self._was_sharded = bool(wrapped_parameters(model))
         self._reasons, self._say, self._say_latest = reasons, reasons.say, reasons.say_latest
         self.shelf = PlanShelf(model, options, planner, tiers, reasons)
+        self._was_sharded = self.shelf.is_sharded
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
         self.recovers = False
@@ -364,10 +365,12 @@ class StepWatcher:
     def _sharded_since_fit(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""
         sampled = self._past.sampled
+        if self._was_sharded:
+            return ""
         if is_partitioned(p for p in sampled if p is not None):
             self.shelf.is_sharded = True
-            return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Use ZeRO-2"
-        if None in sampled and not self._was_sharded and wrapped_parameters(model):
+            return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Fit it afterwards"
+        if None in sampled and wrapped_parameters(model):
             self.shelf.is_sharded = True
             return "the model was sharded after fit. Fit it afterwards"
         return ""
@@ -528,11 +531,13 @@ class StepWatcher:
         if watch.problem_of_recording:
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
+        if not order_is_known(model):  # this step took other memory than later ones
+            return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
     def _note_peak(self, watch: OnlineTape) -> None:
-        if self.shelf.is_sharded:  # what FSDP gathers is not seen to come and go
+        if self.shelf.is_sharded:  # what is gathered is not all seen to come and go
             return
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
         self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)

@@ -30,9 +30,8 @@ from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
-from lowtide.tracing.fsdp.observer import PauseDuringFsdp
-from lowtide.tracing.fsdp.recording import FsdpRecording
-from lowtide.tracing.fsdp.units import units_of
+from lowtide.tracing.sharding.observer import PauseDuringSharding
+from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.subclasses import plain_tensors
@@ -68,17 +67,15 @@ class WatchedStep(OnlineTape):
         if not self._builder.calls:
             batch = Call(args, kwargs)
             add_residents(self.recorder, model, batch)
-            if units_of(model):
-                self.recorder.observe_fsdp(model)
+            self.recorder.observe_sharding(model)
             self._batch_bytes = resident_bytes(model, batch, device_of(model), set())["batch"]
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 
     @property
-    def fsdp_observer(self) -> PauseDuringFsdp:
-        return (
-            _PauseAndRecord(self, self.recorder.fsdp_observer) if self.recorder.fsdp_observer else super().fsdp_observer
-        )
+    def sharding_observer(self) -> PauseDuringSharding:
+        recording = self.recorder.sharding_observer
+        return super().sharding_observer if recording is None else _PauseAndRecord(self, recording)
 
     # -- what the tape sees ---------------------------------------------------------------------------------
 
@@ -162,11 +159,11 @@ class WatchedStep(OnlineTape):
     def _note_packed(self, tensor: torch.Tensor) -> int | None:
         """Autograd has taken ``tensor``: the number of the saved tensor, None if it is no part of the record."""
         builder = self._builder
-        number = self._storages.id_of(tensor) if builder.recording and not self._pauses else None
+        number = self.recorder.number_of(tensor) if builder.recording and not self._pauses else None
         if number is None:
             return None
-        if self.recorder.fsdp_observer is not None:
-            self.recorder.fsdp_observer.check_reads((number,))
+        if self.recorder.sharding_observer is not None:
+            self.recorder.sharding_observer.check_reads((number,))
         saved = builder.add_saved(number)
         self.recorder.assignments.check(tensor)
         return saved
@@ -266,10 +263,10 @@ class WatchedStep(OnlineTape):
         builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
 
 
-class _PauseAndRecord(PauseDuringFsdp):
+class _PauseAndRecord(PauseDuringSharding):
     """FSDP's work is no part of the step that the tape sees, and part of the record."""
 
-    def __init__(self, tape: OnlineTape, recording: FsdpRecording) -> None:
+    def __init__(self, tape: OnlineTape, recording: ShardingRecording) -> None:
         super().__init__(tape)
         self._recording = recording
         self.gathering, self.freed = recording.gathering, recording.freed  # type: ignore[method-assign]

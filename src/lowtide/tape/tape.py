@@ -44,7 +44,7 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
-from lowtide.tracing.fsdp.observer import PauseDuringFsdp
+from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.operators import (
     allocated_bytes,
     draws_random_numbers,
@@ -354,9 +354,9 @@ class Tape(SwitchedMode):
         self._pauses -= 1
 
     @property
-    def fsdp_observer(self) -> PauseDuringFsdp:
+    def sharding_observer(self) -> PauseDuringSharding:
         """Pauses the tape during FSDP's own work, which is not part of the step."""
-        return PauseDuringFsdp(self)
+        return PauseDuringSharding(self)
 
     def _next_step(self) -> None:
         self.end()

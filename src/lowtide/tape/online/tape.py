@@ -34,7 +34,7 @@ from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredV
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
-from lowtide.tracing.fsdp.observer import PauseDuringFsdp
+from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.operators import (
     OVERWRITERS,
     UNINITIALISED,
@@ -150,8 +150,8 @@ class OnlineTape(TorchDispatchMode):
         self._pauses -= 1
 
     @property
-    def fsdp_observer(self) -> PauseDuringFsdp:
-        return PauseDuringFsdp(self)
+    def sharding_observer(self) -> PauseDuringSharding:
+        return PauseDuringSharding(self)
 
     @property
     def _layer(self) -> int:
@@ -335,7 +335,7 @@ class OnlineTape(TorchDispatchMode):
         if self._assignments is not None and not self.problem:
             self._assignments.check(tensor)
         value = value_of_storage(storage_of(tensor), self._run)
-        if value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
+        if type(tensor) is nn.Parameter or value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
             plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
             return Kept(tensor if plain else detached(tensor))
         claim = value.claim()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tracing.fsdp.units import units_of, was_gathered, whole_tensors
+from lowtide.tracing.sharding.units import units_of, was_gathered, whole_tensors
 from lowtide.tracing.subclasses import plain_tensors
 
 
-class FsdpObserver:
+class ShardingObserver:
     """What has to know about FSDP's work."""
 
     def hook(self) -> AbstractContextManager[None]:
@@ -28,7 +28,7 @@ class FsdpObserver:
         """FSDP has freed the memory of these."""
 
 
-class PauseDuringFsdp(FsdpObserver):
+class PauseDuringSharding(ShardingObserver):
     """The observer of a tape: FSDP's work is no part of the step."""
 
     def __init__(self, tape: Any) -> None:
@@ -103,9 +103,9 @@ class _ObservedUnit:
     def _to_sharded_post_forward(self) -> None:
         self._free_by(super()._to_sharded_post_forward)  # type: ignore[misc]
 
-    def _observer(self) -> FsdpObserver | None:
+    def _observer(self) -> ShardingObserver | None:
         observer = self._lowtide_thread_state.observer
-        return None if observer is None else observer.fsdp_observer
+        return None if observer is None else observer.sharding_observer
 
     def _in_hook(self) -> AbstractContextManager[None]:
         observer = self._observer()
