@@ -46,18 +46,59 @@ class Net(nn.Module):
         return x.float().square().mean()
 
 
+class Block(nn.Module):
+    """Reads a parameter of its own between those of its parts, and one of another module."""
+
+    def __init__(self, width: int, tied: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.rand(2 * width))
+        self.others = [tied]  # not a part of this one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (self.up(self.norm(x)) * self.scale).sin() * self.scale
+        h = nn.functional.linear(h, self.others[0].weight.t()).sin()
+        return x + self.drop(self.down(h.sin()))
+
+
+class Gated(nn.Module):
+    """Parameters of many windows: each part's, each block's around them, the root's, and one of another module."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.tied, self.shift = nn.Linear(2 * width, 2 * width), nn.Parameter(torch.zeros(width))
+        self.blocks = nn.ModuleList(Block(width, self.tied) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tied(torch.cat((x, x + self.shift), dim=1)).chunk(2, dim=1)[0].sin()
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.shift.exp()).float().square().mean()
+
+
 def net(checkpointed: bool = False) -> Net:
     torch.manual_seed(0)
     return Net(checkpointed)
 
 
-def engine_of(rank: int, stage: int, model: Net | None = None, *, bf16: bool = False, **settings: Any) -> Any:
+def gated() -> Gated:
+    torch.manual_seed(0)
+    return Gated()
+
+
+def engine_of(
+    rank: int, stage: int, model: Net | None = None, *, bf16: bool = False, zero: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """``zero``: more of the settings for ZeRO."""
     model = model or net()
+    buckets = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000},
+        "zero_optimization": {"stage": stage, **buckets, **(zero or {})},
         "bf16": {"enabled": bf16},
         **settings,
     }
@@ -66,10 +107,17 @@ def engine_of(rank: int, stage: int, model: Net | None = None, *, bf16: bool = F
 
 def train(
     rank: int, stage: int, *, fitted: str = "", budget: Any = "60%", steps: int = 8, checkpointed: bool = False,
-    **options: Any,
+    leaves: bool | None = None, evaluated: bool = False, **options: Any,
 ) -> dict:  # fmt: skip
-    """A few steps; fitted as ``engine`` or ``module``, or as ``model`` before the engine is made."""
-    model = net(checkpointed)
+    """A few steps; fitted as ``engine`` or ``module``, or as ``model`` before the engine is made.
+
+    Args:
+        leaves: Of a model with blocks: whether DeepSpeed gathers each block at once.
+        evaluated: A pass without gradients comes before every second step.
+    """
+    model: Any = net(checkpointed) if leaves is None else gated()
+    if leaves:
+        _deepspeed(rank).utils.set_z3_leaf_modules(model, [Block])
     fit = lowtide.fit(model, budget=budget) if fitted == "model" else None
     engine = engine_of(rank, stage, model, **options)
     if fitted in ("engine", "module"):
@@ -85,12 +133,17 @@ def train(
 
     for i in range(steps):
         x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(2 * i + rank)).to(dtype)
-        there = resident_bytes(module) + x.nbytes
+        if evaluated and i % 2:
+            engine.eval()
+            with torch.no_grad():
+                losses.append(engine(x).item())
+            engine.train()
+        there = resident_bytes(module) + sum(p.ds_tensor.nbytes for p in module.parameters() if stage == 3) + x.nbytes
         peaks.append(there + peak_bytes(step))
         engine.step()
         if fit is not None and i == (3 if stage == 3 else 1):
             fit.wait(60)
-    weights = [p.float() for p in module.parameters()]  # what of them is on this rank
+    weights = [getattr(p, "ds_tensor", p).float() for p in module.parameters()]  # what of them is on this rank
     told = {"losses": losses, "weights": digest(weights), "peaks": peaks}
     if fit is not None:
         told["status"] = fit.status()

@@ -30,10 +30,11 @@ from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
-from lowtide.tracing.sharding.observer import PauseDuringSharding
-from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.sharding.observer import PauseDuringSharding
+from lowtide.tracing.sharding.recording import ShardingRecording
+from lowtide.tracing.sharding.zero3 import has_gathered
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
 
@@ -48,6 +49,7 @@ class WatchedStep(OnlineTape):
 
     Attributes:
         problem_of_recording: Why the graph is not complete; "" if it is.
+        found_gathered: ZeRO-3 had gathered parameters before the step, which later steps may have to do themselves.
     """
 
     def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
@@ -59,7 +61,9 @@ class WatchedStep(OnlineTape):
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
         self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature
         self._first_s: dict[int, list[float]] = defaultdict(list)
-        self._batch_bytes, self._batch = 0, ""
+        self._resident: dict[str, int] = {}
+        self.found_gathered = False
+        self._batch = ""
         self.problem_of_recording = ""
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -68,7 +72,10 @@ class WatchedStep(OnlineTape):
             batch = Call(args, kwargs)
             add_residents(self.recorder, model, batch)
             self.recorder.observe_sharding(model)
-            self._batch_bytes = resident_bytes(model, batch, device_of(model), set())["batch"]
+            self.found_gathered = has_gathered(model)
+            # Of parameters what ZeRO-3 has gathered by now, and not what it leaves gathered at the end.
+            before = resident_bytes(model, batch, device_of(model), set())
+            self._resident = {part: before[part] for part in ("parameters", "batch")}
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 
@@ -216,7 +223,7 @@ class WatchedStep(OnlineTape):
         self.recorder.stop()
         graph = replace(
             graph,
-            resident={**graph.resident, "batch": self._batch_bytes},
+            resident={**graph.resident, **self._resident},
             provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
         )
         costs = Costs(

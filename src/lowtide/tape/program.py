@@ -8,8 +8,8 @@ from typing import Any
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.sharding import recording as sharding_recording
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
+from lowtide.tracing.sharding import recording as sharding_recording
 
 
 class TapedOp:

@@ -44,7 +44,6 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
-from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.operators import (
     allocated_bytes,
     draws_random_numbers,
@@ -56,6 +55,7 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.restore import same_bits
+from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.

@@ -16,9 +16,9 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from lowtide.device.names import autocast_types
+from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.sharding.observer import ShardingObserver, observe_units
 from lowtide.tracing.sharding.zero3 import observe_windows
-from lowtide.tracing.operators import tensors_in
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -24,9 +24,6 @@ from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
-from lowtide.tracing.sharding.recording import ShardingRecording
-from lowtide.tracing.sharding.units import units_of
-from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
@@ -51,6 +48,9 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
+from lowtide.tracing.sharding.recording import ShardingRecording
+from lowtide.tracing.sharding.units import units_of
+from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 
 # Of an op's signature, operator and arguments, its workspace bytes, and positions of tensors that it writes undeclared.
 KernelFacts = Callable[[dict[str, Any], Any, tuple, dict], tuple[int, list[int]]]

@@ -15,8 +15,8 @@ from lowtide.device.generators import GeneratorStates
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import preserve_ddp_state
-from lowtide.tracing.sharding.units import preserve_fsdp_state
 from lowtide.tracing.operators import storage_of
+from lowtide.tracing.sharding.units import preserve_fsdp_state
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
 Gradients = Literal["zeroed", "kept", "none", "discarded"]

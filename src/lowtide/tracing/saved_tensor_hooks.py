@@ -9,11 +9,11 @@ from lowtide.graph.step_graph import DROP, RELEASE, UNPACK
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import DataAssignmentGuard
-from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import is_wrapper_type
+from lowtide.tracing.sharding.recording import ShardingRecording
 
 _SMALL_BYTES = 1024
 

@@ -23,13 +23,13 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrapped
 from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.sharding.units import gather_each_once, why_not_supported
-from lowtide.tracing.sharding.zero3 import coordinators_of, shards_of
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
+from lowtide.tracing.sharding.units import gather_each_once, why_not_supported
+from lowtide.tracing.sharding.zero3 import coordinators_of, shards_of
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
 Step = Callable[[nn.Module, Any], torch.Tensor]

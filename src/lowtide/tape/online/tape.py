@@ -34,7 +34,6 @@ from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredV
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
-from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.operators import (
     OVERWRITERS,
     UNINITIALISED,
@@ -50,6 +49,7 @@ from lowtide.tracing.operators import (
     written_arguments,
     written_tensors,
 )
+from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _NOTHING = nullcontext()
@@ -335,7 +335,13 @@ class OnlineTape(TorchDispatchMode):
         if self._assignments is not None and not self.problem:
             self._assignments.check(tensor)
         value = value_of_storage(storage_of(tensor), self._run)
-        if type(tensor) is nn.Parameter or value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
+        if (
+            type(tensor) is nn.Parameter
+            or value is None
+            or tensor.is_inference()
+            or value.version != tensor._version
+            or self.problem
+        ):
             plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
             return Kept(tensor if plain else detached(tensor))
         claim = value.claim()

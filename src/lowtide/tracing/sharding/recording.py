@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from lowtide.graph.step_graph import FREE, Op
-from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.sharding.units import states_of, units_of, whole_tensors
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of, windows_of
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from lowtide.tracing.deepspeed_engines import is_partitioned
 
-_WHOLE = "AVAILABLE"  # name of the status of a gathered parameter
+_WHOLE, _FREED = "AVAILABLE", "NOT_AVAILABLE"  # names of a parameter's status
 
 _gathered: weakref.WeakKeyDictionary[nn.Module, "GatheredParameters"] = weakref.WeakKeyDictionary()
 
@@ -84,11 +84,11 @@ def gathered_parameters_of(model: nn.Module | None) -> GatheredParameters | None
 
 def shards_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """What of partitioned parameters is always on this rank."""
-    return [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]  # type: ignore[misc]
+    return [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
 
 
 def windows_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """By module, the parameters that are whole only while it runs. A parameter that DeepSpeed never frees is in none."""
+    """By module, the parameters that are whole only while it runs: none of those that DeepSpeed never frees."""
     found: dict[str, list[nn.Parameter]] = {}
     inside: tuple[str, ...] = ()
     for path, module in model.named_modules():
@@ -100,6 +100,11 @@ def windows_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         if _is_leaf(module):
             inside = (*inside, f"{path}." if path else "")
     return found
+
+
+def has_gathered(model: nn.Module) -> bool:
+    """DeepSpeed has parameters gathered, or on their way, that it will free in the step."""
+    return any(p.ds_status.name != _FREED for freed in windows_of(model).values() for p in freed)
 
 
 def _fetched_by(module: Any) -> Iterator[nn.Parameter]:
