@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 from support.ranks import digest
+from support.sharded_training import Collectives
 from support.watched_training import Layered, resident_bytes
 from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.tracing.sharding import recording
 
 ROWS = 256
+# The least that DeepSpeed keeps: by default it would never free parameters as small as these.
+FREED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+AHEAD = {"stage3_prefetch_bucket_size": 20_000}
 _CHECKPOINTING: dict[str, Any] = {"partition_activations": False}
 
 
@@ -53,11 +59,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.scale = nn.Parameter(torch.rand(2 * width))
+        self.scale, self.shift = nn.Parameter(torch.rand(2 * width)), nn.Parameter(torch.zeros(2 * width))
         self.others = [tied]  # not a part of this one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = (self.up(self.norm(x)) * self.scale).sin() * self.scale
+        h = (self.up(self.norm(x)) * self.scale + self.shift).sin()  # autograd does not store the shift
         h = nn.functional.linear(h, self.others[0].weight.t()).sin()
         return x + self.drop(self.down(h.sin()))
 
@@ -124,13 +130,14 @@ def train(
         fit = lowtide.fit(engine if fitted == "engine" else model, budget=budget)
     module, dtype = engine.module, next(engine.module.parameters()).dtype
     torch.manual_seed(rank)
-    losses, peaks = [], []
+    losses, peaks, sent = [], [], Collectives()
 
     def step() -> None:
         loss = engine(x)
         engine.backward(loss)
         losses.append(loss.item())
 
+    planned_from = 2 if stage < 3 else 4  # ZeRO-3's second step without an evaluation before it is planned
     for i in range(steps):
         x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(2 * i + rank)).to(dtype)
         if evaluated and i % 2:
@@ -139,14 +146,15 @@ def train(
                 losses.append(engine(x).item())
             engine.train()
         there = resident_bytes(module) + sum(p.ds_tensor.nbytes for p in module.parameters() if stage == 3) + x.nbytes
-        peaks.append(there + peak_bytes(step))
-        engine.step()
-        if fit is not None and i == (3 if stage == 3 else 1):
+        with sent:
+            peaks.append(there + peak_bytes(step))
+            engine.step()
+        if fit is not None and fitted != "model" and i == planned_from - 1:
             fit.wait(60)
     weights = [getattr(p, "ds_tensor", p).float() for p in module.parameters()]  # what of them is on this rank
-    told = {"losses": losses, "weights": digest(weights), "peaks": peaks}
+    told = {"losses": losses, "weights": digest(weights), "peaks": peaks, "sent": dict(sent.seen)}
     if fit is not None:
-        told["status"] = fit.status()
+        told["status"], told["planned from"] = fit.status(), planned_from
         told["plan"] = fit.plans[-1] if fit.plans else None
         told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
         fit.remove()
@@ -159,10 +167,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"stage": 1, "fitted": "module"},
     "ZeRO-2": {"stage": 2, "fitted": "engine"},
     "ZeRO-2 in bf16": {"stage": 2, "fitted": "engine", "bf16": True},
+    "ZeRO-3": {"stage": 3, "fitted": "engine", "zero": FREED},
+    "ZeRO-3 fetches ahead, in bf16": {"stage": 3, "fitted": "module", "bf16": True, "zero": FREED | AHEAD},
+    "ZeRO-3 frees nothing": {"stage": 3, "fitted": "module"},
+    "ZeRO-3, windows in windows": {"stage": 3, "fitted": "module", "zero": FREED, "leaves": False, "evaluated": True},
+    "ZeRO-3, whole blocks": {"stage": 3, "fitted": "engine", "zero": FREED, "leaves": True},
 }
-
-
-SHORT = ("ZeRO-1", "ZeRO-2 in bf16")
+SHORT = ("ZeRO-1", "ZeRO-2 in bf16", "ZeRO-3, windows in windows")
 
 
 def all_ways(rank: int, ways: tuple[str, ...]) -> dict[str, tuple[dict, dict]]:
@@ -187,19 +198,90 @@ def diagnosed(rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return told[0], told[1]
 
 
-def partitioned(rank: int) -> tuple[str, str, dict, dict]:
-    """ZeRO-3: what ``fit`` says of engine and module, and trainings without a ``fit`` and with one that came early."""
-    told = []
-    engine = engine_of(rank, 3)
-    for model in (engine, engine.module):
+def partitioned_after_fit(rank: int) -> tuple[dict, dict]:
+    return train(rank, 3), train(rank, 3, fitted="model")
+
+
+def rehearsed(rank: int) -> tuple[str, list[float], list[float]]:
+    """ZeRO-3 with a batch for ``fit``: what it says, and that the engine trains on as another does."""
+    told, losses = "", []
+    for asks in (False, True):
+        engine, x = engine_of(rank, 3, zero=FREED), torch.ones(ROWS, 64)
+        if asks:
+            try:
+                lowtide.fit(engine, (x,), budget="60%")
+            except lowtide.LowtideError as error:
+                told = f"{type(error).__name__}: {error}"
+        torch.manual_seed(rank)
+        loss = engine(x)
+        engine.backward(loss)
+        losses.append([loss.item()])
+        engine.destroy()
+    return told, *losses
+
+
+def guarded(rank: int) -> dict[str, str]:
+    """What backward of a planned step raises when its parameters are other ones by then."""
+    told = {}
+    for what in ("", "an optimizer's step", "a write"):
+        model = gated()
+        engine, fit = planned(rank, model)
+        x = torch.ones(ROWS, 64)
+        loss = engine(x)
+        if what == "an optimizer's step":
+            engine.optimizer._partition_all_parameters()  # as it begins
+        elif what == "a write":
+            shifts = [block.shift for block in model.blocks]
+            with _deepspeed(rank).zero.GatheredParameters(shifts, modifier_rank=0), torch.no_grad():
+                for shift in shifts:
+                    shift.add_(1)
         try:
-            lowtide.fit(model, budget="60%")
+            engine.backward(loss)
+            told[what] = ""
         except lowtide.LowtideError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    x = torch.randn(ROWS, 64)
-    engine.backward(engine(x))
-    engine.destroy()
-    return *told, train(rank, 3), train(rank, 3, fitted="model")
+            told[what] = f"{type(error).__name__}: {error}"
+        fit.remove()
+        engine.destroy()
+    return told
+
+
+def reasons_to_save(rank: int) -> dict[str, tuple[set[str], str]]:
+    """For each rule about windows that is off: why storages are saved, and what backward raises."""
+    windows_of, told = recording.windows_of, {}
+    off: dict[str, Any] = {
+        "none": mock.patch.object(recording, "NAME", recording.NAME),
+        "what crosses is saved": mock.patch.object(recording.ShardingRecording, "check_reads", lambda *_: None),
+        # As if a block did not gather what it reads of others.
+        "blocks gather what they read": mock.patch.object(
+            recording, "windows_of", lambda model: windows_of(model) | {"blocks.0": [model.blocks[0].scale]}
+        ),
+    }
+    for rule, patched in off.items():
+        why, error = set(), ""
+        with patched:
+            try:
+                _, fit = planned(rank, gated(), budget="30%" if "crosses" in rule else "50%")
+                why = {s.fixed for s in fit.graph.storages}
+            except lowtide.LowtideError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        told[rule] = why, error
+    return told
+
+
+def guards(rank: int) -> tuple[dict[str, str], dict[str, tuple[set[str], str]]]:
+    return guarded(rank), reasons_to_save(rank)
+
+
+def planned(rank: int, model: nn.Module, budget: str = "50%") -> tuple[Any, lowtide.Fit]:
+    """An engine whose steps run under a plan."""
+    engine = engine_of(rank, 3, model, zero=FREED)
+    fit = lowtide.fit(engine, budget=budget)
+    for i in range(4):
+        engine.backward(engine(torch.ones(ROWS, 64)))
+        engine.step()
+        if i == 2:
+            fit.wait(60)
+    return engine, fit
 
 
 def settings(rank: int) -> dict[str, Any]:
