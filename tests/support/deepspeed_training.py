@@ -202,22 +202,27 @@ def partitioned_after_fit(rank: int) -> tuple[dict, dict]:
     return train(rank, 3), train(rank, 3, fitted="model")
 
 
-def rehearsed(rank: int) -> tuple[str, list[float], list[float]]:
-    """ZeRO-3 with a batch for ``fit``: what it says, and that the engine trains on as another does."""
-    told, losses = "", []
+def rehearsed(rank: int) -> dict[str, Any]:
+    """ZeRO-3: what is said where somebody wants a rehearsal, and whether the engine trains on as another does."""
+    told, losses, x = {}, [], torch.ones(ROWS, 64)
     for asks in (False, True):
-        engine, x = engine_of(rank, 3, zero=FREED), torch.ones(ROWS, 64)
-        if asks:
+        engine = engine_of(rank, 3, zero=FREED)
+        for what in ("fit", "diagnose", "trace") if asks else ():
+            call = getattr(lowtide, what)
             try:
-                lowtide.fit(engine, (x,), budget="60%")
+                call(engine, (x,), **({"budget": "60%"} if what == "fit" else {}))
             except lowtide.LowtideError as error:
-                told = f"{type(error).__name__}: {error}"
+                told[what] = f"{type(error).__name__}: {error}"
         torch.manual_seed(rank)
         loss = engine(x)
         engine.backward(loss)
-        losses.append([loss.item()])
+        losses.append(loss.item())
         engine.destroy()
-    return told, *losses
+    try:
+        lowtide.fit(engine.module, budget="60%")
+    except lowtide.LowtideError as error:
+        told["no engine"] = f"{type(error).__name__}: {error}"
+    return told | {"losses": losses}
 
 
 def guarded(rank: int) -> dict[str, str]:

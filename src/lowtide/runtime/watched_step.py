@@ -271,7 +271,7 @@ class WatchedStep(OnlineTape):
 
 
 class _PauseAndRecord(PauseDuringSharding):
-    """FSDP's work is no part of the step that the tape sees, and part of the record."""
+    """Gathering and freeing is no part of the step that the tape sees, and part of the record."""
 
     def __init__(self, tape: OnlineTape, recording: ShardingRecording) -> None:
         super().__init__(tape)

@@ -18,8 +18,9 @@ from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing.restore import check_can_be_rehearsed
 from lowtide.tracing.sharding import recording as sharding_recording
-from lowtide.tracing.tracer import check_can_be_rehearsed, check_supported
+from lowtide.tracing.tracer import check_supported
 
 
 class TapedRegion:

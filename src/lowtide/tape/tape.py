@@ -355,7 +355,7 @@ class Tape(SwitchedMode):
 
     @property
     def sharding_observer(self) -> PauseDuringSharding:
-        """Pauses the tape during FSDP's own work, which is not part of the step."""
+        """Pauses the tape while parameters are gathered and freed, which is not part of the step."""
         return PauseDuringSharding(self)
 
     def _next_step(self) -> None:

@@ -146,15 +146,6 @@ def check_supported(model: nn.Module) -> None:
         raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")
 
 
-def check_can_be_rehearsed(model: nn.Module) -> None:
-    """Raises: UnsupportedModelError: only real steps of ``model`` can be run."""
-    if is_partitioned(model.parameters()):
-        raise UnsupportedModelError(
-            "the model is partitioned by DeepSpeed's ZeRO-3: a rehearsal would count as a step of its engine.\n"
-            "Call lowtide.fit without a batch: it plans from real steps."
-        )
-
-
 def device_of(model: nn.Module) -> torch.device:
     """The one device of the model's parameters."""
     devices = {p.device for p in model.parameters()}
@@ -188,7 +179,6 @@ def record(
     """
     model, batch = unwrapped(model), without_history(batch)
     check_supported(model)
-    check_can_be_rehearsed(model)
     device = device_of(model)
     facts = None if hollow is None else hollow.kernel_facts
     recorder = Recorder(device, region="model" if step is None else "step", kernel_facts=facts)

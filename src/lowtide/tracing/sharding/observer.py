@@ -1,6 +1,7 @@
 """Tells the observer of the current thread what FSDP2 does: its hooks run, it takes memory, it frees memory.
 
-The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model.
+The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model. ``zero3``
+does the same for DeepSpeed.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +16,10 @@ from lowtide.tracing.subclasses import plain_tensors
 
 
 class ShardingObserver:
-    """What has to know about FSDP's work."""
+    """What has to know when parameters are gathered and freed."""
 
     def hook(self) -> AbstractContextManager[None]:
-        """One of FSDP's hooks runs inside."""
+        """One of FSDP's hooks, or DeepSpeed's, runs inside."""
         return nullcontext()
 
     def gathering(self, whole: list[torch.Tensor]) -> None:
@@ -29,7 +30,7 @@ class ShardingObserver:
 
 
 class PauseDuringSharding(ShardingObserver):
-    """The observer of a tape: FSDP's work is no part of the step."""
+    """The observer of a tape: gathering and freeing is no part of the step."""
 
     def __init__(self, tape: Any) -> None:
         self._tape = tape

@@ -164,6 +164,7 @@ def observe_windows(model: nn.Module, thread_state: Any) -> Callable[[], None]:
         _gathered[model].note(p for p in model.parameters() if hasattr(p, "ds_status"))
 
     def undo() -> None:
+        _gathered.pop(model, None)
         while coordinators:  # a second call does nothing
             coordinator = coordinators.pop()
             coordinator._lowtide_observers -= 1
