@@ -182,8 +182,10 @@ def deepspeed_case(stage: int) -> Callable[[Any], Ran]:
     def run(budget: Any) -> Ran:
         from support import deepspeed_training
 
-        fitted = {} if budget is None else {"fitted": "engine", "budget": budget}
-        return _of_told(deepspeed_training.train(_rank(), stage, bf16=stage == 2, **fitted))
+        how = {} if budget is None else {"fitted": "engine", "budget": budget}
+        if stage == 3:
+            how |= {"zero": deepspeed_training.FREED | deepspeed_training.AHEAD, "leaves": False}
+        return _of_told(deepspeed_training.train(_rank(), stage, bf16=stage == 2, **how))
 
     return run
 
@@ -362,6 +364,7 @@ CASES = (
     Case("ZeRO-0, accumulated", "DeepSpeed", "deepspeed", deepspeed_case(0), ranks=1),
     Case("ZeRO-1, accumulated", "DeepSpeed", "deepspeed", deepspeed_case(1), ranks=1),
     Case("ZeRO-2, accumulated, bf16", "DeepSpeed", "deepspeed", deepspeed_case(2), ranks=1),
+    Case("ZeRO-3, accumulated, two ranks", "DeepSpeed", "deepspeed", deepspeed_case(3), ranks=2),
     Case("fully_shard on each layer, two ranks", "FSDP2", "torch", fsdp2, ranks=2),
     Case("GPT with dropout, on the CPU", "Megatron-Core", "megatron-core", megatron_gpt, ranks=1),
     Case("a loop of one's own", "plain PyTorch", "torch", plain_loop),

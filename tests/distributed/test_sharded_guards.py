@@ -23,7 +23,7 @@ from lowtide.plan import RECOMPUTE, Plan
 from lowtide.runtime import rehearsal
 from lowtide.tape import tape
 from lowtide.tracing import operators, recorder, subclasses
-from lowtide.tracing.fsdp import observer, recording, units
+from lowtide.tracing.sharding import observer, recording, units
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(0, sharded_training.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_what_crosses_a_unit_is_saved_and_what_stays_inside_is_not():
 
 
 def test_a_recipe_that_reaches_into_a_sharded_unit_is_an_error_by_name(monkeypatch):
-    monkeypatch.setattr(recording.FsdpRecording, "check_reads", lambda self, storages: None)
+    monkeypatch.setattr(recording.ShardingRecording, "check_reads", lambda self, storages: None)
     model = net()
     plan = harshest(model)
 
@@ -119,7 +119,7 @@ def test_the_tape_looks_away_while_the_model_is_gathered(monkeypatch):
     torch.manual_seed(3)
     with lowtide.apply(model, plan) as right:
         model(IDS).backward()
-    monkeypatch.setattr(observer.PauseDuringFsdp, "hook", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(observer.PauseDuringSharding, "hook", lambda self: contextlib.nullcontext())
     with lowtide.apply(model, plan) as lost:
         model(IDS).backward()
 

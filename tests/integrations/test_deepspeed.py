@@ -8,15 +8,19 @@ from support import deepspeed_training
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
+from lowtide.tracing.sharding.recording import CROSSES, OUT_OF_WINDOW
+
+# gloo's threads free a buffer when they come to it: each is a gathered weight, 2 % of what these small steps need.
+BUFFERS = 0.1
 
 
-def check(told):
+def check(told, beyond=0):
     plain, ours = told
-    assert ours["losses"] == plain["losses"] and ours["weights"] == plain["weights"]
-    status = ours["status"]
-    assert status.in_force and status.planned_steps >= 6 and ours["mismatched"] == 0
+    assert all(ours[what] == plain[what] for what in ("losses", "weights", "sent"))
+    status, planned_from = ours["status"], ours["planned from"]
+    assert status.in_force and status.planned_steps >= 8 - planned_from and ours["mismatched"] == 0
     assert ours["plan"].counts[RECOMPUTE] > 0
-    assert max(ours["peaks"][2:]) <= status.budget_bytes < min(plain["peaks"])
+    assert max(ours["peaks"][planned_from:]) <= (1 + beyond) * status.budget_bytes < min(plain["peaks"])
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +34,50 @@ def test_an_engine_trains_the_same_within_the_budget(way, alone):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_same_each_under_its_own_plan():
-    for told in on_every_rank(deepspeed_training.all_ways, tuple(deepspeed_training.WAYS)):
-        for way in deepspeed_training.WAYS:
-            check(told[way])
+@pytest.mark.parametrize("way", deepspeed_training.WAYS)
+def test_two_ranks_train_the_same_each_under_its_own_plan(way):
+    for told in on_every_rank(deepspeed_training.all_ways, (way,)):
+        check(told[way], beyond=BUFFERS if way.startswith("ZeRO-3") else 0)
 
 
-def test_zero_3_is_refused_by_name_and_the_engine_trains_on():
-    ((engine, module, plain, early),) = on_every_rank(deepspeed_training.partitioned, world=1)
+def test_a_model_that_zero_3_partitions_after_fit_is_saved_whole_and_told():
+    ((plain, early),) = on_every_rank(deepspeed_training.partitioned_after_fit, world=1)
 
-    assert engine == module and engine.startswith(
-        "UnsupportedModelError: the model is partitioned by DeepSpeed's ZeRO-3"
-    )
-    assert "Use ZeRO-2 (stage: 2), or shard the model with fully_shard" in engine
     assert early["losses"] == plain["losses"] and early["weights"] == plain["weights"]
     assert any("ZeRO-3 has partitioned the model since fit" in reason for reason in early["status"].reasons)
+
+
+def test_zero_3_is_not_rehearsed_and_the_engine_trains_on():
+    (told,) = on_every_rank(deepspeed_training.rehearsed, world=1)
+
+    plain, ours = told.pop("losses")
+    assert ours == plain
+    assert told.pop("no engine").endswith("Call fit after deepspeed.initialize.")
+    assert set(told) == {"fit", "diagnose", "trace"}
+    assert all("Call lowtide.fit without a batch" in said for said in told.values())
+
+
+@pytest.fixture(scope="module")
+def guards():
+    return on_every_rank(deepspeed_training.guards, world=1)[0]
+
+
+def test_parameters_that_zero_3_has_changed_before_backward_are_an_error_by_name(guards):
+    told, _ = guards
+
+    assert told[""] == ""
+    assert all(told[what].startswith("ReplayError") for what in ("an optimizer's step", "a write"))
+
+
+def test_what_leaves_the_window_of_a_parameter_is_saved(guards):
+    _, told = guards
+    saved, _ = told["none"]
+    outside, error = told["blocks gather what they read"]
+    _, refused = told["what crosses is saved"]
+
+    assert CROSSES in saved and OUT_OF_WINDOW not in saved
+    assert OUT_OF_WINDOW in outside and not error
+    assert refused.startswith("ReplayError") and "was freed afterwards" in refused
 
 
 def test_the_doctor_sees_checkpointing_settings_that_nothing_reads():

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 from support.ranks import digest
+from support.sharded_training import Collectives
 from support.watched_training import Layered, resident_bytes
 from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.tracing.sharding import recording
 
 ROWS = 256
+# The least that DeepSpeed keeps: by default it would never free parameters as small as these.
+FREED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+AHEAD = {"stage3_prefetch_bucket_size": 20_000}
 _CHECKPOINTING: dict[str, Any] = {"partition_activations": False}
 
 
@@ -46,18 +52,59 @@ class Net(nn.Module):
         return x.float().square().mean()
 
 
+class Block(nn.Module):
+    """Reads a parameter of its own between those of its parts, and one of another module."""
+
+    def __init__(self, width: int, tied: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale, self.shift = nn.Parameter(torch.rand(2 * width)), nn.Parameter(torch.zeros(2 * width))
+        self.others = [tied]  # not a part of this one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (self.up(self.norm(x)) * self.scale + self.shift).sin()  # autograd does not store the shift
+        h = nn.functional.linear(h, self.others[0].weight.t()).sin()
+        return x + self.drop(self.down(h.sin()))
+
+
+class Gated(nn.Module):
+    """Parameters of many windows: each part's, each block's around them, the root's, and one of another module."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.tied, self.shift = nn.Linear(2 * width, 2 * width), nn.Parameter(torch.zeros(width))
+        self.blocks = nn.ModuleList(Block(width, self.tied) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tied(torch.cat((x, x + self.shift), dim=1)).chunk(2, dim=1)[0].sin()
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.shift.exp()).float().square().mean()
+
+
 def net(checkpointed: bool = False) -> Net:
     torch.manual_seed(0)
     return Net(checkpointed)
 
 
-def engine_of(rank: int, stage: int, model: Net | None = None, *, bf16: bool = False, **settings: Any) -> Any:
+def gated() -> Gated:
+    torch.manual_seed(0)
+    return Gated()
+
+
+def engine_of(
+    rank: int, stage: int, model: Net | None = None, *, bf16: bool = False, zero: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """``zero``: more of the settings for ZeRO."""
     model = model or net()
+    buckets = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000},
+        "zero_optimization": {"stage": stage, **buckets, **(zero or {})},
         "bf16": {"enabled": bf16},
         **settings,
     }
@@ -66,34 +113,48 @@ def engine_of(rank: int, stage: int, model: Net | None = None, *, bf16: bool = F
 
 def train(
     rank: int, stage: int, *, fitted: str = "", budget: Any = "60%", steps: int = 8, checkpointed: bool = False,
-    **options: Any,
+    leaves: bool | None = None, evaluated: bool = False, **options: Any,
 ) -> dict:  # fmt: skip
-    """A few steps; fitted as ``engine`` or ``module``, or as ``model`` before the engine is made."""
-    model = net(checkpointed)
+    """A few steps; fitted as ``engine`` or ``module``, or as ``model`` before the engine is made.
+
+    Args:
+        leaves: Of a model with blocks: whether DeepSpeed gathers each block at once.
+        evaluated: A pass without gradients comes before every second step.
+    """
+    model: Any = net(checkpointed) if leaves is None else gated()
+    if leaves:
+        _deepspeed(rank).utils.set_z3_leaf_modules(model, [Block])
     fit = lowtide.fit(model, budget=budget) if fitted == "model" else None
     engine = engine_of(rank, stage, model, **options)
     if fitted in ("engine", "module"):
         fit = lowtide.fit(engine if fitted == "engine" else model, budget=budget)
     module, dtype = engine.module, next(engine.module.parameters()).dtype
     torch.manual_seed(rank)
-    losses, peaks = [], []
+    losses, peaks, sent = [], [], Collectives()
 
     def step() -> None:
         loss = engine(x)
         engine.backward(loss)
         losses.append(loss.item())
 
+    planned_from = 2 if stage < 3 else 4  # ZeRO-3's second step without an evaluation before it is planned
     for i in range(steps):
         x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(2 * i + rank)).to(dtype)
-        there = resident_bytes(module) + x.nbytes
-        peaks.append(there + peak_bytes(step))
-        engine.step()
-        if fit is not None and stage < 3 and i == 1:
+        if evaluated and i % 2:
+            engine.eval()
+            with torch.no_grad():
+                losses.append(engine(x).item())
+            engine.train()
+        there = resident_bytes(module) + sum(p.ds_tensor.nbytes for p in module.parameters() if stage == 3) + x.nbytes
+        with sent:
+            peaks.append(there + peak_bytes(step))
+            engine.step()
+        if fit is not None and fitted != "model" and i == planned_from - 1:
             fit.wait(60)
-    weights = [p.float() for p in module.parameters()]  # what of them is on this rank
-    told = {"losses": losses, "weights": digest(weights), "peaks": peaks}
+    weights = [getattr(p, "ds_tensor", p).float() for p in module.parameters()]  # what of them is on this rank
+    told = {"losses": losses, "weights": digest(weights), "peaks": peaks, "sent": dict(sent.seen)}
     if fit is not None:
-        told["status"] = fit.status()
+        told["status"], told["planned from"] = fit.status(), planned_from
         told["plan"] = fit.plans[-1] if fit.plans else None
         told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
         fit.remove()
@@ -106,10 +167,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"stage": 1, "fitted": "module"},
     "ZeRO-2": {"stage": 2, "fitted": "engine"},
     "ZeRO-2 in bf16": {"stage": 2, "fitted": "engine", "bf16": True},
+    "ZeRO-3": {"stage": 3, "fitted": "engine", "zero": FREED},
+    "ZeRO-3 fetches ahead, in bf16": {"stage": 3, "fitted": "module", "bf16": True, "zero": FREED | AHEAD},
+    "ZeRO-3 frees nothing": {"stage": 3, "fitted": "module"},
+    "ZeRO-3, windows in windows": {"stage": 3, "fitted": "module", "zero": FREED, "leaves": False, "evaluated": True},
+    "ZeRO-3, whole blocks": {"stage": 3, "fitted": "engine", "zero": FREED, "leaves": True},
 }
-
-
-SHORT = ("ZeRO-1", "ZeRO-2 in bf16")
+SHORT = ("ZeRO-1", "ZeRO-2 in bf16", "ZeRO-3, windows in windows")
 
 
 def all_ways(rank: int, ways: tuple[str, ...]) -> dict[str, tuple[dict, dict]]:
@@ -134,19 +198,95 @@ def diagnosed(rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return told[0], told[1]
 
 
-def partitioned(rank: int) -> tuple[str, str, dict, dict]:
-    """ZeRO-3: what ``fit`` says of engine and module, and trainings without a ``fit`` and with one that came early."""
-    told = []
-    engine = engine_of(rank, 3)
-    for model in (engine, engine.module):
+def partitioned_after_fit(rank: int) -> tuple[dict, dict]:
+    return train(rank, 3), train(rank, 3, fitted="model")
+
+
+def rehearsed(rank: int) -> dict[str, Any]:
+    """ZeRO-3: what is said where somebody wants a rehearsal, and whether the engine trains on as another does."""
+    told, losses, x = {}, [], torch.ones(ROWS, 64)
+    for asks in (False, True):
+        engine = engine_of(rank, 3, zero=FREED)
+        for what in ("fit", "diagnose", "trace") if asks else ():
+            call = getattr(lowtide, what)
+            try:
+                call(engine, (x,), **({"budget": "60%"} if what == "fit" else {}))
+            except lowtide.LowtideError as error:
+                told[what] = f"{type(error).__name__}: {error}"
+        torch.manual_seed(rank)
+        loss = engine(x)
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.destroy()
+    try:
+        lowtide.fit(engine.module, budget="60%")
+    except lowtide.LowtideError as error:
+        told["no engine"] = f"{type(error).__name__}: {error}"
+    return told | {"losses": losses}
+
+
+def guarded(rank: int) -> dict[str, str]:
+    """What backward of a planned step raises when its parameters are other ones by then."""
+    told = {}
+    for what in ("", "an optimizer's step", "a write"):
+        model = gated()
+        engine, fit = planned(rank, model)
+        x = torch.ones(ROWS, 64)
+        loss = engine(x)
+        if what == "an optimizer's step":
+            engine.optimizer._partition_all_parameters()  # as it begins
+        elif what == "a write":
+            shifts = [block.shift for block in model.blocks]
+            with _deepspeed(rank).zero.GatheredParameters(shifts, modifier_rank=0), torch.no_grad():
+                for shift in shifts:
+                    shift.add_(1)
         try:
-            lowtide.fit(model, budget="60%")
+            engine.backward(loss)
+            told[what] = ""
         except lowtide.LowtideError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    x = torch.randn(ROWS, 64)
-    engine.backward(engine(x))
-    engine.destroy()
-    return *told, train(rank, 3), train(rank, 3, fitted="model")
+            told[what] = f"{type(error).__name__}: {error}"
+        fit.remove()
+        engine.destroy()
+    return told
+
+
+def reasons_to_save(rank: int) -> dict[str, tuple[set[str], str]]:
+    """For each rule about windows that is off: why storages are saved, and what backward raises."""
+    windows_of, told = recording.windows_of, {}
+    off: dict[str, Any] = {
+        "none": mock.patch.object(recording, "NAME", recording.NAME),
+        "what crosses is saved": mock.patch.object(recording.ShardingRecording, "check_reads", lambda *_: None),
+        # As if a block did not gather what it reads of others.
+        "blocks gather what they read": mock.patch.object(
+            recording, "windows_of", lambda model: windows_of(model) | {"blocks.0": [model.blocks[0].scale]}
+        ),
+    }
+    for rule, patched in off.items():
+        why, error = set(), ""
+        with patched:
+            try:
+                _, fit = planned(rank, gated(), budget="30%" if "crosses" in rule else "50%")
+                why = {s.fixed for s in fit.graph.storages}
+            except lowtide.LowtideError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        told[rule] = why, error
+    return told
+
+
+def guards(rank: int) -> tuple[dict[str, str], dict[str, tuple[set[str], str]]]:
+    return guarded(rank), reasons_to_save(rank)
+
+
+def planned(rank: int, model: nn.Module, budget: str = "50%") -> tuple[Any, lowtide.Fit]:
+    """An engine whose steps run under a plan."""
+    engine = engine_of(rank, 3, model, zero=FREED)
+    fit = lowtide.fit(engine, budget=budget)
+    for i in range(4):
+        engine.backward(engine(torch.ones(ROWS, 64)))
+        engine.step()
+        if i == 2:
+            fit.wait(60)
+    return engine, fit
 
 
 def settings(rank: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """DeepSpeed: the model that an engine trains, within a memory budget.
 
-``lowtide.fit(engine, budget=...)`` does the same without looking at DeepSpeed's version and settings. ZeRO-0, 1 and 2
-work. What DeepSpeed allocates inside forward and backward counts: above all its buckets, which by default hold 5e8
+``lowtide.fit(engine, budget=...)`` does the same without looking at DeepSpeed's version and settings. ZeRO-0 to 3 work.
+What DeepSpeed allocates inside forward and backward counts: above all its buckets, which by default hold 5e8
 elements each (``reduce_bucket_size``, ``allgather_bucket_size``).
 """
 
@@ -25,11 +25,12 @@ def fit(engine: Any, batch: Any = None, *, budget: int | str = "auto", **options
 
     Args:
         engine: What ``deepspeed.initialize`` has returned first.
-        batch, budget, options: As in ``lowtide.fit``. Optimizer state is not counted unless ``optimizer=`` is given.
+        batch: As in ``lowtide.fit``; None under ZeRO-3.
+        budget, options: As in ``lowtide.fit``. Optimizer state is not counted unless ``optimizer=`` is given.
 
     Raises:
         IntegrationError: another version of DeepSpeed, an engine of another kind, or ``cpu_checkpointing`` is on.
-        UnsupportedModelError: ZeRO-3 partitions the model.
+        UnsupportedModelError: ZeRO-3 partitions the model, and there is a batch to rehearse.
     """
     check_version("deepspeed")
     if unwrap_engine(engine) is engine:

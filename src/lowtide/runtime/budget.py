@@ -11,6 +11,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
+from lowtide.tracing.sharding.zero3 import shards_of
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import device_of
 from lowtide.units import format_bytes, parse_budget
@@ -138,6 +139,7 @@ class StepBudget:
         state = getattr(self._optimizer, "state", None)
         tensors = [
             *model.parameters(),
+            *shards_of(model.parameters()),
             *model.buffers(),
             *(p.grad for p in model.parameters() if p.grad is not None),
             *(tensors_in(list(state.values())) if isinstance(state, dict) else ()),

@@ -32,6 +32,7 @@ from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
+from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
@@ -78,7 +79,7 @@ class PlanShelf:
         self.least_bytes: dict[CallShape, int] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
-        self.is_sharded = bool(wrapped_parameters(model))
+        self.is_sharded = bool(wrapped_parameters(model)) or is_partitioned(model.parameters())
         # Of the last planned steps of each pattern: did they run other ops?
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time

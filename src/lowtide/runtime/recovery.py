@@ -22,6 +22,7 @@ from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import ddp_wrapper_of
+from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.restore import TrainingState
 from lowtide.units import format_bytes
 
@@ -141,6 +142,8 @@ class _StepBefore:
     def _what_is_lost(self) -> str:
         if _has_other_ranks():
             return "the other ranks would wait for this one"
+        if is_partitioned(self._parameters):
+            return "ZeRO-3 has parameters of the failed step gathered"
         for tensor, version, what in self._versions:
             if tensor._version != version:
                 return f"it wrote {what}"

@@ -95,5 +95,5 @@ class _WatchedRegion:
         return run()
 
     @property
-    def fsdp_observer(self) -> None:
+    def sharding_observer(self) -> None:
         return None

@@ -45,16 +45,16 @@ from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.fsdp.units import is_gathered_once
+from lowtide.tracing.sharding.units import is_gathered_once
+from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
+_MOST_FOUND_GATHERED = 3  # then an evaluation comes before every step, perhaps
 _RAN_OTHER_OPS = "the last step ran other ops than its plan"
-_SHARDED = (
-    "the model is sharded: steps without a plan are saved whole, so the first ones take the plain step's memory. "
-    "With a batch, fit plans before training"
-)
+_SHARDED = "the model is sharded: steps without a plan are saved whole, so the first ones take the plain step's memory"
+_WITH_A_BATCH = ". With a batch, fit plans before training"
 
 
 class StepWatcher:
@@ -80,9 +80,9 @@ class StepWatcher:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self._options, self._budget = weakref.ref(model), options, budget
-        self._was_sharded = bool(wrapped_parameters(model))
         self._reasons, self._say, self._say_latest = reasons, reasons.say, reasons.say_latest
         self.shelf = PlanShelf(model, options, planner, tiers, reasons)
+        self._was_sharded = self.shelf.is_sharded
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
         self.recovers = False
@@ -106,6 +106,7 @@ class StepWatcher:
         self._num_backwards = 0  # that ran
         self._retained = self._ended_elsewhere = False  # the graph of one; the last one ran on another thread
         self._seams_elsewhere: list[Seam] = []  # of steps that are over, in place on threads that are not this one
+        self._found_gathered = 0  # watched steps that no plan came of, since ZeRO-3 had gathered parameters before
         self._why_no_plan = ""  # for the present step, where there is none
         self._open_seams: list[Seam] = []
         # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
@@ -365,16 +366,18 @@ class StepWatcher:
             if not is_gathered_once(model):
                 self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
                 return
-            self._say(_SHARDED)
+            self._say(_SHARDED if is_partitioned(model.parameters()) else _SHARDED + _WITH_A_BATCH)
         self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape, model, batch)
 
     def _sharded_since_fit(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""
         sampled = self._past.sampled
+        if self._was_sharded:
+            return ""
         if is_partitioned(p for p in sampled if p is not None):
             self.shelf.is_sharded = True
-            return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Use ZeRO-2"
-        if None in sampled and not self._was_sharded and wrapped_parameters(model):
+            return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Fit it afterwards"
+        if None in sampled and wrapped_parameters(model):
             self.shelf.is_sharded = True
             return "the model was sharded after fit. Fit it afterwards"
         return ""
@@ -535,11 +538,23 @@ class StepWatcher:
         if watch.problem_of_recording:
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
+        if why := self._why_unlike_later_ones(watch, model):
+            self.counters.why_not_planned = why
+            return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
+    def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
+        """Why ZeRO-3 will gather other parameters in later steps, which so take other memory; "" if it will not."""
+        if not order_is_known(model):
+            return "DeepSpeed has not seen the order of the modules yet: the next step is watched"
+        if watch.found_gathered and self._found_gathered < _MOST_FOUND_GATHERED:
+            self._found_gathered += 1
+            return "an evaluation before the last step had parameters gathered: the next step is watched"
+        return ""
+
     def _note_peak(self, watch: OnlineTape) -> None:
-        if self.shelf.is_sharded:  # what FSDP gathers is not seen to come and go
+        if self.shelf.is_sharded:  # what is gathered is not all seen to come and go
             return
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
         self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)

@@ -30,11 +30,11 @@ from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
-from lowtide.tracing.fsdp.observer import PauseDuringFsdp
-from lowtide.tracing.fsdp.recording import FsdpRecording
-from lowtide.tracing.fsdp.units import units_of
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.sharding.observer import PauseDuringSharding
+from lowtide.tracing.sharding.recording import ShardingRecording
+from lowtide.tracing.sharding.zero3 import has_gathered
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
 
@@ -49,6 +49,7 @@ class WatchedStep(OnlineTape):
 
     Attributes:
         problem_of_recording: Why the graph is not complete; "" if it is.
+        found_gathered: ZeRO-3 had gathered parameters before the step, which later steps may have to do themselves.
     """
 
     def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
@@ -60,7 +61,9 @@ class WatchedStep(OnlineTape):
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
         self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature
         self._first_s: dict[int, list[float]] = defaultdict(list)
-        self._batch_bytes, self._batch = 0, ""
+        self._resident: dict[str, int] = {}
+        self.found_gathered = False
+        self._batch = ""
         self.problem_of_recording = ""
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -68,17 +71,18 @@ class WatchedStep(OnlineTape):
         if not self._builder.calls:
             batch = Call(args, kwargs)
             add_residents(self.recorder, model, batch)
-            if units_of(model):
-                self.recorder.observe_fsdp(model)
-            self._batch_bytes = resident_bytes(model, batch, device_of(model), set())["batch"]
+            self.recorder.observe_sharding(model)
+            self.found_gathered = has_gathered(model)
+            # Of parameters what ZeRO-3 has gathered by now, and not what it leaves gathered at the end.
+            before = resident_bytes(model, batch, device_of(model), set())
+            self._resident = {part: before[part] for part in ("parameters", "batch")}
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 
     @property
-    def fsdp_observer(self) -> PauseDuringFsdp:
-        return (
-            _PauseAndRecord(self, self.recorder.fsdp_observer) if self.recorder.fsdp_observer else super().fsdp_observer
-        )
+    def sharding_observer(self) -> PauseDuringSharding:
+        recording = self.recorder.sharding_observer
+        return super().sharding_observer if recording is None else _PauseAndRecord(self, recording)
 
     # -- what the tape sees ---------------------------------------------------------------------------------
 
@@ -162,11 +166,11 @@ class WatchedStep(OnlineTape):
     def _note_packed(self, tensor: torch.Tensor) -> int | None:
         """Autograd has taken ``tensor``: the number of the saved tensor, None if it is no part of the record."""
         builder = self._builder
-        number = self._storages.id_of(tensor) if builder.recording and not self._pauses else None
+        number = self.recorder.number_of(tensor) if builder.recording and not self._pauses else None
         if number is None:
             return None
-        if self.recorder.fsdp_observer is not None:
-            self.recorder.fsdp_observer.check_reads((number,))
+        if self.recorder.sharding_observer is not None:
+            self.recorder.sharding_observer.check_reads((number,))
         saved = builder.add_saved(number)
         self.recorder.assignments.check(tensor)
         return saved
@@ -219,7 +223,7 @@ class WatchedStep(OnlineTape):
         self.recorder.stop()
         graph = replace(
             graph,
-            resident={**graph.resident, "batch": self._batch_bytes},
+            resident={**graph.resident, **self._resident},
             provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
         )
         costs = Costs(
@@ -266,10 +270,10 @@ class WatchedStep(OnlineTape):
         builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
 
 
-class _PauseAndRecord(PauseDuringFsdp):
-    """FSDP's work is no part of the step that the tape sees, and part of the record."""
+class _PauseAndRecord(PauseDuringSharding):
+    """Gathering and freeing is no part of the step that the tape sees, and part of the record."""
 
-    def __init__(self, tape: OnlineTape, recording: FsdpRecording) -> None:
+    def __init__(self, tape: OnlineTape, recording: ShardingRecording) -> None:
         super().__init__(tape)
         self._recording = recording
         self.gathering, self.freed = recording.gathering, recording.freed  # type: ignore[method-assign]

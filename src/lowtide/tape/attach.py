@@ -18,7 +18,8 @@ from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.fsdp import recording as fsdp_recording
+from lowtide.tracing.restore import check_can_be_rehearsed
+from lowtide.tracing.sharding import recording as sharding_recording
 from lowtide.tracing.tracer import check_supported
 
 
@@ -92,10 +93,11 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
         UnsupportedModelError: see ``trace``.
     """
     check_supported(model)
+    check_can_be_rehearsed(model)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     have = {path for path, _ in model.named_modules()}
-    missing = sorted({f.path for f in plan.frames} - have - {module_calls.NO_GRAD, fsdp_recording.FRAME})
+    missing = sorted({f.path for f in plan.frames} - have - {module_calls.NO_GRAD, sharding_recording.FRAME})
     if missing:
         raise PlanMismatchError(
             f"the plan is for another model: {len(missing)} of its modules are not in this {type(model).__name__}, "

@@ -9,6 +9,7 @@ from torch import nn
 
 from lowtide.device.generators import set_state, state_of
 from lowtide.device.numeric_flags import numeric_flags, set_numeric_flags
+from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
 
 
@@ -43,14 +44,16 @@ class ExecutionState:
 
     Attributes:
         flags: The global ones.
+        gathered: Where the model's parameters are, if ZeRO-3 gathers and frees them.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
     """
 
-    __slots__ = ("_model", "_versions", "flags", "on_difference")
+    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference")
 
     def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
         self.flags = numeric_flags()
         self._model = model
+        self.gathered = gathered_parameters_of(model())
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
         self.on_difference: Callable[[Any], None] | None = None

@@ -8,8 +8,8 @@ from typing import Any
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.fsdp import recording as fsdp_recording
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
+from lowtide.tracing.sharding import recording as sharding_recording
 
 
 class TapedOp:
@@ -81,7 +81,7 @@ class PlanProgram:
         self.calls = [TapedCall(frame.path) for frame in plan.frames]
         self.root = self.calls[0]
         for frame, call in zip(plan.frames[1:], self.calls[1:]):
-            if frame.path == fsdp_recording.FRAME:  # FSDP's own work is no call that the tape sees
+            if frame.path == sharding_recording.FRAME:  # what gathers and frees is no call that the tape sees
                 continue
             caller = self.calls[frame.parent]
             caller.children.setdefault(frame.path, []).append(call)

@@ -21,7 +21,17 @@ from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
 from lowtide.tape.storage_bits import has_seal
-from lowtide.tape.values import Kept, Value, View, ViewSpec, placeholder_for, sharing_version, value_of
+from lowtide.tape.values import (
+    GatheredView,
+    Kept,
+    Value,
+    View,
+    ViewSpec,
+    gathered_view,
+    placeholder_for,
+    sharing_version,
+    value_of,
+)
 from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
@@ -57,7 +67,7 @@ class Recipe(Value):
             if kind is Tensor:
                 placeholder = placeholder_for(argument, run)
                 if placeholder is None:
-                    stored.append(Kept(argument))
+                    stored.append(_kept(argument, run))
                 else:
                     inputs = (*inputs, placeholder.value)
                     stored.append(placeholder)
@@ -66,7 +76,7 @@ class Recipe(Value):
             elif kind is Parameter:
                 # Not the parameter itself: ``p.data = new`` gives it other memory, which this op has not read. That of
                 # a sharded one comes and goes.
-                stored.append(Kept(argument if run.is_sharded else sharing_version(argument)))
+                stored.append(_kept(argument if run.is_sharded else sharing_version(argument), run))
             else:
                 found: list[Value] = []
                 stored.append(_stored(argument, run, found))
@@ -134,6 +144,11 @@ class Recipe(Value):
             if argument.version >= 0 and argument.tensor._version != argument.version:
                 raise _unreadable(self, argument)
             return argument.tensor
+        if kind is GatheredView:
+            assert self.run.gathered is not None
+            if why := argument.why_unreadable(self.run.gathered):
+                raise _not_gathered(self, argument, why)
+            return argument.tensor()
         if kind is list:
             return [self.resolve(a) for a in argument]
         return argument
@@ -231,6 +246,15 @@ def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:
     )
 
 
+def _not_gathered(recipe: Recipe, argument: GatheredView, why: str) -> ReplayError:
+    op = recipe.op
+    return ReplayError(
+        f"{op.func} in {op.where or 'the model'} cannot be replayed: a parameter of shape "
+        f"{list(argument.parameter.ds_shape)} that it read was {why} afterwards (by ZeRO-3, or an optimizer's step).\n"
+        "Run backward from what the module returned, through all of it, before the optimizer's step."
+    )
+
+
 class _InplaceOp(NamedTuple):
     """An in-place op that completes a recipe's own output."""
 
@@ -260,10 +284,15 @@ def _stored(argument: Any, run: ExecutionState, inputs: list[Value]) -> Any:
     if isinstance(argument, Tensor):
         placeholder = placeholder_for(argument, run)
         if placeholder is None:
-            return Kept(argument)
+            return _kept(argument, run)
         inputs.append(placeholder.value)
         return placeholder
     return [_stored(a, run, inputs) for a in argument] if isinstance(argument, (list, tuple)) else argument
+
+
+def _kept(argument: Tensor, run: ExecutionState) -> Kept | GatheredView:
+    """What a recipe stores of a tensor that is not dropped."""
+    return gathered_view(argument, run) or Kept(argument)
 
 
 def nth_tensor(result: Any, output: int) -> Tensor:

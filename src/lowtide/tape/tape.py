@@ -44,7 +44,6 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
-from lowtide.tracing.fsdp.observer import PauseDuringFsdp
 from lowtide.tracing.operators import (
     allocated_bytes,
     draws_random_numbers,
@@ -56,6 +55,7 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.restore import same_bits
+from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
@@ -354,9 +354,9 @@ class Tape(SwitchedMode):
         self._pauses -= 1
 
     @property
-    def fsdp_observer(self) -> PauseDuringFsdp:
-        """Pauses the tape during FSDP's own work, which is not part of the step."""
-        return PauseDuringFsdp(self)
+    def sharding_observer(self) -> PauseDuringSharding:
+        """Pauses the tape while parameters are gathered and freed, which is not part of the step."""
+        return PauseDuringSharding(self)
 
     def _next_step(self) -> None:
         self.end()

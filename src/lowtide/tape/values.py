@@ -4,6 +4,7 @@
             The recipe of an op with one dropped output is itself that output's Value.
     View    stands for any other tensor over that storage.
     Kept    a tensor that the plan keeps, and the version it had.
+    GatheredView  stands for a parameter, or a view of one, that has memory only while ZeRO-3 has gathered it.
 
 The storage's Python object holds its Value, so the Value dies with the storage and no address is mistaken for another.
 Otherwise only autograd and recipes hold a Value: when none of them does, its tensor is freed.
@@ -25,6 +26,7 @@ from torch.nn import Parameter
 from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.storage_bits import Seal
 from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
+from lowtide.tracing.sharding.zero3 import GatheredParameters, is_whole
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 MARK = "_lowtide_value"  # attribute of the storage's Python object that holds the Value
@@ -184,6 +186,38 @@ class Kept:
 
     def changed(self) -> bool:
         return self.version >= 0 and self.tensor._version != self.version
+
+
+class GatheredView(ViewSpec):
+    """Names a parameter that ZeRO-3 gathers and frees, and the part of it that was read. Holds none of its memory."""
+
+    __slots__ = ("_optimizer_steps", "_version", "parameter")
+
+    def __init__(self, parameter: Parameter, tensor: Tensor, gathered: GatheredParameters) -> None:
+        super().__init__(tensor)
+        self.offset -= parameter.storage_offset()
+        self.parameter, self._version = parameter, parameter._version
+        self._optimizer_steps = gathered.optimizer_steps
+
+    def why_unreadable(self, gathered: GatheredParameters) -> str:
+        """What has become of the parameter; "" if it is as it was."""
+        if not is_whole(self.parameter):
+            return "freed"
+        unchanged = self.parameter._version == self._version and gathered.optimizer_steps == self._optimizer_steps
+        return "" if unchanged else "changed"
+
+    def tensor(self) -> Tensor:
+        """The same part of the parameter as it is gathered now."""
+        return self.parameter.as_strided(self.size, self.stride, self.parameter.storage_offset() + self.offset)
+
+
+def gathered_view(tensor: Tensor, run: ExecutionState) -> GatheredView | None:
+    """What stands for ``tensor`` if it is over a parameter that ZeRO-3 gathers and frees; else None."""
+    if run.gathered is None or (parameter := run.gathered.parameter_of(tensor)) is None:
+        return None
+    if tensor.dtype != parameter.dtype or tensor.is_neg() or (tensor.dtype in _COMPLEX and tensor.is_conj()):
+        return None
+    return GatheredView(parameter, tensor, run.gathered)
 
 
 def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:

@@ -1,7 +1,8 @@
 """DeepSpeed, known by what it leaves on a model: nothing here imports it.
 
 An engine holds the module that is taped. Under ZeRO-0, 1 and 2 that module's parameters are whole at all times, and its
-gradients leave through hooks of the accumulators. Under ZeRO-3 they are whole only between hooks around each module.
+gradients leave through hooks of the accumulators. Under ZeRO-3 they are whole only between hooks around each module
+(``sharding.zero3``).
 """
 
 from collections.abc import Iterable

@@ -16,8 +16,9 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from lowtide.device.names import autocast_types
-from lowtide.tracing.fsdp.observer import FsdpObserver, observe_units
 from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.sharding.observer import ShardingObserver, observe_units
+from lowtide.tracing.sharding.zero3 import observe_windows
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,7 +41,7 @@ class CallObserver(Protocol):
     def leave(self) -> None: ...
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
     @property
-    def fsdp_observer(self) -> FsdpObserver | None: ...
+    def sharding_observer(self) -> ShardingObserver | None: ...
 
 
 class _ThreadState(threading.local):
@@ -133,10 +134,11 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
         call = root if module is model else compiled_call_of(module, path) or ObservedCall(module, path)
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
-    stop_observing = observe_units(model, thread_state)
+    stop_observing = observe_units(model, thread_state), observe_windows(model, thread_state)
 
     def undo() -> None:
-        stop_observing()
+        for stop in stop_observing:
+            stop()
         for reference, call, before in placed:
             module = reference()
             if module is not None and module._compiled_call_impl is call:

@@ -24,7 +24,6 @@ from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
-from lowtide.tracing.fsdp.recording import OF_THE_SHARDING, FsdpRecording
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
@@ -49,6 +48,9 @@ from lowtide.tracing.operators import (
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
+from lowtide.tracing.sharding.recording import ShardingRecording
+from lowtide.tracing.sharding.units import units_of
+from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 
 # Of an op's signature, operator and arguments, its workspace bytes, and positions of tensors that it writes undeclared.
 KernelFacts = Callable[[dict[str, Any], Any, tuple, dict], tuple[int, list[int]]]
@@ -98,13 +100,15 @@ class Recorder(TorchDispatchMode):
         self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
         self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
         self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
-        self.fsdp_observer: FsdpRecording | None = None
+        self.sharding_observer: ShardingRecording | None = None
         self._value_shaped: set[int] = set()  # storages whose shape depends on values
         self._backward = False
 
-    def observe_fsdp(self, model: nn.Module) -> None:
-        """``model`` is sharded by FSDP."""
-        self.fsdp_observer = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
+    def observe_sharding(self, model: nn.Module) -> None:
+        """FSDP or ZeRO-3 gathers parameters of ``model``, if any."""
+        if not units_of(model) and gathered_parameters_of(model) is None:
+            return
+        self.sharding_observer = self.hooks.sharding = ShardingRecording(self.builder, self.live, model)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -129,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
     def record(self, func: Any, args: tuple, kwargs: dict, run: RunOp) -> Any:
         """What ``run`` returns, which runs ``func`` on plain tensors, recorded as an op of the step."""
-        builder, id_of = self.builder, self.live.id_of
+        builder, id_of = self.builder, self.number_of
         backward = self._backward or torch._C._current_graph_task_id() != -1
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         for tensor in inputs:
@@ -166,6 +170,14 @@ class Recorder(TorchDispatchMode):
             self.sums.add_op(len(builder.ops), func, args, inputs)
         self._add_op(func, args, result, reads, writes, reason, signature, rng_bytes, backward=backward)
         return result
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The storage that ops read which read ``tensor``. A storage never seen before is added."""
+        if self.sharding_observer is not None:
+            stands_for = self.sharding_observer.number_of(tensor)
+            if stands_for is not None:
+                return stands_for
+        return self.live.id_of(tensor)
 
     def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:
         signature = describe(func, args, kwargs)
@@ -212,7 +224,7 @@ class Recorder(TorchDispatchMode):
             return result
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
-        number = self.live.id_of(tensor)
+        number = self.number_of(tensor)
         if number is None or number in self.written_parameters or self._is_gathering(number):
             return
         if self.builder.storages[number].kind in ("parameter", "gradient"):
@@ -229,11 +241,11 @@ class Recorder(TorchDispatchMode):
         return number is not None and self.builder.storages[number].kind == "gradient"
 
     def _is_gathering(self, storage: int) -> bool:
-        return self.fsdp_observer is not None and self.fsdp_observer.is_gathering(storage)
+        return self.sharding_observer is not None and self.sharding_observer.is_gathering(storage)
 
     def _moves(self, storage: int) -> bool:
-        """``storage`` is of a parameter that FSDP gathers, each time into other memory."""
-        return self.fsdp_observer is not None and storage in self.fsdp_observer.gathered
+        """``storage`` is of a parameter that is gathered, each time into other memory."""
+        return self.sharding_observer is not None and storage in self.sharding_observer.gathered
 
     def _add_op(
         self, func: Any, args: tuple, result: Any, reads: tuple[int, ...], writes: tuple[int, ...], reason: str,
@@ -281,10 +293,8 @@ class Recorder(TorchDispatchMode):
     def _why_fixed(self, reads: tuple[int, ...], reason: str) -> str:
         """Why what a forward op makes must be saved; "" if it may be recomputed."""
         builder = self.builder
-        if self.fsdp_observer is not None:
-            self.fsdp_observer.check_reads(reads)
-            if self.fsdp_observer.in_hook:
-                return OF_THE_SHARDING
+        if self.sharding_observer is not None:
+            reason = self.sharding_observer.why_fixed(reads) or reason
         if reason:
             return reason
         if any(builder.changes_during_step(s) for s in reads):

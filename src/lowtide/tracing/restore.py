@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from lowtide.device.generators import GeneratorStates
+from lowtide.errors import UnsupportedModelError
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import preserve_ddp_state
-from lowtide.tracing.fsdp.units import preserve_fsdp_state
+from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.operators import storage_of
+from lowtide.tracing.sharding.units import preserve_fsdp_state
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
 Gradients = Literal["zeroed", "kept", "none", "discarded"]
@@ -99,6 +101,15 @@ class TrainingState:
         self._generators.restore()
 
 
+def check_can_be_rehearsed(model: nn.Module) -> None:
+    """Raises: UnsupportedModelError: only real steps of ``model`` can be run."""
+    if is_partitioned(model.parameters()):
+        raise UnsupportedModelError(
+            "the model is partitioned by DeepSpeed's ZeRO-3: a rehearsal would count as a step of its engine.\n"
+            "Call lowtide.fit without a batch: it plans from real steps."
+        )
+
+
 @contextmanager
 def preserve_training_state(
     model: nn.Module,
@@ -120,7 +131,11 @@ def preserve_training_state(
             the step write, and zeroed ones where they have none. ``"none"``: none yet. ``"discarded"``: none, ever.
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
         unwritten: Ids of buffers and tensors of the batch that a trace has shown not to be written: not copied.
+
+    Raises:
+        UnsupportedModelError: only real steps of the model can be run.
     """
+    check_can_be_rehearsed(model)
     with preserve_ddp_state(model), preserve_fsdp_state(model):
         parameters = list(model.parameters())
         hooks = [p._post_accumulate_grad_hooks for p in parameters]

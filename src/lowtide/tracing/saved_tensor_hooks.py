@@ -9,11 +9,11 @@ from lowtide.graph.step_graph import DROP, RELEASE, UNPACK
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import DataAssignmentGuard
-from lowtide.tracing.fsdp.recording import FsdpRecording
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import is_wrapper_type
+from lowtide.tracing.sharding.recording import ShardingRecording
 
 _SMALL_BYTES = 1024
 
@@ -64,7 +64,7 @@ class SavedTensorHooks:
         assignments: DataAssignmentGuard[int],
     ) -> None:
         self._builder, self._live, self._compiled, self._assignments = builder, live, compiled, assignments
-        self.fsdp: FsdpRecording | None = None
+        self.sharding: ShardingRecording | None = None
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -80,8 +80,8 @@ class SavedTensorHooks:
             return tensor.detach()
         saved = builder.add_saved(number)
         self._assignments.check(tensor)
-        if self.fsdp is not None:
-            self.fsdp.check_reads((number,))
+        if self.sharding is not None:
+            self.sharding.check_reads((number,))
         if builder.region == "model" and builder.frame == 0:
             builder.fix(number, "stored outside the model")
         with builder.ignoring_ops():

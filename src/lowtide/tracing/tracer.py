@@ -23,12 +23,13 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrapped
 from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.fsdp.units import gather_each_once, units_of, why_not_supported
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
+from lowtide.tracing.sharding.units import gather_each_once, why_not_supported
+from lowtide.tracing.sharding.zero3 import coordinators_of, shards_of
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
@@ -122,11 +123,10 @@ def check_supported(model: nn.Module) -> None:
                 f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
                 "Call fit.remove() (or leave lowtide.apply) first."
             )
-    if is_partitioned(model.parameters()):
+    if is_partitioned(model.parameters()) and not coordinators_of(model):
         raise UnsupportedModelError(
-            "the model is partitioned by DeepSpeed's ZeRO-3: its parameters have no memory between forward and "
-            "backward, so nothing could be made again from them.\n"
-            "Use ZeRO-2 (stage: 2), or shard the model with fully_shard instead of DeepSpeed."
+            "the model is partitioned by DeepSpeed's ZeRO-3, and no engine gathers its parameters.\n"
+            "Call fit after deepspeed.initialize."
         )
     if reason := why_not_supported(model):
         raise UnsupportedModelError(f"{reason}, which the tape does not carry out yet.\nTrain without lowtide.")
@@ -249,8 +249,7 @@ def _record_step(
 
     try:
         add_residents(recorder, model, batch)
-        if units_of(model):
-            recorder.observe_fsdp(model)
+        recorder.observe_sharding(model)
         module_calls.thread_state.observer = recorder
         with torch.enable_grad(), recorder:
             with torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack):
@@ -308,6 +307,8 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             live.id_of(t, "parameter")
         for t in plain_tensors(p.grad) if p.grad is not None else ():
             live.id_of(t, "gradient")
+    for t in shards_of(model.parameters()):
+        live.id_of(t, "parameter")
     for t in plain_tensors(*model.buffers()):
         live.id_of(t, "buffer")
     for t in plain_tensors(*batch_tensors(batch)):
@@ -344,7 +345,7 @@ def resident_bytes(
         return sum(in_blocks(s.nbytes()) for s in new)
 
     by_part = {
-        "parameters": total(model.parameters()),
+        "parameters": total([*model.parameters(), *shards_of(model.parameters())]),
         "buffers": total(model.buffers()),
         "batch": total(batch_tensors(batch)),
         "gradients": sum(

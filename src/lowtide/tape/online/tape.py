@@ -35,7 +35,6 @@ from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredV
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
-from lowtide.tracing.fsdp.observer import PauseDuringFsdp
 from lowtide.tracing.operators import (
     OVERWRITERS,
     UNINITIALISED,
@@ -51,6 +50,7 @@ from lowtide.tracing.operators import (
     written_arguments,
     written_tensors,
 )
+from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _NOTHING = nullcontext()
@@ -151,8 +151,8 @@ class OnlineTape(TorchDispatchMode):
         self._pauses -= 1
 
     @property
-    def fsdp_observer(self) -> PauseDuringFsdp:
-        return PauseDuringFsdp(self)
+    def sharding_observer(self) -> PauseDuringSharding:
+        return PauseDuringSharding(self)
 
     @property
     def _layer(self) -> int:
@@ -336,7 +336,13 @@ class OnlineTape(TorchDispatchMode):
         if self._assignments is not None and not self.problem:
             self._assignments.check(tensor)
         value = value_of_storage(storage_of(tensor), self._run)
-        if value is None or tensor.is_inference() or value.version != tensor._version or self.problem:
+        if (
+            type(tensor) is nn.Parameter
+            or value is None
+            or tensor.is_inference()
+            or value.version != tensor._version
+            or self.problem
+        ):
             plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
             return Kept(tensor if plain else detached(tensor))
         claim = value.claim()

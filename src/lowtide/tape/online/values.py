@@ -248,6 +248,8 @@ class Recipe:
             storage = storage_of(argument)
             if storage is None:
                 raise UnreadableError("reads a tensor without one plain storage")
+            if self._run.gathered is not None and self._run.gathered.parameter_of(argument) is not None:
+                raise UnreadableError("reads a parameter that is gathered for moments only")  # and would be pinned
             value = value_of_storage(storage, self._run)
             if value is None:
                 # The memory as it is now, not the parameter: ``p.data = new`` must not reach a replay.

@@ -1,6 +1,7 @@
 """Tells the observer of the current thread what FSDP2 does: its hooks run, it takes memory, it frees memory.
 
-The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model.
+The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model. ``zero3``
+does the same for DeepSpeed.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tracing.fsdp.units import units_of, was_gathered, whole_tensors
+from lowtide.tracing.sharding.units import units_of, was_gathered, whole_tensors
 from lowtide.tracing.subclasses import plain_tensors
 
 
-class FsdpObserver:
-    """What has to know about FSDP's work."""
+class ShardingObserver:
+    """What has to know when parameters are gathered and freed."""
 
     def hook(self) -> AbstractContextManager[None]:
-        """One of FSDP's hooks runs inside."""
+        """One of FSDP's hooks, or DeepSpeed's, runs inside."""
         return nullcontext()
 
     def gathering(self, whole: list[torch.Tensor]) -> None:
@@ -28,8 +29,8 @@ class FsdpObserver:
         """FSDP has freed the memory of these."""
 
 
-class PauseDuringFsdp(FsdpObserver):
-    """The observer of a tape: FSDP's work is no part of the step."""
+class PauseDuringSharding(ShardingObserver):
+    """The observer of a tape: gathering and freeing is no part of the step."""
 
     def __init__(self, tape: Any) -> None:
         self._tape = tape
@@ -103,9 +104,9 @@ class _ObservedUnit:
     def _to_sharded_post_forward(self) -> None:
         self._free_by(super()._to_sharded_post_forward)  # type: ignore[misc]
 
-    def _observer(self) -> FsdpObserver | None:
+    def _observer(self) -> ShardingObserver | None:
         observer = self._lowtide_thread_state.observer
-        return None if observer is None else observer.fsdp_observer
+        return None if observer is None else observer.sharding_observer
 
     def _in_hook(self) -> AbstractContextManager[None]:
         observer = self._observer()

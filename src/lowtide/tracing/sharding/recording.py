@@ -1,9 +1,9 @@
-"""What FSDP2 does during a recorded step: memory of gathered parameters, and storages that cross a unit's boundary.
+"""What FSDP2 or ZeRO-3 does during a recorded step: memory of gathered parameters, and what leaves their windows.
 
-FSDP's own operators are recorded like any others, in a frame of their own that the tape never enters. A gathered
+Their own operators are recorded like any others, in a frame of their own that the tape never enters. A gathered
 parameter is a storage that was there before the step, of no bytes: that is what ops read. Its bytes are another
-storage, made by an op of ours when FSDP gathers and freed when FSDP frees; nothing reads that one, so no recipe
-seems to keep it alive.
+storage, made when it is gathered and freed when it is freed; nothing reads that one, so no recipe seems to keep it
+alive. FSDP resizes a storage, so there an op of ours makes the bytes; DeepSpeed's own operators make them.
 """
 
 from collections.abc import Iterator
@@ -14,22 +14,24 @@ import torch
 from torch import nn
 
 from lowtide.graph.step_graph import FREE, Op
-from lowtide.tracing.fsdp.observer import FsdpObserver
-from lowtide.tracing.fsdp.units import states_of, units_of, whole_tensors
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.sharding.observer import ShardingObserver
+from lowtide.tracing.sharding.units import states_of, units_of, whole_tensors
+from lowtide.tracing.sharding.zero3 import gathered_parameters_of, windows_of
 
 NAME = "lowtide.sharding.gather"
-FRAME = "(sharding)"  # path of the frames in which FSDP works; no module has it
+FRAME = "(sharding)"  # path of the frames in which parameters are gathered and freed; no module has it
 OF_THE_SHARDING = "is part of sharding"
 CROSSES = "crosses the boundary of a sharded unit"
+OUT_OF_WINDOW = "reads a parameter outside the module that it is gathered for"
 
 
-class FsdpRecording(FsdpObserver):
+class ShardingRecording(ShardingObserver):
     """The sharding of one model while a recorder watches a step of it.
 
     Attributes:
-        gathered: Storages of the parameters that FSDP gathers.
+        gathered: Storages of the parameters that are gathered.
     """
 
     def __init__(self, builder: GraphBuilder, live: LiveStorages, model: nn.Module) -> None:
@@ -38,6 +40,15 @@ class FsdpRecording(FsdpObserver):
         self._bytes_of: dict[int, int] = {}  # storage of a gathered parameter -> the storage that stands for its bytes
         self._units: dict[int, frozenset[int]] = {}
         self.gathered: set[int] = set()
+        self._windows: dict[str, list[nn.Parameter]] = {}
+        self._partitioned: dict[nn.Parameter, int] = {}  # by ZeRO-3: the storage that stands for each
+        self._whole = gathered_parameters_of(model)
+        if self._whole is not None:
+            self._windows = windows_of(model)
+            # Not their memory: that may have been whole before the step, and is freed in it.
+            read = dict.fromkeys(p for parameters in self._windows.values() for p in parameters)
+            self._partitioned = {p: builder.add_storage(0, "parameter") for p in read}
+            self.gathered.update(self._partitioned.values())
         for unit in units_of(model):
             for tensor in whole_tensors(unit):
                 number = live.id_of(tensor, "parameter")
@@ -48,12 +59,19 @@ class FsdpRecording(FsdpObserver):
 
     @property
     def in_hook(self) -> bool:
-        """One of FSDP's hooks runs now."""
+        """Parameters are gathered or freed now."""
         return self._open_hooks > 0
 
     def is_gathering(self, storage: int) -> bool:
         """A write to ``storage`` now is FSDP putting the bits there that were there before."""
         return self._open_hooks > 0 and storage in self.gathered
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """What ops read that read ``tensor``, which is over the memory of a parameter of ZeRO-3; else None."""
+        if self._whole is None or self._open_hooks:
+            return None
+        parameter = self._whole.parameter_of(tensor)
+        return None if parameter is None else self._partitioned.get(parameter)
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -103,10 +121,32 @@ class FsdpRecording(FsdpObserver):
             if maker is not None and not self._units_around(builder.ops[maker].frame) <= inside:
                 builder.fix(number, CROSSES)
 
+    def why_fixed(self, reads: tuple[int, ...]) -> str:
+        """Why what an op makes of ``reads`` must be saved; "" if it may be recomputed."""
+        self.check_reads(reads)
+        if self.in_hook:
+            return OF_THE_SHARDING
+        needed = set(reads) & self._gathered_for.keys()
+        if needed:
+            around = {self._builder.frames[call].path for call in self._units_around(self._builder.frame)}
+            if any(around.isdisjoint(self._gathered_for[number]) for number in needed):
+                return OUT_OF_WINDOW
+        return ""
+
+    @cached_property
+    def _gathered_for(self) -> dict[int, set[str]]:
+        """By storage of a parameter of ZeRO-3, the modules in whose windows it is whole."""
+        found: dict[int, set[str]] = {number: set() for number in self._partitioned.values()}
+        for path, parameters in self._windows.items():
+            for p in parameters:
+                found[self._partitioned[p]].add(path)
+        return found
+
     @cached_property  # and not before: FSDP decides when the first forward pass begins
     def _freed_after_forward(self) -> list[str]:
         states = states_of(self._model)
-        return [path for path, state in states if any(u._reshard_after_forward for u in state._fsdp_param_groups)]
+        freed = [path for path, state in states if any(u._reshard_after_forward for u in state._fsdp_param_groups)]
+        return [*freed, *self._windows]
 
     def _units_around(self, frame: int) -> frozenset[int]:
         """Calls of units that are freed after forward, among the calls around ``frame``."""
