@@ -1,0 +1,78 @@
+"""What an accelerator's allocator reserves for a step: the peak that a device's own tools show for the process.
+
+The step starts from an allocator that holds what is resident and nothing else, and runs until another run reserves
+nothing more. So memory that others left cached, other shapes and ``optimizer.step()`` are not part of it.
+
+Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
+state is cut into tensors (it counts as copies of the gradients).
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import cycle
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Moves
+from lowtide.simulation.block_log import block_log
+from lowtide.simulation.caching_allocator import OTHER_ALLOCATORS, Block, CachingAllocator, expandable_segments_here
+
+_MOST_STEPS = 4
+_KIND_OF = {
+    "parameters": "parameter", "gradients": "gradient", "buffers": "buffer", "batch": "input", "optimizer": "gradient",
+}  # fmt: skip
+
+
+def reserved_peak_bytes(
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    moves: Moves,
+    *,
+    expandable_segments: bool | None = None,
+) -> int | None:
+    """Most bytes reserved on the device by the step, resident memory included.
+
+    Args:
+        expandable_segments: Whether the allocator's segments grow; None: as this process's environment sets it.
+
+    Returns:
+        None for a device whose memory does not come from such an allocator (a CPU), and where the environment sets
+        what is not modelled.
+
+    Raises:
+        PlanMismatchError: a value is unpacked whose recipe is gone.
+    """
+    grows = expandable_segments_here() if expandable_segments is None else expandable_segments
+    if graph.device in OTHER_ALLOCATORS or grows is None:
+        return None
+    allocator = CachingAllocator(expandable_segments=grows)
+    for size in resident_blocks(graph):
+        allocator.allocate(size)
+    changes = block_log(graph, actions, replays, moves)
+    for _ in range(_MOST_STEPS):
+        before = allocator.reserved_bytes
+        blocks: dict[int, Block] = {}
+        for number, size in changes:
+            if size:
+                blocks[number] = allocator.allocate(size)
+            else:
+                allocator.free(blocks.pop(number))
+        if allocator.reserved_bytes == before:
+            break
+    return allocator.reserved_bytes
+
+
+def resident_blocks(graph: StepGraph) -> Iterator[int]:
+    """Bytes of the tensors that are there before the step; in all what ``graph.resident`` says."""
+    sizes: dict[str, list[int]] = {}
+    for storage in graph.storages:
+        if storage.op is None and storage.bytes:
+            sizes.setdefault(storage.kind, []).append(storage.bytes)
+    for part, left in graph.resident.items():
+        known = sizes.get(_KIND_OF.get(part, part), [])
+        for size in cycle(known) if part == "optimizer" and known else known:
+            if size > left:
+                break
+            yield size
+            left -= size
+        if left:
+            yield left

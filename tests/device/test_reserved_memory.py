@@ -1,0 +1,60 @@
+"""Predicted reserved memory against the statistics of an allocator that hands memory out."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from support.allocations import play, traces
+from support.case_graphs import EXPECTED, load_case
+
+from lowtide.simulation.block_log import block_log
+from lowtide.simulation.caching_allocator import CachingAllocator
+from lowtide.simulation.reserved_memory import resident_blocks
+from lowtide.solvers.dispatch import solve
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def empty(accelerator):
+    """The device without anything on it: memory that nobody writes, more than the machine has."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == 0
+    with accelerator.poison(False), accelerator.capacity(8 * GIB):
+        yield accelerator
+        torch.accelerator.empty_cache()
+
+
+def on_the_device(changes, every=1):
+    """Allocated and reserved bytes of the device's allocator after every so many changes."""
+    tensors, states = {}, []
+    for at, (number, size) in enumerate(changes):
+        if size:
+            tensors[number] = torch.empty(size, dtype=torch.uint8, device="standin")
+        else:
+            del tensors[number]
+        if at % every == 0:
+            states.append((torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()))
+    return states
+
+
+@given(trace=traces())
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_allocations_reserve_what_the_model_says(empty, trace):
+    torch.accelerator.empty_cache()
+    assert on_the_device(trace) == play(CachingAllocator(), trace)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+@pytest.mark.parametrize("case", EXPECTED)
+def test_steps_of_real_models_reserve_what_the_model_says(empty, case, ratio):
+    graph, costs = load_case(case)
+    plan = solve(graph, costs, method="knapsack", ratio=ratio)
+    residents = [(-1 - number, size) for number, size in enumerate(resident_blocks(graph))]
+    step = block_log(graph, plan.action_of(), plan.replays_of(), plan.moves)
+    changes = [*residents, *step, *step]
+
+    assert on_the_device(changes, every=97) == play(CachingAllocator(), changes)[::97]
