@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from support.allocations import play, traces
 from support.case_graphs import EXPECTED, load_case
 
+import lowtide
+from lowtide.graph.costs import Costs
 from lowtide.simulation.block_log import block_log
 from lowtide.simulation.caching_allocator import CachingAllocator
 from lowtide.simulation.reserved_memory import resident_blocks
@@ -58,3 +60,30 @@ def test_steps_of_real_models_reserve_what_the_model_says(empty, case, ratio):
     changes = [*residents, *step, *step]
 
     assert on_the_device(changes, every=97) == play(CachingAllocator(), changes)[::97]
+
+
+@pytest.mark.parametrize("budget_mib", [None, 60])
+def test_training_reserves_what_was_predicted_and_no_more_than_its_budget(empty, budget_mib):
+    """Activations of 9.2 MiB fill no segment: two of them in 20."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (torch.nn.Linear(16, 1200), torch.nn.ReLU(), torch.nn.Linear(1200, 16))]
+    model, batch = torch.nn.Sequential(*layers).to("standin"), torch.randn(2000, 16, device="standin")
+    if budget_mib is None:
+        graph = lowtide.trace(model, (batch,))
+        predicted = lowtide.simulate(graph, Costs((1.0,) * len(graph.ops)), {}).reserved_peak_bytes
+    else:
+        fit = lowtide.fit(model, (batch,), budget=budget_mib << 20, budget_kind="reserved", method="knapsack")
+        predicted = fit.plan.predicted_reserved_peak_bytes
+        assert fit.plan.counts["recompute"] > 0
+        assert predicted <= budget_mib << 20  # the plain step reserves 64 MiB, with 57 allocated
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    for _ in range(3):
+        model(batch).square().mean().backward()
+
+    assert torch.accelerator.max_memory_reserved() == predicted
+    if budget_mib is not None:
+        fit.remove()

@@ -93,7 +93,9 @@ def grown_reserved(trace):
 
 @given(traces())
 def test_growing_segments_hold_what_a_map_of_their_bytes_says(trace):
-    assert [reserved for _, reserved in play(CachingAllocator(expandable_segments=True), trace)] == grown_reserved(trace)
+    assert [reserved for _, reserved in play(CachingAllocator(expandable_segments=True), trace)] == grown_reserved(
+        trace
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,13 @@ def reserved_peak_bytes(
         expandable_segments: Whether the allocator's segments grow; None: as this process's environment sets it.
 
     Returns:
-        None for a device whose memory does not come from such an allocator (a CPU), and where the environment sets
-        what is not modelled.
+        None where it is not known, for which ``why_unknown`` has a reason.
 
     Raises:
         PlanMismatchError: a value is unpacked whose recipe is gone.
     """
     grows = expandable_segments_here() if expandable_segments is None else expandable_segments
-    if graph.device in OTHER_ALLOCATORS or grows is None:
+    if grows is None or graph.device in OTHER_ALLOCATORS:
         return None
     allocator = CachingAllocator(expandable_segments=grows)
     for size in resident_blocks(graph):
@@ -59,6 +58,15 @@ def reserved_peak_bytes(
         if allocator.reserved_bytes == before:
             break
     return allocator.reserved_bytes
+
+
+def why_unknown(device: str) -> str:
+    """Why nothing is known of reserved memory on a type of device, in this process; "" where it is."""
+    if device in OTHER_ALLOCATORS:
+        return f"memory of device {device!r} does not come from a caching allocator as modelled here"
+    if expandable_segments_here() is None:
+        return "PYTORCH_ALLOC_CONF sets something else than expandable_segments, which is not modelled"
+    return ""
 
 
 def resident_blocks(graph: StepGraph) -> Iterator[int]:

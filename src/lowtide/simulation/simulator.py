@@ -1,7 +1,7 @@
 """The simulator: one training step replayed under a plan, as bytes and milliseconds. It evaluates every plan.
 
-``simulated_step.py`` counts the bytes, ``transfers.py`` the time spent waiting for links. Solvers call ``simulate_actions``
-and ``contents_at_peak``; of the rules inside they share only the transfer queue.
+``simulated_step.py`` counts the bytes, ``transfers.py`` the time spent waiting for links. Solvers call
+``simulate_actions`` and ``contents_at_peak``; of the rules inside they share only the transfer queue.
 
 Known weakness: an op's temporaries count only as far as ``Op.workspace_bytes`` was measured, and two storages that
 share one allocator block count as two.
