@@ -62,28 +62,38 @@ def test_steps_of_real_models_reserve_what_the_model_says(empty, case, ratio):
     assert on_the_device(changes, every=97) == play(CachingAllocator(), changes)[::97]
 
 
-@pytest.mark.parametrize("budget_mib", [None, 60])
-def test_training_reserves_what_was_predicted_and_no_more_than_its_budget(empty, budget_mib):
-    """Activations of 9.2 MiB fill no segment: two of them in 20."""
+@pytest.mark.parametrize("how", ["plain", "rehearsed", "watched"])
+def test_training_reserves_what_was_predicted_and_no_more_than_its_budget(empty, how):
+    """Activations of 9.2 MiB fill no segment: two of them in 20. The plain step reserves 64 MiB for 57 allocated."""
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (torch.nn.Linear(16, 1200), torch.nn.ReLU(), torch.nn.Linear(1200, 16))]
     model, batch = torch.nn.Sequential(*layers).to("standin"), torch.randn(2000, 16, device="standin")
-    if budget_mib is None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    fit = None
+    if how == "plain":
         graph = lowtide.trace(model, (batch,))
         predicted = lowtide.simulate(graph, Costs((1.0,) * len(graph.ops)), {}).reserved_peak_bytes
     else:
-        fit = lowtide.fit(model, (batch,), budget=budget_mib << 20, budget_kind="reserved", method="knapsack")
+        given = (batch,) if how == "rehearsed" else None
+        fit = lowtide.fit(model, given, budget="60MiB", budget_kind="reserved", method="knapsack")
+        if given is None:
+            train(model, batch)
+            fit.wait()
+            train(model, batch)
         predicted = fit.plan.predicted_reserved_peak_bytes
-        assert fit.plan.counts["recompute"] > 0
-        assert predicted <= budget_mib << 20  # the plain step reserves 64 MiB, with 57 allocated
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        assert predicted <= 60 << 20 and fit.plan.counts["recompute"] > 0
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
-    for _ in range(3):
-        model(batch).square().mean().backward()
+    train(model, batch, steps=3)
 
     assert torch.accelerator.max_memory_reserved() == predicted
-    if budget_mib is not None:
+    if fit is not None:
+        assert fit.status().in_force
         fit.remove()
+
+
+def train(model, batch, steps=1):
+    for _ in range(steps):
+        model(batch).square().mean().backward()
