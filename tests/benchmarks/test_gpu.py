@@ -32,7 +32,8 @@ def test_every_method_trains_to_the_same_bits_within_what_was_predicted(accelera
     assert len(set(trained[0]["losses"])) == 3  # the weights move
     ours = [line for line in trained if "predicted_peak_bytes" in line]
     assert all(line["peak_bytes"] == line["predicted_peak_bytes"] for line in ours)
-    assert all(line["reserved_bytes"] == line["predicted_reserved_bytes"] for line in ours)
+    # So small a step is all in one segment of 2 MiB or two; what training left between the weights decides.
+    assert all(abs(line["reserved_bytes"] - line["predicted_reserved_bytes"]) <= 2 << 20 for line in ours)
     moved = [line["counts"]["cpu_offload"] for line in ours if line["method"].endswith("with host memory")]
     assert any(moved)
     assert {"device", "driver", "torch", "transformers", "commit", "device_type"} <= lines[0].keys()

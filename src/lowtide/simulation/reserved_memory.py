@@ -4,7 +4,8 @@ The step starts from an allocator that holds what is resident and nothing else, 
 nothing more. So memory that others left cached, other shapes and ``optimizer.step()`` are not part of it.
 
 Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
-state is cut into tensors (it counts as copies of the gradients).
+state is cut into tensors (it counts as copies of the gradients), nor what lies between resident tensors. So a step
+that just fills a segment may need one more.
 """
 
 from collections.abc import Iterator, Mapping
