@@ -6,9 +6,9 @@ MIB = 2**20
 COLUMNS = ("method", "allocated", "predicted", "reserved", "predicted", "step time", "predicted", "losses, weights")
 NOBODY = (
     "Nobody has measured lowtide on a GPU yet. `make gpu` does, in under eight minutes, and writes\n"
-    "`gpu.jsonl` into `benchmarks/results`; `python benchmarks/table.py` then puts the table here. Please open an issue with\n"
-    "the file, whatever it says. `python benchmarks/gpu.py --device standin` runs the same code on the tests'\n"
-    "stand-in for a device, which says nothing about speed."
+    "`gpu.jsonl` into `benchmarks/results`; `python benchmarks/table.py` then puts the table here. Please open an\n"
+    "issue with the file, whatever it says. `python benchmarks/gpu.py --device standin` runs the same code on the\n"
+    "tests' stand-in for a device, which says nothing about speed."
 )
 
 
