@@ -4,7 +4,7 @@ BIN := .venv/bin
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead integrations real-steps zoo clean
+.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ offload: .venv/.ready  ## time steps that move tensors to disk
 
 overhead: .venv/.ready  ## measure what recording costs for each op
 	$(BIN)/python benchmarks/overhead.py
+
+gpu: .venv/.ready  ## compare the methods on this machine's accelerator; under eight minutes
+	$(BIN)/python benchmarks/gpu.py
 
 integrations: .venv/.ready  ## train in the libraries that people train with, with lowtide and without; half an hour
 	$(BIN)/python benchmarks/integrations.py

@@ -1,42 +1,234 @@
-"""Methods side by side on a Llama-3.1-8B-shaped decoder in bf16 on one GPU: one JSON line per case and method.
+"""lowtide against plain and checkpointed training on an accelerator: one JSON line per model and method.
 
-    python benchmarks/gpu.py                 three shapes, about eight minutes on an H100 or H200
-    python benchmarks/gpu.py --dry-run       the same code on CPU with a toy (the disk tier stands for host memory)
+    make gpu                                    on the accelerator of this machine, under eight minutes
+    python benchmarks/gpu.py --device standin   the same code on the tests' stand-in for one; needs g++, says no speeds
 
-Weights are drawn at random from the configuration; nothing is downloaded. Every method of a case runs on the same
-weights and batch: once for its peaks (allocated and reserved) and its gradients, then timed, interleaved, by CUDA
-events. A method that runs out of memory, or that this machine does not have, is a line that says so.
+Two models, weights drawn at random, nothing downloaded: a decoder in plain PyTorch, and a Llama of transformers. Every
+method trains from the same weights on the same batch for a few steps: losses and weights have to have the same bits,
+peaks are the allocator's own. Then forward and backward of all methods are timed in turns, by events. A method that
+does not fit, or for which no time was left, is a line that says so.
 
-Never run on a GPU so far: there are no GPU results in this repository, and none are claimed.
+Nobody has run this on a GPU yet: there are no GPU results in this repository, and none are claimed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from provenance import provenance
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "gpu.jsonl"
+STAND_IN = "standin"
 SEED = 0
-FRACTIONS = (0.5, 0.3, 0.15)
-SHAPES = ((1, 8192), (2, 8192), (1, 32768))
-LLAMA_8B = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
-TOY = {
-    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256,
-}  # fmt: skip
+STEPS = 3
+FRACTIONS = (50, 25)  # percent of the plain step's activations
+# By the least memory of the device: layers, width, heads, vocabulary, batch, sequence.
+SIZES = {
+    "large": (70 << 30, (24, 2048, 16, 32000, 4, 4096)),
+    "medium": (20 << 30, (16, 1536, 12, 32000, 4, 2048)),
+    "small": (0, (12, 768, 12, 32000, 4, 1024)),
+    "tiny": (1 << 62, (3, 64, 4, 128, 2, 64)),  # for the stand-in
+}
+
+
+def main() -> int:
+    args = _arguments()
+    try:
+        device = _device(args.device)
+    except Exception as error:
+        print(error, file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + args.minutes * 60
+    sizes = SIZES[args.size or _size_for(device)][1]
+    out = args.out or (RESULTS if device.type != STAND_IN else None)
+    lines = []
+    for case in (DecoderCase, TransformersCase):
+        for line in Measured(case(device, *sizes), args.rounds, deadline).lines():
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+            if out is not None:
+                out.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    if out is not None:
+        print(f"written to {out}. Please open an issue with this file.", file=sys.stderr)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="such as xpu, or standin (default: the accelerator that torch finds)")
+    parser.add_argument("--size", choices=SIZES, help="of the models (default: by the device's memory)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of every method (default 5)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="begin nothing more after this long (default 7)")
+    parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(HERE.parent)}; none for the stand-in")
+    return parser.parse_args()
+
+
+def _device(asked: str | None) -> torch.device:
+    """Raises: DeviceError: it is not here; LowtideError: there is none at all."""
+    from lowtide.device.names import accelerator_type, check_is_here
+    from lowtide.errors import LowtideError
+
+    if asked == STAND_IN:
+        sys.path.insert(0, str(HERE.parent / "tests"))
+        import accelerator.device
+
+        accelerator.device.poison(False).__enter__()  # until the process ends: time
+        torch.set_num_threads(1)
+    elif asked is None and not accelerator_type():
+        raise LowtideError(
+            "there is no accelerator here that torch finds. For the same code on the tests' stand-in for one: "
+            f"--device {STAND_IN}."
+        )
+    device = torch.device(asked or accelerator_type())
+    check_is_here(device)
+    if device.type == "cpu":
+        raise LowtideError("this benchmark is for accelerators. On a CPU: make bench.")
+    return torch.device(device.type, device.index or 0)
+
+
+def _size_for(device: torch.device) -> str:
+    from lowtide.device.memory import capacity_bytes
+
+    if device.type == STAND_IN:
+        return "tiny"
+    capacity = capacity_bytes(device) or 0
+    return next(name for name, (least, _) in SIZES.items() if capacity >= least)
+
+
+# ---- what is trained
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate_up, self.down = nn.Linear(width, 6 * width, bias=False), nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    checkpointed = False
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+@dataclass
+class Case:
+    """A model on its device, with a batch."""
+
+    device: torch.device
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    batch_size: int
+    length: int
+    model: Any = None
+    ids: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(SEED)
+        dtype = torch.float32 if self.device.type == STAND_IN else torch.bfloat16
+        self.model = self.built().to(dtype).to(self.device).train()
+        self.ids = torch.randint(0, self.vocabulary, (self.batch_size, self.length)).to(self.device)
+
+    def built(self) -> nn.Module:
+        raise NotImplementedError
+
+    @staticmethod
+    def loss(model: Any, ids: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def checkpointing(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+
+class DecoderCase(Case):
+    name = "decoder"
+
+    def built(self) -> nn.Module:
+        return Decoder(self.layers, self.width, self.heads, self.vocabulary)
+
+    @staticmethod
+    def loss(model: Any, ids: Any) -> torch.Tensor:
+        return model(ids)
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        self.model.checkpointed = True
+        try:
+            yield
+        finally:
+            self.model.checkpointed = False
+
+
+class TransformersCase(Case):
+    name = "transformers llama"
+
+    def built(self) -> nn.Module:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        config = transformers.LlamaConfig(
+            hidden_size=self.width, intermediate_size=3 * self.width, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.heads // 4, vocab_size=self.vocabulary,
+            max_position_embeddings=self.length, use_cache=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+
+    @staticmethod
+    def loss(model: Any, ids: Any) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        self.model.activation_checkpointing_enable()
+        try:
+            yield
+        finally:
+            self.model.activation_checkpointing_disable()
+            self.model.disable_input_require_grads()  # its own switch leaves these hooks on
+
+
+# ---- what is measured
 
 
 @dataclass(frozen=True)
@@ -48,125 +240,61 @@ class Method:
     plan: Any = None
 
 
-def main() -> int:
-    args = _arguments()
-    if args.dry_run:
-        shapes: Any = ((2, 64),)
-    else:
-        import torch
+class Measured:
+    """One case: its methods and what they took."""
 
-        if not torch.cuda.is_available():
-            print("no CUDA device here. Use --dry-run to run the same code on CPU with a toy.", file=sys.stderr)
-            return 2
-        shapes = SHAPES
-    deadline = time.monotonic() + args.minutes * 60
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w") as out:
-        model = _model(dry_run=args.dry_run)
-        for shape in shapes:
-            for line in Case(model, shape, args, deadline).lines():
-                out.write(json.dumps(line) + "\n")
-                out.flush()
-                print(json.dumps(line), flush=True)
-    return 0
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="on CPU, with a toy")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of every method (default 3)")
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="begin no further method after this long (default 8)"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
-
-
-def _model(*, dry_run: bool) -> Any:
-    import torch
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    config = transformers.LlamaConfig(**(TOY if dry_run else LLAMA_8B), use_cache=False, attn_implementation="sdpa")
-    torch.manual_seed(SEED)
-    if dry_run:
-        torch.set_num_threads(1)
-    device = "cpu" if dry_run else "cuda"
-    with torch.device(device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32 if dry_run else torch.bfloat16)
-        try:
-            model = transformers.LlamaForCausalLM(config).train()
-        finally:
-            torch.set_default_dtype(before)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
-class Case:
-    """One shape: its methods and their measurements."""
-
-    def __init__(self, model: Any, shape: tuple[int, int], args: argparse.Namespace, deadline: float) -> None:
-        import torch
-
-        self.model, self.shape, self.args, self.deadline = model, shape, args, deadline
-        self.device = next(model.parameters()).device
-        generator = torch.Generator(device=self.device).manual_seed(SEED)
-        ids = torch.randint(0, model.config.vocab_size, shape, device=self.device, generator=generator)
-        self.batch = {"input_ids": ids, "labels": ids}
-        self.tier = "disk" if args.dry_run else "host"
-        self.reference: list | None = None
-        self.resident_bytes = 0
+    def __init__(self, case: Any, rounds: int, deadline: float) -> None:
+        self.case, self.rounds, self.deadline = case, rounds, deadline
+        self.start = [p.detach().cpu().clone() for p in case.model.parameters()]
+        self.reference: tuple[list[float], list[int]] | None = None
+        for parameter in case.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
     def lines(self) -> Iterator[dict]:
         """One line per method, in order of measurement."""
+        import lowtide
         from lowtide.measurement.timing import compare_times
 
-        graph, op_costs = self._prepare()
-        self.resident_bytes = graph.resident_bytes
-        measured: dict[str, dict] = {}
-        baselines = [
-            Method("plain", nullcontext),
-            Method("transformers full", partial(self._checkpointed, every_n_layers=1)),
-            Method("transformers every 2nd", partial(self._checkpointed, every_n_layers=2)),
-            Method("transformers offload", partial(self._checkpointed, offload=True)),
-            Method("selective mm+sdpa", self._selective),
-            Method("TRL OffloadActivations", self._trl),
-        ]
-        methods = [*baselines]
-        for method in baselines:
-            measured[method.name] = self._outcome(method)
-        peaks = {
-            f"at the peak of {name}": m["peak_bytes"]
-            for name, m in measured.items()
-            if m["status"] == "ok" and name != "plain"
+        methods = [Method("plain", nullcontext), Method("torch checkpoint, every layer", self.case.checkpointing)]
+        measured = {method.name: self._trained(method) for method in methods}
+        graph = lowtide.trace(self.case.model, self.case.ids, step=self.case.loss)
+        try:
+            costs = lowtide.measure(graph, tiers=("host",), refresh=True)
+        except lowtide.LowtideError:  # a device without pinned memory; the method that needs it will say so
+            costs = lowtide.measure(graph, refresh=True)
+        plain = lowtide.simulate(graph, costs, {})
+        measured["plain"] |= {
+            "predicted_peak_bytes": plain.peak_bytes,
+            "predicted_reserved_bytes": plain.reserved_peak_bytes,
         }
-        budgets: dict[str, int | str] = {f"{f:.2f}": f"{100 * f}%" for f in FRACTIONS} | peaks
-        for label, budget in budgets.items():
-            alone = [("recompute", ())] if label not in peaks else []  # planning is what takes the time
-            for name, offload in [*alone, ("joint", (self.tier,))]:
-                method, line = self._planned(f"lowtide {name} {label}", graph, op_costs, budget, offload)
-                measured[line["method"]] = line
-                methods += [method] if method is not None else []
-        runnable = {m.name: partial(self._step, m) for m in methods if measured[m.name]["status"] == "ok"}
-        times = compare_times(runnable, rounds=self.args.rounds, device=self.device, seed=SEED) if runnable else {}
-        plain_ms = times["plain"].median_ms if "plain" in times else None
+        for name, budget, options in self._budgets(measured, plain):
+            method, line = self._planned(f"lowtide, {name}", partial(lowtide.solve, graph, costs, budget, **options))
+            measured[line["method"]] = line
+            methods += [method] if method is not None else []
+        calls = {m.name: partial(self._step, m) for m in methods if measured[m.name]["status"] == "ok"}
+        left_s = self.deadline - time.monotonic()
+        rounds = self.rounds if left_s > 0 else 1
+        times = compare_times(calls, rounds=rounds, device=self.case.device, seed=SEED) if calls else {}
         for name, line in measured.items():
             if name in times:
-                line |= {"time_ms": times[name].median_ms, "time_ms_quartiles": times[name].quartiles}
-                line["overhead"] = None if plain_ms is None else times[name].median_ms / plain_ms - 1
-            yield self._shared() | line
+                line |= {"time_ms": times[name].median_ms, "time_ms_quartiles": times[name].quartiles, "rounds": rounds}
+            if name in times and "plain" in times:
+                line["overhead"] = times[name].median_ms / times["plain"].median_ms - 1
+            yield self._shared(graph) | line
 
-    def _prepare(self) -> tuple[Any, Any]:
-        import lowtide
+    def _budgets(self, measured: dict[str, dict], plain: Any) -> Iterator[tuple[str, int | str, dict]]:
+        for percent in FRACTIONS:
+            yield f"{percent} %", f"{percent}%", {}
+        full = measured["torch checkpoint, every layer"]
+        if full["status"] == "ok":
+            yield "at the peak of every layer", full["peak_bytes"], {}
+        yield f"{FRACTIONS[-1]} % with host memory", f"{FRACTIONS[-1]}%", {"offload": ("host",)}
+        if plain.reserved_peak_bytes is not None:
+            above = plain.reserved_peak_bytes - plain.peak_bytes
+            budget = (plain.peak_bytes + plain.live_bytes[0]) // 2 + above
+            yield "half, of reserved memory", budget, {"budget_kind": "reserved"}
 
-        graph = lowtide.trace(self.model, self.batch, step=lambda model, batch: model(**batch).loss)
-        return graph, lowtide.measure(graph, tiers=(self.tier,), refresh=True)
-
-    def _planned(
-        self, name: str, graph: Any, op_costs: Any, budget: int | str, offload: tuple[str, ...]
-    ) -> tuple[Method | None, dict]:
+    def _planned(self, name: str, solve: Callable[[], Any]) -> tuple[Method | None, dict]:
         import lowtide
         from lowtide.tape.attach import applied
         from lowtide.tape.offload.open_tiers import open_tiers
@@ -174,121 +302,115 @@ class Case:
         if time.monotonic() > self.deadline:
             return None, {"method": name, "status": "out of time"}
         try:
-            plan = lowtide.solve(graph, op_costs, budget, offload=offload)
+            plan = solve()
+            # As around a whole training: what is pinned or opened stays.
+            tiers = open_tiers(plan, lowtide.Offload())
         except lowtide.BudgetInfeasibleError as error:
             return None, {"method": name, "status": "infeasible", "least_bytes": error.least_bytes}
-        # As around a whole training: what is pinned or opened stays.
-        tiers = open_tiers(plan, lowtide.Offload())
-        method = Method(name, partial(applied, self.model, plan, tiers), plan)
-        line = self._outcome(method) | {
+        except (lowtide.LowtideError, ValueError) as error:
+            return None, {"method": name, "status": "refused", "reason": str(error).splitlines()[0]}
+        method = Method(name, partial(applied, self.case.model, plan, tiers), plan)
+        return method, self._trained(method) | {
             "budget_bytes": plan.budget_bytes,
+            "budget_kind": plan.budget_kind,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "predicted_reserved_bytes": plan.predicted_reserved_peak_bytes,
             "predicted_overhead": plan.predicted_overhead,
             "counts": plan.counts,
+            "bytes_by_action": plan.bytes_by_action,
             "solve_s": plan.solve_s,
         }
-        if line["status"] == "ok":
-            line["peak_error"] = plan.predicted_peak_bytes / line["peak_bytes"] - 1
-        return method, line
 
-    def _outcome(self, method: Method) -> dict:
-        """Peaks, and whether loss and gradients have the bits of the first method that ran."""
-        import torch
+    def _trained(self, method: Method) -> dict:
+        """A few steps from the first weights: peaks, and whether losses and weights have the first method's bits."""
+        from lowtide.device.out_of_memory import is_out_of_memory
 
-        from lowtide.measurement.allocator import peak_bytes
-
-        print(f"{self.shape}: {method.name}", file=sys.stderr, flush=True)
+        print(f"{self.case.name}: {method.name}", file=sys.stderr, flush=True)
         if time.monotonic() > self.deadline:
             return {"method": method.name, "status": "out of time"}
-        for parameter in self.model.parameters():
-            parameter.grad.zero_()
-        cuda = self.device.type == "cuda"
-        losses: list[float] = []
+        index = self.case.device.index
+        parameters = list(self.case.model.parameters())
+        with torch.no_grad():
+            for parameter, first in zip(parameters, self.start, strict=True):
+                parameter.copy_(first)
+                parameter.grad.zero_()
+        torch.manual_seed(SEED)
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(index)
+        losses = []
         try:
-            if cuda:
-                torch.cuda.empty_cache()
-            torch.manual_seed(SEED)
-            activation_bytes = peak_bytes(lambda: losses.append(self._step(method)), self.device)
-        except Exception as error:  # out of memory, no accelerator, a library that is not there
-            oom = cuda and isinstance(error, torch.cuda.OutOfMemoryError)
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return {"method": method.name, "status": "out of memory" if oom else "not here", "reason": reason}
-        found = [losses[0], *(_bits(p.grad) for p in self.model.parameters())]
+            for _ in range(STEPS):
+                losses.append(self._step(method))
+                with torch.no_grad():
+                    for parameter in parameters:
+                        parameter.sub_(parameter.grad, alpha=0.01)
+                        parameter.grad.zero_()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return {"method": method.name, "status": "out of memory", "reason": str(error).splitlines()[0]}
+        peak_bytes = torch.accelerator.max_memory_allocated(index)
+        reserved_bytes = torch.accelerator.max_memory_reserved(index)
+        weights = [_bits(p) for p in parameters]
         if self.reference is None:
-            self.reference = found
+            self.reference = losses, weights
         return {
             "method": method.name,
             "status": "ok",
-            "peak_bytes": self.resident_bytes + activation_bytes,
-            "reserved_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
-            "bitwise_equal": found == self.reference,
+            "losses": losses,
+            "losses_equal": losses == self.reference[0],
+            "weights_equal": weights == self.reference[1],
+            "peak_bytes": peak_bytes,
+            "reserved_bytes": reserved_bytes,
         }
 
     def _step(self, method: Method) -> float:
         with method.around():
-            loss = self.model(**self.batch).loss
+            loss = self.case.loss(self.case.model, self.case.ids)
         loss.backward()
         return loss.item()
 
-    @contextmanager
-    def _checkpointed(self, **how: Any) -> Iterator[None]:
-        self.model.activation_checkpointing_enable(**how)
-        try:
-            yield
-        finally:
-            self.model.activation_checkpointing_disable()
-            self.model.disable_input_require_grads()  # its own switch leaves these hooks on
-
-    @contextmanager
-    def _selective(self) -> Iterator[None]:
-        import torch
-        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-        aten = torch.ops.aten
-        kept = [
-            aten.mm.default, aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-        ]  # fmt: skip
-        context = partial(create_selective_checkpoint_contexts, kept)
-        with self._checkpointed():
-            for layer in self.model.model.layers:
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=context)
-            yield
-
-    @contextmanager
-    def _trl(self) -> Iterator[None]:
-        from trl.models.activation_offloading import OffloadActivations
-
-        with OffloadActivations():
-            yield
-
-    def _shared(self) -> dict:
+    def _shared(self, graph: Any) -> dict:
         from lowtide.device.names import device_name
 
+        case = self.case
         return {
             "benchmark": "gpu",
-            "dry_run": self.args.dry_run,
-            "batch": self.shape[0],
-            "sequence": self.shape[1],
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "resident_bytes": self.resident_bytes,
+            "case": case.name,
+            "layers": case.layers,
+            "width": case.width,
+            "vocabulary": case.vocabulary,
+            "batch": case.batch_size,
+            "sequence": case.length,
+            "dtype": str(next(case.model.parameters()).dtype).removeprefix("torch."),
+            "resident_bytes": graph.resident_bytes,
             "seed": SEED,
-            "rounds": self.args.rounds,
             **provenance(),
-            "device": device_name(self.device),
+            "device": device_name(case.device),
+            "device_type": case.device.type,
+            "driver": _driver(case.device),
+            "runtime": torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None),
         }
 
 
-def _bits(tensor: Any) -> int:
-    """A hash of the tensor's bits, since the gradients would not fit twice."""
-    import torch
+def _driver(device: torch.device) -> str | None:
+    """The version of the device's driver, where somebody tells."""
+    if device.type == "cuda" and shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+        return told[0] if told else None
+    properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
+    return None if properties is None else getattr(properties(device), "driver_version", None)
 
+
+def _bits(tensor: torch.Tensor) -> int:
+    """A hash of the tensor's bits, since the weights would not fit twice."""
     whole = tensor.detach().reshape(-1).view(torch.int16)
     weights = torch.arange(1, 4097, device=tensor.device, dtype=torch.int64)
     total = 0
     for part in whole.split(1 << 24):
-        padded = torch.nn.functional.pad(part, (0, -part.numel() % 4096)).view(-1, 4096)
+        padded = F.pad(part, (0, -part.numel() % 4096)).view(-1, 4096)
         total += int((padded.sum(0, dtype=torch.int64) * weights).sum())
     return total
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ablation
+from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
 
 from lowtide.doctor import registry
@@ -35,7 +36,7 @@ class Page:
 
     path: Path
     mark: str
-    results: Path | None  # none where the table is made of the code
+    results: Path | None  # none where the table is made of the code, or nobody has measured yet
     table: Callable[[list[dict]], str]
 
     def written(self) -> str:
@@ -48,10 +49,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
     args = parser.parse_args()
     differing = 0
+    measured_gpu = RESULTS / "gpu.jsonl"
     for page in (
         Page(ROOT / "README.md", "summary", RESULTS / "decoder_cpu.jsonl", summary_table),
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
+        Page(ROOT / "docs" / "benchmarks.md", "gpu", measured_gpu if measured_gpu.exists() else None, gpu_table),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),

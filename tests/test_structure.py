@@ -151,6 +151,7 @@ def test_the_check_itself_lets_pass(module, source):
 
 # What only CUDA has, by the file of the device layer that marks it. Nothing else in the package names a vendor.
 CUDA_ALONE = {
+    "simulation.caching_allocator": ('"mps"',),  # whose allocator has other rules
     "doctor.checks.value_compile_budget": ("torch-xpu-ops#4501",),  # a thread
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }

@@ -10,9 +10,11 @@ from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.integrations import long_sequences
 from lowtide.options import DeprecatedOffload, FitOptions, Offload, offload_policy
+from lowtide.plan import ALLOCATED
 from lowtide.rank_consensus import group_of
 from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
 from lowtide.runtime.fitted_model import Fit
+from lowtide.solvers.arguments import check_budget_kind
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape.offload.open_tiers import usable
 from lowtide.tracing.data_parallel import unwrapped
@@ -26,6 +28,7 @@ def fit(
     batch: Any = None,
     *,
     budget: int | str = "auto",
+    budget_kind: str = ALLOCATED,
     optimizer: Any = None,
     step: Step | None = None,
     method: str = "exact",
@@ -58,6 +61,8 @@ def fit(
         budget: Peak allocated device memory for forward and backward, weights and gradients included: ``"6GiB"``, an
             int in bytes, ``"40%"`` of the plain step's activation memory, or ``"auto"``: what is free now, less a
             tenth; without a batch it shrinks when others take memory.
+        budget_kind: ``"reserved"``: the budget is of what the device's caching allocator reserves, as the device's own
+            tools show it, for steps of one shape. Without a batch, steps that have no plan yet keep it as allocated.
         optimizer: Counts the state it has or will have. An ``Optimizer``, also as Accelerate or DeepSpeed wrap it,
             or a name such as ``"adamw"``.
         step: ``(model, batch) -> loss`` where the loss is not the model's own output.
@@ -90,9 +95,12 @@ def fit(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
     check_arguments(model, batch, budget, step, optimizer)
-    options = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
+    options: dict[str, Any] = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
     given = {name: value for name, value in options.items() if value is not None}
     check_method(method, given)
+    check_budget_kind(budget, budget_kind, device_of(model).type)
+    if budget_kind != ALLOCATED:
+        given["budget_kind"] = budget_kind
     if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
         policy = replace(policy, host_budget=None)
     if checkpointing not in (REPLACE, KEEP):

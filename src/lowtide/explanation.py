@@ -124,6 +124,7 @@ class Explanation(Evidence):
 
     Attributes:
         peak_bytes, resident_bytes: Absolute; what lives before the step is part of the peak.
+        reserved_peak_bytes: What the device's allocator takes for it; None where that is not known.
         ms_per_gib: What one more GiB takes off the step at most; never more than all of the overhead.
         decisions: Those with the largest time, else the most bytes.
         when: "" for a plan that has no evidence.
@@ -131,12 +132,13 @@ class Explanation(Evidence):
 
     peak_bytes: int
     resident_bytes: int
+    reserved_peak_bytes: int | None
     ms_per_gib: float | None
     decisions: tuple[DecisionGroup, ...]
 
     def __str__(self) -> str:
         links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
-        lines = (*self._peak(), *self._price(), *links, *self._decisions())
+        lines = (*self._peak(), *self._reserved(), *self._price(), *links, *self._decisions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
 
     def _peak(self) -> list[str]:
@@ -151,6 +153,12 @@ class Explanation(Evidence):
         if self.other_bytes:
             lines.append(f"  {format_bytes(self.other_bytes):>11}  others")
         return lines
+
+    def _reserved(self) -> list[str]:
+        if self.reserved_peak_bytes is None:
+            return []
+        unused = format_bytes(self.reserved_peak_bytes - self.peak_bytes)
+        return [f"reserved {format_bytes(self.reserved_peak_bytes)}: {unused} more, in segments that are not full"]
 
     def _price(self) -> list[str]:
         if self.ms_per_byte is None or self.ms_per_gib is None:

@@ -121,3 +121,8 @@ class FitOptions:
     checkpointing: str = "replace"
     chunk_loss: bool = False
     tile_mlp: int | str | None = None
+
+    @property
+    def budget_kind(self) -> str:
+        """What the budget is stated in, for whoever does not hand ``solver`` on."""
+        return self.solver.get("budget_kind", "allocated")

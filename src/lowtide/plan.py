@@ -17,6 +17,7 @@ VERSION = 2
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
 ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
 TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
+ALLOCATED, RESERVED = BUDGET_KINDS = "allocated", "reserved"  # what a budget is stated in
 _LOSSY = ("save_int8", "save_fp8")  # actions of earlier versions, which no longer exist
 
 
@@ -86,7 +87,10 @@ class Plan:
     Attributes:
         decisions: One per stored storage, and per unstored one that a replay needs.
         budget_bytes: Absolute peak that was asked for; None without a budget.
+        budget_kind: What the budget is stated in: ``allocated`` bytes, or those that the allocator has ``reserved``.
         predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
+        predicted_reserved_peak_bytes: What the device's allocator reserves for such steps; None where that is not known
+            (a CPU has no such allocator).
         predicted_step_ms, plain_step_ms: Forward and backward.
         bound_ms: No plan within the budget has a shorter step; None without a budget.
         bound_model: The set of plans that ``bound_ms`` holds for, in words.
@@ -118,6 +122,15 @@ class Plan:
     evidence: Evidence | None = None
     written_parameters: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
+    budget_kind: str = ALLOCATED
+    predicted_reserved_peak_bytes: int | None = None
+
+    @property
+    def budgeted_peak_bytes(self) -> int:
+        """The predicted peak of the kind that the budget is stated in."""
+        if self.budget_kind == RESERVED and self.predicted_reserved_peak_bytes is not None:
+            return self.predicted_reserved_peak_bytes
+        return self.predicted_peak_bytes
 
     @property
     def predicted_overhead(self) -> float:
@@ -164,6 +177,7 @@ class Plan:
             **vars(evidence),
             peak_bytes=self.predicted_peak_bytes,
             resident_bytes=self.resident_bytes,
+            reserved_peak_bytes=self.predicted_reserved_peak_bytes,
             ms_per_gib=None if evidence.ms_per_byte is None else min(evidence.ms_per_byte * 2**30, excess_ms),
             decisions=largest_decisions(rows, evidence.ms_per_byte),
         )

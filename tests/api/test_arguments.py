@@ -49,6 +49,12 @@ def refused(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
             ValueError,
             f"method='ful' is not known. Did you mean 'full'? Use one of {METHODS}.",
         ),
+        (
+            {"budget": "1GiB", "budget_kind": "reserved"},
+            ValueError,
+            "budget_kind='reserved' has no meaning here: memory of device 'cpu' does not come from a caching allocator "
+            "as modelled here. Use 'allocated'.",
+        ),
         ({"method": "magic"}, ValueError, f"method='magic' is not known. Use one of {METHODS}."),
         (
             {"method": "full", "n": 2},

@@ -4,7 +4,7 @@ import pytest
 from support.toy_graphs import chain
 
 from lowtide.plan import DISK_OFFLOAD, RECOMPUTE, Moves
-from lowtide.simulation.simulator import SimulatedStep
+from lowtide.simulation.simulated_step import SimulatedStep
 
 
 @pytest.mark.parametrize("fetch_at", [{}, {1: 0}])

@@ -69,6 +69,10 @@ def facts(
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
         resident += f": {parts}" if parts else ""
     rows.append(("before the step", resident))
+    if plan.predicted_reserved_peak_bytes is not None:
+        unused = format_bytes(plan.predicted_reserved_peak_bytes - plan.predicted_peak_bytes)
+        reserved = f"{format_bytes(plan.predicted_reserved_peak_bytes)}, {unused} of it in segments that are not full"
+        rows.append(("reserved", reserved))
     if graph is not None and graph.optimizer_step_bytes:
         moment = f"{format_bytes(graph.optimizer_step_bytes)} more for a moment, beside the peak"
         rows.append(("optimizer.step()", moment))
@@ -198,9 +202,10 @@ def summary(
         measured["bitwise_equal"] = verification.equal
         measured["in_force"] = verification.in_force
     same_name = (
-        "method", "device", "region", "graph_fingerprint", "budget_bytes", "plain_peak_bytes", "resident_bytes",
-        "predicted_peak_bytes", "predicted_fraction", "plain_step_ms", "predicted_step_ms", "predicted_overhead",
-        "bound_ms", "solve_s", "counts", "bytes_by_action", "provenance",
+        "method", "device", "region", "graph_fingerprint", "budget_bytes", "budget_kind", "plain_peak_bytes",
+        "resident_bytes", "predicted_peak_bytes", "predicted_reserved_peak_bytes", "predicted_fraction",
+        "plain_step_ms", "predicted_step_ms", "predicted_overhead", "bound_ms", "solve_s",
+        "counts", "bytes_by_action", "provenance",
     )  # fmt: skip
     return {
         **{name: getattr(plan, name) for name in same_name},

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lowtide.explanation import shorten
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import Plan
+from lowtide.plan import ALLOCATED, Plan
 from lowtide.reports.summary import (
     ActionTotals,
     TrainingCounts,
@@ -82,7 +82,7 @@ def _peaks(plan: Plan, verification: Verification | None) -> str:
     rows.append(row("plain", plan.plain_peak_bytes, f"{plan.plain_step_ms:.1f} ms"))
     if verification is not None:
         rows.append(row("plain, measured", verification.plain_peak_bytes))
-    rows.append(row("budget", plan.budget_bytes))
+    rows.append(row("budget" if plan.budget_kind == ALLOCATED else "budget, reserved", plan.budget_bytes))
     overhead = percent(plan.predicted_overhead)
     rows.append(row("predicted", plan.predicted_peak_bytes, f"{plan.predicted_step_ms:.1f} ms", overhead))
     if verification is not None:

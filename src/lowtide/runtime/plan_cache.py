@@ -33,8 +33,9 @@ from lowtide.errors import LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.json_format import costs_from_dict, costs_to_dict
 from lowtide.graph.step_graph import StepGraph, to_dict
-from lowtide.plan import TIER_OF, Plan
+from lowtide.plan import RESERVED, TIER_OF, Plan
 from lowtide.runtime.plan_request import PlanRequest
+from lowtide.simulation.caching_allocator import expandable_segments_here
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.arguments import offload_capacities
 from lowtide.units import format_bytes
@@ -136,6 +137,7 @@ def request_digest(request: PlanRequest) -> str:
         "method": request.method,
         "tiers": sorted(request.offload),
         "options": dict(request.options),
+        "expandable_segments": expandable_segments_here(),
     }
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -176,7 +178,8 @@ def _why_unsuitable(request: PlanRequest, plan: Plan, costs: Costs) -> str:
             speeds = [getattr(c.links[tier], name) * c.plain_step_ms for c in (costs, now)]
             if max(speeds) > LINK_RATIO * min(speeds):
                 return f"the {tier} tier is not as fast, beside the step, as when it was made"
-    peak_bytes = simulate(request.graph, now, plan).peak_bytes
+    step = simulate(request.graph, now, plan)
+    peak_bytes = (step.reserved_peak_bytes if plan.budget_kind == RESERVED else None) or step.peak_bytes
     if plan.budget_bytes is not None and peak_bytes > plan.budget_bytes:
         raise ValueError(f"its peak is {peak_bytes} bytes, its budget {plan.budget_bytes} bytes")
     return ""

@@ -21,7 +21,8 @@ class PlanRequest:
         budget: Absolute peak bytes, ``"6GiB"``, or ``"40%"`` of the plain step's activation memory; None where the
             method needs none.
         offload: Tier -> the most of it that a plan may use (bytes, ``"20GiB"``, or None: any amount).
-        options: The other keyword arguments of ``solve``: ``n``, ``ratio``, ``time_limit_s``, ``node_limit``, ``gap``.
+        options: The other keyword arguments of ``solve``: ``n``, ``ratio``, ``time_limit_s``, ``node_limit``, ``gap``,
+            ``budget_kind``.
         cache_dir: Directory that finished plans are kept in, such as ``PlanCache().directory``; None: they are not.
     """
 

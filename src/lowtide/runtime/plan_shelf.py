@@ -285,7 +285,10 @@ class PlanShelf:
             return None
         shapes, known = derived
         assert known.costs is not None
-        plan = replace(solve(known.graph, known.costs, method="none"), budget_bytes=self._budget_bytes)
+        plan = solve(known.graph, known.costs, method="none")
+        plan = replace(plan, budget_bytes=self._budget_bytes, budget_kind=self._options.budget_kind)
+        if plan.budgeted_peak_bytes > self._budget_bytes:
+            return None
         self.plans = [
             p for p in self.plans if not (p.keeps_everything and shape.covers(p.shapes[0]))
         ]  # fmt: skip
@@ -427,7 +430,7 @@ class PlanShelf:
         logger.warning(
             "lowtide: %s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
             made,
-            format_bytes(plan.predicted_peak_bytes),
+            format_bytes(plan.budgeted_peak_bytes),
             format_bytes(plan.budget_bytes or plan.predicted_peak_bytes),
             100 * plan.predicted_overhead,
             len(self.plans),
@@ -437,7 +440,7 @@ class PlanShelf:
 
 
 def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:
-    return planned.plan.predicted_peak_bytes > budget_bytes
+    return planned.plan.budgeted_peak_bytes > budget_bytes
 
 
 def _is_tight(planned: PlannedStep, budget_bytes: int) -> bool:

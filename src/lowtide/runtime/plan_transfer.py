@@ -39,12 +39,13 @@ def plan_for(graph: StepGraph, costs: Costs, plan: Plan) -> Plan:
     )
     # Without a budget: a bound would take longer than all the rest.
     found = build_plan(graph, costs, candidate, method=plan.method, budget_bytes=None, start_s=start_s)
-    if plan.budget_bytes is not None and found.predicted_peak_bytes > plan.budget_bytes:
+    found = replace(found, budget_bytes=plan.budget_bytes, budget_kind=plan.budget_kind)
+    if plan.budget_bytes is not None and found.budgeted_peak_bytes > plan.budget_bytes:
         raise PlanMismatchError(
             f"the plan keeps {format_bytes(plan.budget_bytes)} for the shape that it was made for, and would need "
-            f"{format_bytes(found.predicted_peak_bytes)} for this one. Plan for this shape, or for one that covers it."
+            f"{format_bytes(found.budgeted_peak_bytes)} for this one. Plan for this shape, or for one that covers it."
         )
-    return replace(found, budget_bytes=plan.budget_bytes)
+    return found
 
 
 def _difference(plan: Plan, graph: StepGraph) -> str:

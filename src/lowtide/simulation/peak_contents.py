@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Moves
 from lowtide.simulation.references import References
-from lowtide.simulation.simulator import SimulatedStep, Timeline
+from lowtide.simulation.simulated_step import SimulatedStep
+from lowtide.simulation.simulator import Timeline
 
 
 @dataclass(frozen=True)

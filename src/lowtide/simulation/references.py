@@ -143,6 +143,24 @@ class References:
         if self.probe is not None:
             self.probe(self, peak_bytes, None)
 
+    def replay_op(self, op: int) -> int:
+        """``op`` runs again: returns live bytes while it does. What it makes is there until ``discard``."""
+        self.live_bytes += self.index.made_bytes[op]
+        # The generator's present state is saved while the recorded one is in use.
+        peak_bytes = self.live_bytes + self.index.workspace_bytes[op] + self.index.rng_bytes[op]
+        self.note_moment(peak_bytes, op)
+        return peak_bytes
+
+    def discard(self, storage: int) -> None:
+        """Nobody wants what the last replay made of ``storage``."""
+        self.live_bytes -= self.index.bytes[storage]
+
+    def fetch(self, storage: int) -> None:
+        """A fetch starts: the value takes memory from now on."""
+        self.live_bytes += self.index.bytes[storage]
+        self.materialised.add(storage)
+        self.note_moment(self.live_bytes)
+
     def drop_recipe(self, op: int) -> list[int]:
         """The recipe of ``op`` is pending no longer. Returns the values that the caller has to release for it."""
         self.pending.remove(op)

@@ -98,11 +98,7 @@ class ReplayBursts:
         for op in sorted(needed):
             while fetch_order and index.completed_by[index.maker[fetch_order[-1]]] < op:
                 offload.wait_for(fetch_order.pop(), event)
-            references.live_bytes += index.made_bytes[op]
-            # The generator's present state is saved while the recorded one is in use.
-            peak_bytes = references.live_bytes + index.workspace_bytes[op] + index.rng_bytes[op]
-            self.replays.append(Replay(event, op, peak_bytes))
-            references.note_moment(peak_bytes, op)
+            self.replays.append(Replay(event, op, references.replay_op(op)))
             if references.offloaded:
                 offload.log.append((REPLAYED, op, event))
             transient = bool(transient_left.get(op))
@@ -115,7 +111,7 @@ class ReplayBursts:
                 if stays and made not in references.offloaded and made not in materialised:
                     materialised.add(made)
                 else:
-                    references.live_bytes -= index.bytes[made]
+                    references.discard(made)
                 if not transient:
                     self.transient_results.pop(made, None)
             if transient:

@@ -1,29 +1,31 @@
 """The simulator: one training step replayed under a plan, as bytes and milliseconds. It evaluates every plan.
 
-``SimulatedStep`` counts the bytes, ``transfers.py`` the time spent waiting for links. Solvers call ``simulate_actions``
-and ``contents_at_peak``; of the rules inside they share only the transfer queue.
+``simulated_step.py`` counts the bytes, ``transfers.py`` the time spent waiting for links. Solvers call
+``simulate_actions`` and ``contents_at_peak``; of the rules inside they share only the transfer queue.
 
 Known weakness: an op's temporaries count only as far as ``Op.workspace_bytes`` was measured, and two storages that
 share one allocator block count as two.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import DROP, FREE, PACK, RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Moves, Plan
-from lowtide.simulation.references import Probe, References, graph_index
-from lowtide.simulation.replay_bursts import Replay, ReplayBursts
-from lowtide.simulation.transfers import STARTED, OffloadedStorages, Transfer, time_transfers
+from lowtide.simulation.replay_bursts import Replay
+from lowtide.simulation.reserved_memory import reserved_peak_bytes
+from lowtide.simulation.simulated_step import SimulatedStep
+from lowtide.simulation.transfers import STARTED, Transfer, time_transfers
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the step does with memory, by simulation. All bytes are absolute and allocated.
+    """What the step does with memory, by simulation. All bytes are absolute, and allocated where no other word is said.
 
     Attributes:
         peak_bytes: Most live bytes at any moment, transients included.
@@ -42,6 +44,16 @@ class Timeline:
     event_peak_bytes: tuple[int, ...]
     replays: tuple[Replay, ...]
     transfers: tuple[Transfer, ...] = ()
+    _reserve: Callable[[], int | None] = field(default=lambda: None, repr=False, compare=False)
+
+    @cached_property
+    def reserved_peak_bytes(self) -> int | None:
+        """Most bytes that the device's allocator reserves for such steps, simulated when first asked for.
+
+        None on a CPU, which has no caching allocator, and where the allocator's settings are not modelled
+        (``reserved_memory.py``).
+        """
+        return self._reserve()
 
     @property
     def stall_ms(self) -> float:
@@ -121,92 +133,8 @@ def simulate_actions(
         event_peak_bytes=tuple(step.event_peak_bytes),
         replays=tuple(step.bursts.replays),
         transfers=transfers,
+        _reserve=partial(reserved_peak_bytes, graph, dict(actions), dict(replays or {}), moves or Moves()),
     )
-
-
-class SimulatedStep:
-    """A step of which some events have been played: live bytes over time.
-
-    Args:
-        replays_of: By recomputed storage: how often it may be replayed; 1 where absent.
-        probe: See ``References``.
-
-    Attributes:
-        live_bytes: After each event. ``event_peak_bytes``: the most during each event.
-    """
-
-    def __init__(
-        self,
-        graph: StepGraph,
-        actions: Mapping[int, str],
-        replays_of: Mapping[int, int],
-        moves: Moves,
-        probe: Probe | None = None,
-    ) -> None:
-        self.references = References(graph_index(graph), actions, probe)
-        self.offload = OffloadedStorages(self.references, moves)
-        self.bursts = ReplayBursts(self.references, self.offload, replays_of)
-        self.live_bytes: list[int] = []
-        self.event_peak_bytes: list[int] = []
-
-    def play(self, events: tuple[tuple[int, int], ...], limit_bytes: float = math.inf) -> None:
-        """Play ``events``, from the start of the step, up to the first that needs more than ``limit_bytes``.
-
-        Raises:
-            PlanMismatchError: a value is unpacked whose recipe is gone.
-        """
-        references, offload, bursts = self.references, self.offload, self.bursts
-        index, with_value, originals = references.index, references.with_value, references.originals
-        materialised, value_counts = references.materialised, references.value_counts
-        retain, release, release_value = references.retain, references.release, references.release_value
-        run_op, transient_results, offloads = references.run_op, bursts.transient_results, bool(references.offloaded)
-        live_bytes, event_peak_bytes = self.live_bytes, self.event_peak_bytes
-        maker, saved, backward_start = index.maker, index.saved, index.backward_start
-        for at, (kind, number) in enumerate(events):
-            if at == backward_start:
-                references.release_originals()
-            if kind == RUN:
-                run_op(number)
-                if offloads:
-                    offload.after_op(number, at)
-                event_peak_bytes.append(references.high_bytes)
-                live_bytes.append(references.live_bytes)
-                if references.high_bytes > limit_bytes:
-                    return
-                continue
-            references.high_bytes = 0
-            if kind == UNPACK and offloads:
-                offload.on_unpack(at)
-            storage = number if kind == FREE else saved[number]
-            if maker[storage] >= 0:
-                if kind == FREE:
-                    release(storage)
-                    if storage in originals:
-                        originals.remove(storage)
-                        release_value(storage)
-                elif storage in with_value:
-                    if kind == UNPACK:
-                        if storage not in materialised:
-                            bursts.run(storage, at)
-                        elif storage in offload.fetching:
-                            offload.wait_for(storage, at)
-                        if storage in transient_results:
-                            transient_results[storage] += 1
-                    elif kind == DROP and storage in transient_results:
-                        bursts.drop_result(storage)
-                    if kind in (PACK, UNPACK):
-                        value_counts[storage] += 1
-                    else:
-                        release_value(storage)
-                elif kind in (PACK, UNPACK):
-                    retain(storage)
-                else:
-                    release(storage)
-            live, high = references.live_bytes, references.high_bytes
-            live_bytes.append(live)
-            event_peak_bytes.append(high if high > live else live)
-            if high > limit_bytes:
-                return
 
 
 @once_per_graph

@@ -97,11 +97,8 @@ class OffloadedStorages:
         self.references.release(storage)
 
     def _start_fetch(self, storage: int, event: int) -> None:
-        references = self.references
-        references.live_bytes += references.index.bytes[storage]
-        references.materialised.add(storage)
+        self.references.fetch(storage)
         self.fetching.add(storage)
-        references.note_moment(references.live_bytes)
         self.log.append((STARTED, storage, event))
 
 

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.options import did_you_mean
+from lowtide.plan import ALLOCATED, BUDGET_KINDS, RESERVED
+from lowtide.simulation.reserved_memory import why_unknown
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.units import parse_budget
 
@@ -42,6 +45,28 @@ def check_costs(graph: StepGraph, costs: Costs) -> None:
     if len(costs.op_ms) != len(graph.ops):
         raise ValueError(
             f"costs has times for {len(costs.op_ms)} ops, the graph has {len(graph.ops)} ops. Measure this graph."
+        )
+
+
+def check_budget_kind(budget: int | str | None, kind: str, device: str) -> None:
+    """Refuse a kind of budget that is unknown, or has no meaning.
+
+    Args:
+        device: Type of the device that the step runs on.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if kind not in BUDGET_KINDS:
+        near = did_you_mean(str(kind), BUDGET_KINDS)
+        raise ValueError(f"budget_kind={kind!r} is not known.{near} Use {ALLOCATED!r} or {RESERVED!r}.")
+    if kind == ALLOCATED:
+        return
+    if reason := why_unknown(device):
+        raise ValueError(f"budget_kind={kind!r} has no meaning here: {reason}. Use {ALLOCATED!r}.")
+    if budget is None or isinstance(parse_budget(budget), float):
+        raise ValueError(
+            f'budget={budget!r} is no number of reserved bytes, which budget_kind={kind!r} needs. Pass bytes or "6GiB".'
         )
 
 

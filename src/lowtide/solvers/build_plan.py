@@ -5,7 +5,7 @@ import time
 from lowtide.errors import LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
+from lowtide.plan import ALLOCATED, RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import HOLDS_FOR, MOVES_HOLD_FOR, bound_time
@@ -20,6 +20,7 @@ def build_plan(
     *,
     method: str,
     budget_bytes: int | None,
+    budget_kind: str = ALLOCATED,
     start_s: float,
     tighten: bool = False,
     bounded: bool = True,
@@ -27,6 +28,8 @@ def build_plan(
     """The plan that carries out ``candidate``, with its prediction, its bound and its evidence.
 
     Args:
+        budget_kind: What the budget is stated in. Reserved bytes are never fewer than allocated ones, so the bound for
+            the same number of allocated bytes holds.
         start_s: ``time.perf_counter()`` when solving began.
         tighten: Whether to spend time on a tighter bound where the gap is large.
         bounded: Whether to spend time on a bound at all.
@@ -68,6 +71,8 @@ def build_plan(
     if candidate.bound_ms is not None:
         searched["search_bound"] = f"{candidate.bound_ms:.3f} ms for the plans that method {method} looks at"
     return Plan(
+        budget_kind=budget_kind,
+        predicted_reserved_peak_bytes=timeline.reserved_peak_bytes,
         method=method,
         decisions=tuple(decisions),
         frames=graph.frames,

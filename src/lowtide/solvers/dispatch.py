@@ -10,14 +10,16 @@ from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import did_you_mean
-from lowtide.plan import Plan
-from lowtide.solvers.arguments import TierLimits, absolute_bytes, check_costs, offload_capacities
+from lowtide.plan import ALLOCATED, RESERVED, Plan
+from lowtide.solvers.arguments import TierLimits, absolute_bytes, check_budget_kind, check_costs, offload_capacities
 from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.infeasible import infeasible_error, residents_error
 from lowtide.solvers.offload.search import OffloadSearch
 from lowtide.solvers.published.lazy_candidates import fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
+from lowtide.solvers.reserved_budget import within_reserved
 from lowtide.solvers.search_context import Limits
 
 METHODS = ("exact", *PUBLISHED)
@@ -51,6 +53,7 @@ def solve(
     costs: Costs,
     budget: int | str | None = None,
     *,
+    budget_kind: str = ALLOCATED,
     method: str = "exact",
     n: int | None = None,
     ratio: float | None = None,
@@ -64,6 +67,8 @@ def solve(
     Args:
         budget: Peak allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of the plain step's activation memory.
             ``none`` to ``selective`` decide without one; given one, they are held to it.
+        budget_kind: ``"reserved"``: the budget is of what the device's caching allocator reserves, as the device's own
+            tools show it (``Timeline.reserved_peak_bytes``), not of what is allocated.
         method: ``exact``, or a published method, evaluated by the same simulator: ``none``, ``full``, ``every_n``,
             ``sqrt_n``, ``selective``, or one that plans for a budget: ``revolve``, ``rotor``, ``knapsack``.
         n: For ``every_n``: every how many layers (default 2). For ``revolve``: layer inputs held at a time (default:
@@ -76,12 +81,12 @@ def solve(
         gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
 
     Returns:
-        A plan whose simulated peak is within the budget.
+        A plan whose simulated peak, of the kind that the budget is stated in, is within the budget.
 
     Raises:
         BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
-        ValueError: ``budget``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or ``method`` needs
-            repeated layers and there are none.
+        ValueError: ``budget``, ``budget_kind``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or
+            ``method`` needs repeated layers and there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
     start_s = time.perf_counter()
@@ -89,6 +94,7 @@ def solve(
     check_method(method, {name: value for name, value in given.items() if value is not None})
     capacities = offload_capacities(costs, offload)
     check_costs(graph, costs)
+    check_budget_kind(budget, budget_kind, graph.device)
     budget_bytes = None if budget is None else absolute_bytes(graph, costs, budget)
     if budget_bytes is None and (method == "exact" or (method in BUDGETED and n is None and ratio is None)):
         option = BUDGETED.get(method)
@@ -97,8 +103,9 @@ def solve(
 
     def search() -> Plan:
         return _search(
-            graph, costs, budget_bytes, method, n, ratio, Limits(time_limit_s, node_limit, gap), capacities, start_s
-        )
+            graph, costs, budget_bytes, budget_kind, method, n, ratio, Limits(time_limit_s, node_limit, gap),
+            capacities, start_s,
+        )  # fmt: skip
 
     if budget_bytes is not None and budget_bytes < graph.resident_bytes:
         raise residents_error(graph, budget_bytes, partial(_error_of, search))
@@ -118,6 +125,7 @@ def _search(
     graph: StepGraph,
     costs: Costs,
     budget_bytes: int | None,
+    budget_kind: str,
     method: str,
     n: int | None,
     ratio: float | None,
@@ -127,21 +135,32 @@ def _search(
 ) -> Plan:
     """``solve``, its arguments checked."""
     with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
+        within: Callable[[int | None], Candidate]
         if method == "exact":
-            assert budget_bytes is not None
             search: ExactSearch | OffloadSearch = (
                 OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
             )
-            candidate = search.within(budget_bytes)
+
+            def within(allocated_bytes: int | None) -> Candidate:
+                assert allocated_bytes is not None
+                return search.within(allocated_bytes)
         else:
             known = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
-            found = fastest_within(graph, costs, known, budget_bytes)
-            if found is None:
-                least = least_peak(graph, costs, known)
-                assert least is not None and budget_bytes is not None
-                raise infeasible_error(graph, costs, budget_bytes, least, method=method)
-            candidate = found
+
+            def within(allocated_bytes: int | None) -> Candidate:
+                found = fastest_within(graph, costs, known, allocated_bytes)
+                if found is None:
+                    least = least_peak(graph, costs, known)
+                    assert least is not None and allocated_bytes is not None
+                    raise infeasible_error(graph, costs, allocated_bytes, least, method=method)
+                return found
+
+        if budget_kind == RESERVED:
+            assert budget_bytes is not None
+            candidate = within_reserved(graph, costs, budget_bytes, within)
+        else:
+            candidate = within(budget_bytes)
         return build_plan(
-            graph, costs, candidate, method=method, budget_bytes=budget_bytes, start_s=start_s,
-            tighten=method == "exact",
+            graph, costs, candidate, method=method, budget_bytes=budget_bytes, budget_kind=budget_kind,
+            start_s=start_s, tighten=method == "exact",
         )  # fmt: skip

@@ -1,0 +1,87 @@
+"""What an accelerator's allocator reserves for a step: the peak that a device's own tools show for the process.
+
+The step starts from an allocator that holds what is resident and nothing else, and runs until another run reserves
+nothing more. So memory that others left cached, other shapes and ``optimizer.step()`` are not part of it.
+
+Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
+state is cut into tensors (it counts as copies of the gradients), nor what lies between resident tensors. So a step
+that just fills a segment may need one more.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import cycle
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Moves
+from lowtide.simulation.block_log import block_log
+from lowtide.simulation.caching_allocator import OTHER_ALLOCATORS, Block, CachingAllocator, expandable_segments_here
+
+_MOST_STEPS = 4
+_KIND_OF = {
+    "parameters": "parameter", "gradients": "gradient", "buffers": "buffer", "batch": "input", "optimizer": "gradient",
+}  # fmt: skip
+
+
+def reserved_peak_bytes(
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    moves: Moves,
+    *,
+    expandable_segments: bool | None = None,
+) -> int | None:
+    """Most bytes reserved on the device by the step, resident memory included.
+
+    Args:
+        expandable_segments: Whether the allocator's segments grow; None: as this process's environment sets it.
+
+    Returns:
+        None where it is not known, for which ``why_unknown`` has a reason.
+
+    Raises:
+        PlanMismatchError: a value is unpacked whose recipe is gone.
+    """
+    grows = expandable_segments_here() if expandable_segments is None else expandable_segments
+    if grows is None or graph.device in OTHER_ALLOCATORS:
+        return None
+    allocator = CachingAllocator(expandable_segments=grows)
+    for size in resident_blocks(graph):
+        allocator.allocate(size)
+    changes = block_log(graph, actions, replays, moves)
+    for _ in range(_MOST_STEPS):
+        before = allocator.reserved_bytes
+        blocks: dict[int, Block] = {}
+        for number, size in changes:
+            if size:
+                blocks[number] = allocator.allocate(size)
+            else:
+                allocator.free(blocks.pop(number))
+        if allocator.reserved_bytes == before:
+            break
+    return allocator.reserved_bytes
+
+
+def why_unknown(device: str) -> str:
+    """Why nothing is known of reserved memory on a type of device, in this process; "" where it is."""
+    if device in OTHER_ALLOCATORS:
+        return f"memory of device {device!r} does not come from a caching allocator as modelled here"
+    if expandable_segments_here() is None:
+        return "PYTORCH_ALLOC_CONF sets something else than expandable_segments, which is not modelled"
+    return ""
+
+
+def resident_blocks(graph: StepGraph) -> Iterator[int]:
+    """Bytes of the tensors that are there before the step; in all what ``graph.resident`` says."""
+    sizes: dict[str, list[int]] = {}
+    for storage in graph.storages:
+        if storage.op is None and storage.bytes:
+            sizes.setdefault(storage.kind, []).append(storage.bytes)
+    for part, left in graph.resident.items():
+        known = sizes.get(_KIND_OF.get(part, part), [])
+        for size in cycle(known) if part == "optimizer" and known else known:
+            if size > left:
+                break
+            yield size
+            left -= size
+        if left:
+            yield left

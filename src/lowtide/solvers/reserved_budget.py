@@ -1,0 +1,83 @@
+"""A plan for a budget of reserved memory: searches for allocated memory, lowered by what the allocator adds.
+
+What a plan reserves beyond what it allocates is known only when the plan is there. So the search is asked for the whole
+budget, then for as much less as its plan reserved too much, until one fits; then between the two, a few times. Where
+none fits, it is asked for the least peak.
+
+Known weakness: what is reserved does not rise with what is allocated, so a faster plan that fits may be missed.
+"""
+
+from collections.abc import Callable
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.simulation.simulator import Timeline, simulate_actions
+from lowtide.solvers.candidate import Candidate
+from lowtide.units import format_bytes
+
+_ROUNDS = 8
+_LEAST_LOWERED_BY = 1 / 64  # of what the step makes: what is reserved comes in whole segments
+
+
+def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: Callable[[int], Candidate]) -> Candidate:
+    """A plan that reserves no more than ``budget_bytes``, the fastest of those that were tried.
+
+    Args:
+        within: Finds the fastest plan for so many allocated bytes, or raises ``BudgetInfeasibleError``.
+
+    Raises:
+        BudgetInfeasibleError: none does, the plan with the least allocated peak included; all its bytes are reserved.
+    """
+    best: tuple[float, Candidate] | None = None
+    limit_bytes, fits_bytes, fails_bytes = budget_bytes, 0, budget_bytes + 1
+    for _ in range(_ROUNDS):
+        try:
+            candidate = within(limit_bytes)
+        except BudgetInfeasibleError:
+            break
+        timeline = _simulated(graph, costs, candidate)
+        over_bytes = _reserved(timeline) - budget_bytes
+        smallest_step = max(1, int(_LEAST_LOWERED_BY * (timeline.peak_bytes - graph.resident_bytes)))
+        if over_bytes <= 0:
+            fits_bytes = limit_bytes
+            if best is None or timeline.step_ms < best[0]:
+                best = timeline.step_ms, candidate
+        else:
+            fails_bytes = min(fails_bytes, timeline.peak_bytes)
+        if best is None:
+            limit_bytes = timeline.peak_bytes - max(over_bytes, smallest_step)
+        elif fails_bytes - fits_bytes <= smallest_step:
+            break
+        else:
+            limit_bytes = (fits_bytes + fails_bytes) // 2
+    if best is not None:
+        return best[1]
+    try:
+        leanest, proven_bytes = within(graph.resident_bytes), 0
+    except BudgetInfeasibleError as error:
+        leanest, proven_bytes = within(error.least_bytes), error.proven_bytes
+    timeline = _simulated(graph, costs, leanest)
+    least_bytes = _reserved(timeline)
+    if least_bytes <= budget_bytes:
+        return leanest
+    raise BudgetInfeasibleError(
+        f"no plan found fits budget={format_bytes(budget_bytes)} of reserved memory: the leanest reserves "
+        f"{format_bytes(least_bytes)} ({least_bytes} bytes).\n"
+        f"  allocated at its peak    {format_bytes(timeline.peak_bytes)}\n"
+        f"  in segments not full     {format_bytes(least_bytes - timeline.peak_bytes)}\n"
+        f"Raise the budget to {least_bytes} bytes or more, reduce the batch, or let segments grow: "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True.",
+        budget_bytes=budget_bytes,
+        least_bytes=least_bytes,
+        proven_bytes=proven_bytes,
+    )
+
+
+def _simulated(graph: StepGraph, costs: Costs, candidate: Candidate) -> Timeline:
+    return simulate_actions(graph, costs, candidate.actions, candidate.replays, candidate.moves)
+
+
+def _reserved(timeline: Timeline) -> int:
+    assert timeline.reserved_peak_bytes is not None  # the budget's kind was checked
+    return timeline.reserved_peak_bytes
