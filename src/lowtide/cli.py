@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide import __version__
-from lowtide.commands import bench, calibrate, compare, doctor, kv, plan
+from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.scripts import BadUsageError, load_step
 
@@ -156,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_parser(verbs)
     kv.add_parser(verbs)
     plan.add_parser(verbs)
+    advise.add_parser(verbs)
     for verb in (fit, report):
         verb.add_argument("--html", metavar="F.html", type=Path, help="write a page that needs no other file")
         verb.add_argument("--plot", metavar="F.png", type=Path, help="write memory over time as .png, .svg or .pdf")

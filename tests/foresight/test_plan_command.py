@@ -145,6 +145,13 @@ def test_muon_is_for_hidden_matrices_and_master_weights_are_float32(model):
     assert master.optimizer == pytest.approx(6 * master.parameters, rel=0.02)
 
 
+def test_setups_of_one_subject_keep_their_precision(model):
+    subject = subject_named(model)
+    sizes = [subject.facts(Setup(H100, seq_len=64, precision=p)).parameters[0].itemsize for p in ("fp32", "bf16")]
+
+    assert sizes == [4, 2]
+
+
 def test_adapters_train_and_quantized_layers_take_half_a_byte(model):
     lora, quantized = parts(model, lora_rank=4), parts(model, lora_rank=4, quantized=True)
     matrices = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192)
