@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     if subject.has_sizes and not args.no_limits:
         body["max_batch_size"] = limits.max_batch_size(forecaster, setup, plain=plain)
         body["max_seq_len"] = limits.max_seq_len(forecaster, setup, plain=plain)
-    found = [] if forecast.fits else changes.helpful_changes(forecaster, setup)
+    found = [] if forecast.fits else changes.helpful_changes(forecaster, setup, trace=forecast.traced)
     body["changes"] = [_change_json(change) for change in found]
     text = _text(subject.name, forecast, body, found)
     code = 0 if forecast.fits else 1
@@ -179,7 +179,8 @@ def _text(name: str, forecast: Forecast, body: dict[str, Any], found: list[Chang
         lines.append(f"  at most    {body['max_batch_size']} x {setup.seq_len} tokens, or {setup.batch_size} x "
                      f"{body['max_seq_len']}")  # fmt: skip
     if found:
-        lines.append("What would fit:" if found[0].forecast.fits else "Nothing alone makes it fit. Nearest:")
+        fitting = "What would fit:" if found[0].forecast.fits else "Nothing alone makes it fit. Nearest:"
+        lines.append(fitting if forecast.traced else "Parameters and optimizer alone are too much. They would be:")
         for change in found:
             rate = change.forecast.tokens_per_second
             speed = f", {rate:.0f} tokens a second" if rate is not None else ""

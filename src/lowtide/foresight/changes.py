@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.errors import LowtideError
-from lowtide.foresight.forecast import DOES_NOT_FIT, Forecast, Forecaster
+from lowtide.foresight.forecast import DOES_NOT_FIT, UNCERTAIN, Forecast, Forecaster
 from lowtide.foresight.setup import Setup, SetupError
 
 _RANKS = (2, 4, 8, 16, 32, 64)
@@ -79,8 +79,12 @@ def toggles(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
         )
 
 
-def helpful_changes(forecaster: Forecaster, setup: Setup, *, most: int = 6) -> list[Change]:
-    """The first changes under which the setup fits; where none does, those that bring it nearest."""
+def helpful_changes(forecaster: Forecaster, setup: Setup, *, most: int = 6, trace: bool = True) -> list[Change]:
+    """The first changes under which the setup fits; where none does, those that bring it nearest.
+
+    Args:
+        trace: False: at once, by what is resident alone; then "uncertain" means that this leaves room.
+    """
     found: list[Change] = []
     sharded = False
     for option, meaning, changed in toggles(setup):
@@ -90,14 +94,16 @@ def helpful_changes(forecaster: Forecaster, setup: Setup, *, most: int = 6) -> l
         if adds_ranks and sharded:  # a smaller number of devices does it already
             continue
         try:
-            forecast = forecaster.forecast(changed, thorough=False)
+            forecast = forecaster.forecast(changed, thorough=False) if trace else forecaster.residents(changed)
         except (SetupError, LowtideError):  # the model has no such choice
             continue
         if adds_ranks and forecast.verdict == DOES_NOT_FIT:
             continue
         sharded |= adds_ranks
         found.append(Change(option, meaning, forecast))
-    helping = [change for change in found if change.forecast.fits]
+    helping = [
+        change for change in found if change.forecast.fits or (not trace and change.forecast.verdict == UNCERTAIN)
+    ]
     if helping:
         return helping[:most]
     return sorted(found, key=lambda change: change.forecast.peak_bytes.expected)[:most]

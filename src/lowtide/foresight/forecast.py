@@ -103,7 +103,7 @@ class Forecaster:
         """
         facts, rank = self.subject.facts(setup), self.rank(setup)
         if self.refuses(setup):
-            return self._refused(setup, facts, rank)
+            return self.residents(setup)
         graph = self.subject.trace(setup)
         costs = self.costs(graph, setup.device)
         resident = rank.resident_bytes + graph.resident["batch"]
@@ -196,12 +196,14 @@ class Forecaster:
                 return plan, plan.predicted_peak_bytes
         return None, least
 
-    def _refused(self, setup: Setup, facts: Facts, rank: RankMemory) -> Forecast:
+    def residents(self, setup: Setup) -> Forecast:
+        """What lives through the whole step alone: too much already, or uncertain."""
+        facts, rank = self.subject.facts(setup), self.rank(setup)
         resident = rank.resident_bytes
         allocated = resident + rank.optimizer_step
-        notes = ["what lives through the whole step is too much already: the step was not traced, activations count 0"]
+        notes = ["the step was not traced: activations count 0"]
         return Forecast(
-            setup, DOES_NOT_FIT, _allocator(setup, allocated, resident),
+            setup, DOES_NOT_FIT if self.refuses(setup) else UNCERTAIN, _allocator(setup, allocated, resident),
             _parts(setup, rank, 0, 0, allocated, resident), rank.host, None, None, None,
             [*notes, *_assumptions(setup, rank, None)], _by_module(facts, None, None), traced=False,
         )  # fmt: skip
