@@ -235,7 +235,7 @@ def test_bad_usage_exits_with_two_and_says_what_would_do(arguments, message, cap
     assert captured.out.replace("the script says hello\n", "") == ""
 
     assert main([*arguments, "--json"]) == 2
-    assert only_json(capsys) == {"status": "bad_usage", "message": message}
+    assert only_json(capsys) == {"status": "bad_usage", "error": message, "message": message}
 
 
 @pytest.mark.parametrize("function", ["rejected", "frozen"])

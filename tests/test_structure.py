@@ -18,7 +18,7 @@ STAGES = (
     "rank_consensus", "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
-ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "commands")
+ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "foresight", "commands")
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
 # Plain data as well, in packages that hold more.
@@ -156,7 +156,7 @@ CUDA_ALONE = {
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }
 # They plan for CUDA's kernels on a machine without them, and run none. So does all of ``hollow``.
-PLAN_FOR_CUDA = {"tracing.sources", "estimation.device_table"}
+PLAN_FOR_CUDA = {"tracing.sources", "estimation.device_table", "foresight.forecast"}
 VENDORS = re.compile(r"torch\.cuda|[\"']cuda\b|\.cuda\(|\bis_cuda\b|\bfrom torch import cuda|\b(hip|xpu|mps)\b")
 
 

@@ -1,4 +1,4 @@
-"""The ``lowtide`` command: ``demo``, ``fit``, ``compare``, ``bench``, ``doctor``, ``calibrate``, ``kv`` and ``report``.
+"""The ``lowtide`` command and its verbs.
 
 stdout carries the result alone, with ``--json`` exactly one JSON object; progress and messages go to stderr.
 Exit codes: 0 success, 1 a finding or an infeasible budget, 2 bad usage.
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide import __version__
-from lowtide.commands import bench, calibrate, compare, doctor, kv
+from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.scripts import BadUsageError, load_step
 
@@ -51,12 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print: with ``--json`` it is JSON too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise BadUsageError(f"{message}.")
+
+
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     try:
         args = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has printed why
+    except SystemExit as stop:  # --help and --version
         return stop.code if isinstance(stop.code, int) else BAD_USAGE
+    except BadUsageError as error:
+        code, _, body = _failed(BAD_USAGE, "bad_usage", error)
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            print(json.dumps(body))
+        return code
     if args.verb is None:
         parser.print_help(sys.stderr)
         return BAD_USAGE
@@ -88,11 +101,11 @@ def _run(args: argparse.Namespace) -> tuple[int, str, dict]:
 
 def _failed(code: int, status: str, error: Exception, **facts: Any) -> tuple[int, str, dict]:
     print(f"lowtide: {error}", file=sys.stderr)
-    return code, "", {"status": status, "message": str(error), **facts}
+    return code, "", {"status": status, "error": str(error), "message": str(error), **facts}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lowtide",
         description="Run a PyTorch training step within a memory budget, at the least extra time.",
         epilog="example:\n  lowtide fit train.py:setup --budget 6GiB --verify\n"
@@ -142,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(verbs)
     calibrate.add_parser(verbs)
     kv.add_parser(verbs)
+    plan.add_parser(verbs)
+    advise.add_parser(verbs)
     for verb in (fit, report):
         verb.add_argument("--html", metavar="F.html", type=Path, help="write a page that needs no other file")
         verb.add_argument("--plot", metavar="F.png", type=Path, help="write memory over time as .png, .svg or .pdf")

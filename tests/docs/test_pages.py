@@ -1,12 +1,15 @@
 """What the pages show is what happens; what they name is there."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lowtide import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,6 +31,19 @@ def test_every_python_block_runs_and_prints_what_it_says(capsys, monkeypatch, pa
         exec(compile(block, name(page), "exec"), namespace)
         expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == expected
+
+
+COMMANDS = re.compile(r"```sh\n((?:lowtide .*\n)+)```")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if COMMANDS.search(p.read_text())], ids=name)
+def test_every_command_of_a_page_runs(capsys, monkeypatch, tmp_path, page):
+    monkeypatch.chdir(tmp_path)
+    commands = [line for block in COMMANDS.findall(page.read_text()) for line in block.splitlines()]
+    for command in commands:
+        code = cli.main([*shlex.split(command)[1:], "--json"])
+        assert (command, code) == (command, 0), capsys.readouterr().err
+    assert len(commands) > 5
 
 
 def test_enough_blocks_are_found():

@@ -42,6 +42,8 @@ class Device:
         memory_bytes: As the data sheet says; ``usable_bytes`` is what a process can allocate, its context included.
         matrix_flops: Operations per second of matrix products, by dtype; ``tf32`` is float32 rounded on the way in.
         host_link_bytes_per_s: To or from host memory, in one direction.
+        peer_link_bytes_per_s: To the other devices of the same machine, in one direction; over the host's link where
+            the table knows no other.
         context_bytes: What the driver's context and the libraries' kernels take before the first tensor.
         block_bytes: The allocator rounds to multiples of it.
         attention_rules: Which kernel runs scaled dot product attention; the first rule that fits.
@@ -73,6 +75,7 @@ class Device:
     op_us: float | None = None
     cold_us: float = 0.0
     error_fraction: float = 0.4
+    peer_link_bytes_per_s: float = 0.0
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products on ``dtype``; where the device has no unit for it, the rate of the next wider one."""
@@ -150,6 +153,8 @@ def _read(body: Mapping[str, Any]) -> Device:
     sources = {name: body[name]["source"] for name in _AMOUNTS}
     sources |= {f"matrix_flops.{dtype}": fact["source"] for dtype, fact in flops.items()}
     sources["attention"] = body["attention"]["source"]
+    peer = body.get("peer_link_bytes_per_s", body["host_link_bytes_per_s"])
+    sources["peer_link_bytes_per_s"] = peer["source"]
     return Device(
         **{name: body[name] for name in ("name", "title", "kind", "compute_capability", "note")},
         **{name: body[name]["value"] for name in _AMOUNTS},
@@ -161,6 +166,7 @@ def _read(body: Mapping[str, Any]) -> Device:
         op_us=body.get("op_us"),
         cold_us=body.get("cold_us", 0.0),
         error_fraction=body.get("error_fraction", Device.error_fraction),
+        peer_link_bytes_per_s=peer["value"],
     )
 
 

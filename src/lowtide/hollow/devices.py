@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from lowtide.estimation.device_table import Device, device_named
+
+_CUDA_BLOCK_BYTES = 512
+
 
 @dataclass(frozen=True)
 class TargetDevice:
@@ -24,19 +28,23 @@ class TargetDevice:
     @property
     def block_bytes(self) -> int:
         """The allocator gives whole blocks."""
-        return 512 if self.kernels == "cuda" else 1
+        return _CUDA_BLOCK_BYTES if self.kernels == "cuda" else 1
 
 
-def target_of(device: "str | TargetDevice") -> TargetDevice:
-    """``device`` as a description; of a name the kernels alone are known.
+def target_of(device: "str | Device | TargetDevice") -> TargetDevice:
+    """``device`` as a description: ``"cpu"`` and ``"cuda"`` are kernels alone, other names are of the device table.
+
+    Of devices that are neither, the kernels are not known: they count as the CPU's.
 
     Raises:
-        ValueError: no kernels of that name.
+        UnknownDeviceError: no such device; the message has the nearest names.
     """
     if isinstance(device, TargetDevice):
         return device
-    if device not in ("cpu", "cuda"):
-        raise ValueError(
-            f"device={device!r} is not known. Use 'cpu', 'cuda', or TargetDevice(kernels='cuda', name={device!r})."
-        )
-    return TargetDevice(device)
+    if device in ("cpu", "cuda"):
+        return TargetDevice(str(device))
+    found = device if isinstance(device, Device) else device_named(device)
+    if found.kind != "cuda":
+        return TargetDevice("cpu", found.title)
+    version = found.compute_capability or 9.0
+    return TargetDevice("cuda", found.title, (int(version), round(10 * version) % 10))

@@ -125,7 +125,7 @@ def _size_and_type(output: Any) -> Any:
 
 
 def _signature(func: Any, args: tuple, kwargs: dict) -> tuple:
-    key: list[Any] = [func]
+    key: list[Any] = [func, torch.get_default_dtype()]  # of what factories make, and of integers divided
     _describe(args, key)
     _describe(kwargs, key)
     return tuple(key)

@@ -42,8 +42,10 @@ def model_of(config: Any) -> nn.Module:
     initialization = importlib.import_module("transformers.initialization")
     skipped = getattr(initialization, "no_init_weights", nullcontext)
     with skipped():
-        model: nn.Module = kind._from_config(config, dtype=dtype)
-    return model.train()
+        model = kind._from_config(config, dtype=dtype)
+    model.tie_weights()  # skipped with the drawing
+    made: nn.Module = model.train()
+    return made
 
 
 def language_batch(rows: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -34,13 +34,13 @@ _IGNORED = -100
 
 
 def prepare(
-    model: nn.Module, *, chunk_loss: bool, tile_mlp: int | str | None, say: Callable[[str], None]
+    model: nn.Module, *, chunk_loss: bool, tile_mlp: int | str | None, say: Callable[[str], None] | None
 ) -> Callable[[], None]:
     """Change ``model`` for long sequences; returns the undo.
 
     Args:
         tile_mlp: Number of tiles; ``"auto"``: as many as make a tile as long as the model is wide.
-        say: Is told the chunked loss's difference, when the first batch has come.
+        say: Is told the chunked loss's difference, when the first batch has come. None: it is not measured.
 
     Raises:
         ValueError: ``tile_mlp`` is no number of tiles.
@@ -165,8 +165,8 @@ class ChunkedLoss:
         deferred: What the head was given in it, its weight and bias.
     """
 
-    def __init__(self, plain: Callable[..., torch.Tensor], say: Callable[[str], None]) -> None:
-        self._plain, self._say, self._told = plain, say, False
+    def __init__(self, plain: Callable[..., torch.Tensor], say: Callable[[str], None] | None) -> None:
+        self._plain, self._say, self._told = plain, say, say is None
         self.defers = False
         self.deferred: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
@@ -208,7 +208,7 @@ class ChunkedLoss:
         if torch.is_autocast_enabled(hidden.device.type):  # as the head would have cast
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        if not self._told:
+        if not self._told and self._say is not None:
             self._told = True
             self._say(_difference(hidden, weight, bias, targets, ignore_index))
         reduction = "mean" if num_items_in_batch is None else "sum"
@@ -218,7 +218,7 @@ class ChunkedLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def chunk_the_loss(model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
+def chunk_the_loss(model: nn.Module, say: Callable[[str], None] | None) -> Callable[[], None]:
     """Compute logits and loss of a causal model of transformers in chunks; returns the undo.
 
     Runs the model once, on two tokens, without gradients.

@@ -1,0 +1,201 @@
+"""``lowtide plan``: does a training step fit a device that is not here, under which plan, and what if it does not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.scripts import BadUsageError
+
+if TYPE_CHECKING:
+    from lowtide.foresight.changes import Change
+    from lowtide.foresight.forecast import Forecast
+    from lowtide.foresight.setup import Setup
+
+_EPILOG = """\
+Nothing is computed and no weights are loaded: the model's own code runs on tensors without memory.
+
+examples:
+  lowtide plan --model llama-3.1-8b --device h100 --seq-len 8192 --batch-size 2 --optimizer adamw --budget auto
+  lowtide plan --model train.py:setup --device rtx4090
+  lowtide plan --model llama-3.1-70b --device h100 --gpus 16 --sharding fsdp --seq-len 4096
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser(
+        "plan",
+        help="whether a training step fits a device that is not here, and under which plan",
+        description="Whether a training step fits a device that is not here, and under which plan.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_setup_arguments(parser)
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences of a micro-batch of a rank (default 1)")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of one optimizer's step (default 1)")
+    parser.add_argument("--data-parallel", type=int, metavar="N", help="data parallel ranks")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that share each layer")
+    parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3 or fsdp (default none)")
+    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16, bf16-mixed or fp16-mixed (default bf16)")
+    parser.add_argument("--master-weights", action="store_true", help="the optimizer keeps float32 copies")
+    parser.add_argument("--attention", default="auto", help="auto (default: fused where the model can), sdpa or eager")
+    parser.add_argument("--chunk-loss", action="store_true", help="logits and loss in chunks, as lowtide.fit does")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters on every linear layer")
+    parser.add_argument("--quantized", action="store_true", help="4-bit layers below the adapters")
+    parser.add_argument("--offload-optimizer", action="store_true", help="the optimizer on the host")
+    parser.add_argument("--offload-activations", action="store_true", help="a plan may move activations to the host")
+    budget = 'of allocated memory: "auto" (default), "60GiB", "40%%" of the plain activations, or "none": no plan'
+    parser.add_argument("--budget", default="auto", help=budget)
+    parser.add_argument("--no-limits", action="store_true", help="do not look for the largest batch and sequence")
+    parser.add_argument("--save", metavar="PLAN.json", type=Path, help="write the answer, for --check")
+    parser.add_argument("--check", metavar="PLAN.json", type=Path, help="exit 1 if peak or time got worse than there")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of --check: by more than this part (0.02)")
+    parser.set_defaults(verb=run)
+
+
+def add_setup_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that ``plan`` and ``advise`` share."""
+    model = "a shipped name, a config.json, an id of the hub, or SCRIPT.py:FUNCTION that returns (model, batch[, step])"
+    parser.add_argument("--model", required=True, metavar="NAME", help=model)
+    parser.add_argument("--device", required=True, help='a name of the table such as h100, or "here"')
+    parser.add_argument("--seq-len", type=int, help="tokens of each sequence (default 2048, or all positions)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices in all, of one machine")
+    optimizers = "adamw (default), adamw_fused, adam, adamw_8bit, sgd, sgd_momentum, adafactor, muon or none"
+    parser.add_argument("--optimizer", default="adamw", help=optimizers)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+
+
+def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, text and JSON of the verb; 1 where it does not fit for sure, or got worse."""
+    from lowtide.foresight import changes, check, limits
+    from lowtide.foresight.forecast import Forecaster, as_json
+    from lowtide.foresight.subjects import subject_named
+
+    setup, budget = _setup(args), _budget(args.budget)
+    committed = None if args.check is None else check.read(args.check)
+    if not 0 <= args.tolerance < 10:
+        raise BadUsageError(f"--tolerance {args.tolerance} is no part. Pass 0.02 for 2 %.")
+    subject = subject_named(args.model)
+    if args.seq_len is None:
+        setup = replace(setup, seq_len=subject.usual_seq_len)
+    subject.check(setup)
+    forecaster = Forecaster(subject)
+    forecast = forecaster.forecast(setup, budget=budget)
+    plain = budget is None
+    body = {
+        "status": "ok" if forecast.fits else "finding",
+        "model": subject.name,
+        "device": setup.device.name,
+        **as_json(forecast, sum(p.elements for p in forecaster.subject.facts(setup).parameters)),
+        "max_batch_size": None,
+        "max_seq_len": None,
+        "changes": [],
+    }
+    if subject.has_sizes and not args.no_limits:
+        body["max_batch_size"] = limits.max_batch_size(forecaster, setup, plain=plain)
+        body["max_seq_len"] = limits.max_seq_len(forecaster, setup, plain=plain)
+    found = [] if forecast.fits else changes.helpful_changes(forecaster, setup, trace=forecast.traced)
+    body["changes"] = [_change_json(change) for change in found]
+    text = _text(subject.name, forecast, body, found)
+    code = 0 if forecast.fits else 1
+    if committed is not None:
+        worse = check.compare(committed, body, args.tolerance)
+        body["check"] = {"tolerance": args.tolerance, "worse": [one.as_json() for one in worse]}
+        text += "\n" + check.text(worse, args.check, args.tolerance)
+        code = 1 if worse else 0
+        body["status"] = "finding" if worse else "ok"
+    if args.save is not None:
+        _write(args.save, json.dumps(body, indent=1) + "\n")
+    return code, text, body
+
+
+def _setup(args: argparse.Namespace) -> Setup:
+    from lowtide.estimation.device_table import device_named
+    from lowtide.foresight.setup import Setup, degrees
+
+    data, tensor = degrees(args.gpus, args.data_parallel, args.tensor_parallel)
+    return Setup(
+        device_named(args.device), seq_len=1 if args.seq_len is None else args.seq_len,
+        batch_size=args.batch_size, accumulate=args.accumulate,
+        optimizer=args.optimizer, precision=args.precision, master_weights=args.master_weights,
+        attention=args.attention, chunk_loss=args.chunk_loss, lora_rank=args.lora, quantized=args.quantized,
+        sharding=args.sharding, data_parallel=data, tensor_parallel=tensor,
+        offload_optimizer=args.offload_optimizer, offload_activations=args.offload_activations,
+    )  # fmt: skip
+
+
+def _budget(text: str) -> int | str | None:
+    from lowtide.units import parse_budget
+
+    if text.strip().lower() == "none":
+        return None
+    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
+    try:
+        parse_budget(budget, "--budget")
+    except ValueError as error:
+        raise BadUsageError(str(error)) from error
+    return budget
+
+
+def _change_json(change: Change) -> dict[str, Any]:
+    found = change.forecast
+    return {
+        "option": change.option,
+        "meaning": change.meaning,
+        "verdict": found.verdict,
+        "peak_bytes": found.peak_bytes.expected,
+        "step_ms": found.step_ms and found.step_ms.expected,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
+def _text(name: str, forecast: Forecast, body: dict[str, Any], found: list[Change]) -> str:
+    from lowtide.units import format_bytes
+
+    setup, peak = forecast.setup, forecast.peak_bytes
+    size = f"{setup.batch_size} x {setup.seq_len} tokens"
+    where = setup.device.title if setup.ranks == 1 else f"{setup.ranks} x {setup.device.title}"
+    lines = [
+        f"{name} on {where}, {size}: {forecast.verdict}.",
+        f"  peak       {format_bytes(peak.expected)} ({format_bytes(peak.low)} to {format_bytes(peak.high)}) of "
+        f"{format_bytes(setup.device.usable_bytes)}",
+    ]
+    lines += [f"    {part:<14} {format_bytes(count)}" for part, count in forecast.by_part.items() if count]
+    if forecast.host_bytes:
+        lines.append(f"  host       {format_bytes(forecast.host_bytes)} for each rank")
+    if forecast.step_ms is not None and forecast.plan is not None:
+        counts = ", ".join(f"{action} {count}" for action, count in forecast.plan.counts.items() if count)
+        lines += [
+            f"  step       {_seconds(forecast.step_ms.expected)} ({_seconds(forecast.step_ms.low)} to "
+            f"{_seconds(forecast.step_ms.high)}), {forecast.tokens_per_second:.0f} tokens a second",
+            f"  plan       {counts}; {forecast.plan.predicted_overhead:+.1%} time over saving everything "
+            f"({format_bytes(forecast.plan.plain_peak_bytes)})",
+        ]
+    if body["max_batch_size"] is not None:
+        lines.append(f"  at most    {body['max_batch_size']} x {setup.seq_len} tokens, or {setup.batch_size} x "
+                     f"{body['max_seq_len']}")  # fmt: skip
+    if found:
+        fitting = "What would fit:" if found[0].forecast.fits else "Nothing alone makes it fit. Nearest:"
+        lines.append(fitting if forecast.traced else "Parameters and optimizer alone are too much. They would be:")
+        for change in found:
+            rate = change.forecast.tokens_per_second
+            speed = f", {rate:.0f} tokens a second" if rate is not None else ""
+            amount = format_bytes(change.forecast.peak_bytes.expected)
+            lines.append(f"  {change.option:<30} {amount}{speed} ({change.meaning})")
+    lines.append("Assumed: " + "; ".join(forecast.assumptions) + ".")
+    return "\n".join(lines)
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms < 1000 else f"{ms / 1e3:.3g} s"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadUsageError(f"cannot write {path}: {error.strerror}.\nName a file in a folder that exists.") from error

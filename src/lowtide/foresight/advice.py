@@ -1,0 +1,160 @@
+"""``advise``: ways to train a model on given devices, ranked by predicted tokens a second among those that fit.
+
+What is tried: how ranks divide the work, precision, where the optimizer is, how many sequences at a time (the rest of
+the global batch is accumulated), logits whole or in chunks. Each gets the fastest first plan that its memory allows.
+Resident memory alone rules most of them out, before anything is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lowtide.errors import LowtideError
+from lowtide.estimation.device_table import Device
+from lowtide.foresight.changes import Change, helpful_changes, toggles
+from lowtide.foresight.forecast import Forecast, Forecaster
+from lowtide.foresight.setup import Setup, SetupError
+
+_TOKENS = (1, 8192, 32768)  # of one micro-batch: about so many fill a device
+_TENSOR = (1, 2, 4, 8)
+_SHARDINGS = ("none", "zero1", "zero2", "fsdp")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was tried.
+
+    Attributes:
+        ranked: Forecasts of setups that fit, most tokens a second first.
+        tried: How many setups were looked at, those included that resident memory rules out.
+        toggles: Of the best one: what each single change would do. Where none fits, changes of ``nearest`` that help.
+    """
+
+    ranked: list[Forecast]
+    tried: int
+    toggles: list[Change]
+    nearest: Forecast | None
+
+
+def advise(
+    forecaster: Forecaster,
+    device: Device,
+    *,
+    seq_len: int,
+    gpus: int = 1,
+    global_batch: int = 1,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    lora_rank: int = 0,
+    quantized: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Advice:
+    """Return the setups that fit, best first.
+
+    Args:
+        gpus: Devices of one machine.
+        global_batch: Sequences of one optimizer's step, over all ranks.
+        precision: None: mixed and, where the device has it, bfloat16 throughout.
+
+    Raises:
+        SetupError: nothing can be tried: the global batch is smaller than the number of ranks needs.
+    """
+    base = Setup(device, seq_len=seq_len, optimizer=optimizer, lora_rank=lora_rank, quantized=quantized)
+    forecaster.subject.check(base)
+    precisions = [precision] if precision else _precisions(device)
+    around = list(_around(forecaster, base, gpus, global_batch, precisions))
+    if not around:
+        raise SetupError(
+            f"--global-batch {global_batch} cannot be divided among --gpus {gpus}. Pass a multiple of {gpus}."
+        )
+    found, tried, nearest = [], 0, None
+    for done, setup in enumerate(around, start=1):
+        for candidate in _micro_batches(forecaster, setup, global_batch):
+            tried += 1
+            forecast = _forecast(forecaster, candidate)
+            if forecast is None:
+                continue
+            if forecast.fits:
+                found.append(forecast)
+            elif nearest is None or forecast.peak_bytes.expected < nearest.peak_bytes.expected:
+                nearest = forecast
+        if progress is not None:
+            progress(done, len(around))
+    ranked = sorted(found, key=lambda f: (-(f.tokens_per_second or 0.0), f.peak_bytes.expected))
+    changes = _toggles(forecaster, ranked[0]) if ranked else []
+    if not ranked and nearest is not None:
+        changes = helpful_changes(forecaster, nearest.setup)
+    return Advice(ranked, tried, changes, nearest)
+
+
+def _precisions(device: Device) -> list[str]:
+    return ["bf16-mixed", "bf16"] if "bfloat16" in device.matrix_flops else ["fp16-mixed"]
+
+
+def _around(
+    forecaster: Forecaster, base: Setup, gpus: int, global_batch: int, precisions: list[str]
+) -> Iterator[Setup]:
+    """What surrounds the step; those whose resident memory fits first, all on the device before what is on the host."""
+    for offload in (False, True):
+        for precision in precisions:
+            for tensor in _TENSOR:
+                data = gpus // tensor
+                if gpus % tensor or data < 1 or global_batch % data or (offload and base.optimizer == "none"):
+                    continue
+                for sharding in _SHARDINGS if data > 1 else ("none",):
+                    try:
+                        setup = replace(
+                            base, precision=precision, tensor_parallel=tensor, data_parallel=data, sharding=sharding,
+                            offload_optimizer=offload,
+                        )  # fmt: skip
+                        forecaster.subject.check(setup)
+                    except SetupError:  # heads that do not split, adapters on divided layers
+                        continue
+                    yield setup
+
+
+def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> Iterator[Setup]:
+    """From the largest micro-batch down, and chunks of the loss where the plain loss does not do without a price."""
+    each = global_batch // setup.data_parallel
+    sizes = {max(1, min(each, tokens // setup.seq_len)) for tokens in _TOKENS}
+    if forecaster.refuses(setup):
+        yield setup
+        return
+    for size in sorted(sizes, reverse=True):
+        while each % size:
+            size -= 1
+        candidate = replace(setup, batch_size=size, accumulate=each // size)
+        yield candidate
+        plain = _forecast(forecaster, candidate)
+        if plain is None or plain.plan is None or plain.plan.predicted_overhead > 0.01:
+            yield replace(candidate, chunk_loss=True)
+
+
+def _forecast(forecaster: Forecaster, setup: Setup) -> Forecast | None:
+    try:
+        return forecaster.forecast(setup, thorough=False)
+    except LowtideError:  # the model has no such choice
+        return None
+
+
+def _toggles(forecaster: Forecaster, best: Forecast) -> list[Change]:
+    """Each change of the best setup that keeps its number of devices."""
+    found = []
+    for option, meaning, setup in (*_back(best.setup), *toggles(best.setup)):
+        if setup.ranks != best.setup.ranks or setup.offload_activations != best.setup.offload_activations:
+            continue
+        forecast = _forecast(forecaster, setup)
+        if forecast is not None:
+            found.append(Change(option, meaning, forecast))
+    return found
+
+
+def _back(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
+    """What the best setup would be without what it has chosen."""
+    if setup.chunk_loss:
+        yield "without --chunk-loss", "logits whole", replace(setup, chunk_loss=False)
+    if setup.offload_optimizer:
+        yield "without --offload-optimizer", "the optimizer on the device", replace(setup, offload_optimizer=False)
+    if setup.attention == "auto":
+        yield "--attention eager", "scores stored", replace(setup, attention="eager")

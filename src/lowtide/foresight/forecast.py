@@ -1,0 +1,334 @@
+"""Whether a setup fits its device, and under which plan: memory as low, expected and high, by part, and step time.
+
+    low        what tensors take, and the least that a context takes
+    expected   and the context, the libraries' workspace, buffers of communication, a little fragmentation
+    high       and much fragmentation: the allocator's blocks are not filled
+
+"fits" means that the high amount does, "does not fit" that the low one does not. The shares below are assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.estimation.device_table import Device
+from lowtide.estimation.roofline import estimate
+from lowtide.explanation import collapse_path
+from lowtide.foresight.rank_memory import RankMemory, parameter_bytes, precision_words, rank_memory
+from lowtide.foresight.setup import PRECISIONS, Setup
+from lowtide.foresight.step_time import step_ms
+from lowtide.foresight.subjects import Facts, Subject
+from lowtide.graph.costs import HOST, Costs
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.solvers.arguments import absolute_bytes
+from lowtide.solvers.build_plan import build_plan
+from lowtide.solvers.dispatch import solve
+from lowtide.solvers.exact import ExactSearch
+from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.search_context import Limits
+from lowtide.units import parse_budget
+
+FITS, UNCERTAIN, DOES_NOT_FIT = "fits", "uncertain", "does not fit"
+_FRAGMENTATION = (0.0, 0.03, 0.10)  # of what a step makes
+_CONTEXT = (0.7, 1.0, 1.3)
+_WORKSPACE = (0, 1, 2)  # streams that use the libraries' workspace
+_COMMUNICATION_BYTES = 1 << 29  # of one group of ranks
+_COMMUNICATION = (0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Amount:
+    low: float
+    expected: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of one setup.
+
+    Attributes:
+        verdict: ``FITS``, ``UNCERTAIN`` or ``DOES_NOT_FIT``.
+        by_part: Bytes that make up ``peak_bytes.expected``.
+        step_ms: Of one optimizer's step; None where nothing was traced.
+        plan: None where nothing was traced, or no plan is small enough.
+        by_module: Bytes of parameters and of what backward needs, milliseconds; numbered siblings together.
+        traced: False where what is resident alone is too much, so nothing had to be traced.
+    """
+
+    setup: Setup
+    verdict: str
+    peak_bytes: Amount
+    by_part: dict[str, int]
+    host_bytes: int
+    step_ms: Amount | None
+    tokens_per_second: float | None
+    plan: Plan | None
+    assumptions: list[str]
+    by_module: dict[str, dict[str, float]] = field(default_factory=dict)
+    traced: bool = True
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict == FITS
+
+
+class Room(NamedTuple):
+    """Whether a step fits, and what the leanest plan lacks, by a lower bound; less than 0 where there is room."""
+
+    fits: bool
+    missing_bytes: float
+
+
+class Forecaster:
+    """Forecasts for setups of one subject; what they share is found once."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._costs: dict[tuple[int, str], Costs] = {}
+        self._searches: dict[tuple[int, str], ExactSearch] = {}
+        self._ranks: dict[Setup, RankMemory] = {}
+
+    def forecast(self, setup: Setup, *, budget: int | str | None = "auto", thorough: bool = True) -> Forecast:
+        """Return what is expected of ``setup``.
+
+        Args:
+            budget: Of allocated bytes as for ``solve``; ``"auto"``: the most that fits; None: no plan, all is saved.
+            thorough: Solve for the plan with a bound; else the first good one is taken.
+        """
+        facts, rank = self.subject.facts(setup), self.rank(setup)
+        if self.refuses(setup):
+            return self.residents(setup)
+        graph = self.subject.trace(setup)
+        costs = self.costs(graph, setup.device)
+        resident = rank.resident_bytes + graph.resident["batch"]
+        shift = resident - graph.resident_bytes
+        plan, step_peak = self._planned(graph, costs, setup, budget, resident, shift, thorough)
+        during = step_peak + shift
+        allocated = max(during, resident + rank.optimizer_step)
+        peak = _allocator(setup, allocated, resident)
+        verdict = _verdict(peak, setup.device) if plan is not None else DOES_NOT_FIT
+        micro_ms = costs.plain_step_ms if plan is None else plan.predicted_step_ms
+        took = step_ms(setup, facts, rank, micro_ms, self.subject.summed_bytes(setup))
+        error = costs.error_fraction or 0.0
+        return Forecast(
+            setup, verdict, peak,
+            _parts(setup, rank, graph.resident["batch"], during - resident, allocated, resident),
+            rank.host,
+            None if plan is None else Amount(took / (1 + error), took, took * (1 + error)),
+            None if plan is None else 1e3 * setup.sequences * setup.seq_len / took,
+            plan, _assumptions(setup, rank, graph), _by_module(facts, graph, costs),
+        )  # fmt: skip
+
+    def refuses(self, setup: Setup) -> bool:
+        """Whether what lives through the whole step is too much already: no trace is needed to know."""
+        resident = self.rank(setup).resident_bytes
+        return _allocator(setup, resident, resident).low > setup.device.usable_bytes
+
+    def rank(self, setup: Setup) -> RankMemory:
+        if setup not in self._ranks:
+            self._ranks[setup] = rank_memory(self.subject.facts(setup), setup)
+        return self._ranks[setup]
+
+    def costs(self, graph: StepGraph, device: Device) -> Costs:
+        key = id(graph), device.name  # the subject keeps its graphs
+        if key not in self._costs:
+            self._costs[key] = estimate(graph, device=device)
+        return self._costs[key]
+
+    def search(self, graph: StepGraph, device: Device) -> ExactSearch:
+        key = id(graph), device.name
+        if key not in self._searches:
+            self._searches[key] = ExactSearch(graph, self.costs(graph, device), Limits())
+        return self._searches[key]
+
+    def room(self, setup: Setup, *, plain: bool = False) -> Room:
+        """Whether the step fits under some plan, or as it is, and what is missing."""
+        rank = self.rank(setup)
+        missing = rank.resident_bytes + rank.optimizer_step - _most_allocated(setup, rank.resident_bytes)
+        if self.refuses(setup):
+            return Room(False, missing)
+        graph = self.subject.trace(setup)
+        resident = rank.resident_bytes + graph.resident["batch"]
+        search, shift = self.search(graph, setup.device), resident - graph.resident_bytes
+        most = _most_allocated(setup, resident) - shift
+        lacking = (search.plain.peak_bytes if plain else bound_peak(graph)) - most
+        if missing > 0 or lacking > 0 or plain:
+            return Room(missing <= 0 and lacking <= 0, lacking)
+        # The bound is no plan: where none of the published ones is small enough, one is looked for.
+        found = any(e.peak_bytes <= most for e in (search.plain, *search.published)) or search.first(most) is not None
+        return Room(found, lacking)
+
+    def _planned(
+        self, graph: StepGraph, costs: Costs, setup: Setup, budget: int | str | None, resident: int, shift: int,
+        thorough: bool,
+    ) -> tuple[Plan | None, int]:  # fmt: skip
+        """A plan and the peak of its step, as the graph counts; no plan: the least peak that was found."""
+        if budget is None:
+            plan = solve(graph, costs, method="none")
+            return plan, plan.predicted_peak_bytes
+        parsed = parse_budget(budget)
+        if parsed != "auto":
+            most = [absolute_bytes(graph, costs, budget) - (0 if isinstance(parsed, float) else shift)]
+        else:
+            most = [_most_allocated(setup, resident) - shift]
+            if thorough:
+                most.append(setup.device.usable_bytes - int(_beside(setup, 0)) - shift)
+        search = self.search(graph, setup.device)
+        least = bound_peak(graph)
+        for budget_bytes in most:
+            if budget_bytes < least and not setup.offload_activations:
+                continue
+            if setup.offload_activations or thorough:
+                try:
+                    plan = solve(graph, costs, budget_bytes, offload=(HOST,) if setup.offload_activations else ())
+                    return plan, plan.predicted_peak_bytes
+                except BudgetInfeasibleError as error:
+                    least = max(least, error.least_bytes)
+            elif found := search.first(budget_bytes):
+                plan = build_plan(graph, costs, found, method="exact", budget_bytes=budget_bytes, start_s=0,
+                                  bounded=False)  # fmt: skip
+                return plan, plan.predicted_peak_bytes
+        return None, least
+
+    def residents(self, setup: Setup) -> Forecast:
+        """What lives through the whole step alone: too much already, or uncertain."""
+        facts, rank = self.subject.facts(setup), self.rank(setup)
+        resident = rank.resident_bytes
+        allocated = resident + rank.optimizer_step
+        notes = ["the step was not traced: activations count 0"]
+        return Forecast(
+            setup, DOES_NOT_FIT if self.refuses(setup) else UNCERTAIN, _allocator(setup, allocated, resident),
+            _parts(setup, rank, 0, 0, allocated, resident), rank.host, None, None, None,
+            [*notes, *_assumptions(setup, rank, None)], _by_module(facts, None, None), traced=False,
+        )  # fmt: skip
+
+
+def _beside(setup: Setup, level: int) -> float:
+    """Beside tensors: context, workspace, buffers of communication."""
+    device = setup.device
+    groups = (setup.data_parallel > 1) + (setup.tensor_parallel > 1)
+    return (
+        _CONTEXT[level] * device.context_bytes
+        + _WORKSPACE[level] * device.blas_workspace_bytes
+        + _COMMUNICATION[level] * groups * _COMMUNICATION_BYTES
+    )
+
+
+def _allocator(setup: Setup, allocated: int, resident: int) -> Amount:
+    low, expected, high = (
+        math.ceil(allocated + _beside(setup, i) + _FRAGMENTATION[i] * (allocated - resident)) for i in range(3)
+    )
+    return Amount(low, expected, high)
+
+
+def _most_allocated(setup: Setup, resident: int) -> int:
+    """Allocated bytes of a step whose high amount just fits."""
+    room = setup.device.usable_bytes - _beside(setup, 2) + _FRAGMENTATION[2] * resident
+    return int(room / (1 + _FRAGMENTATION[2])) - 1
+
+
+def _verdict(peak: Amount, device: Device) -> str:
+    if peak.high <= device.usable_bytes:
+        return FITS
+    return UNCERTAIN if peak.low <= device.usable_bytes else DOES_NOT_FIT
+
+
+def _parts(
+    setup: Setup, rank: RankMemory, batch: int, activations: int, allocated: int, resident: int
+) -> dict[str, int]:
+    """Of the expected peak: in the step, or in ``optimizer.step()`` where that takes more."""
+    expected = int(_allocator(setup, allocated, resident).expected)
+    in_step = resident + activations == allocated
+    found = {
+        "parameters": rank.parameters,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+        "buffers": rank.buffers,
+        "batch": batch,
+        "gathered": rank.gathered,
+        "activations": activations if in_step else 0,
+        "optimizer_step": 0 if in_step else allocated - resident,
+        "workspace": setup.device.blas_workspace_bytes,
+        "context": setup.device.context_bytes,
+    }
+    groups = (setup.data_parallel > 1) + (setup.tensor_parallel > 1)
+    found["communication"] = groups * _COMMUNICATION_BYTES
+    return found | {"fragmentation": expected - sum(found.values())}
+
+
+def _assumptions(setup: Setup, rank: RankMemory, graph: StepGraph | None) -> list[str]:
+    device = setup.device
+    dtype = PRECISIONS[setup.precision][1] or PRECISIONS[setup.precision][0]
+    found = [precision_words(setup), rank.rule]
+    if setup.attention == "eager":
+        found.append("attention: eager, its scores are stored")
+    elif device.kind != "cpu":
+        kernels = {op.name for op in graph.ops if "attention" in op.name} if graph is not None else set()
+        named = next((k for k in ("flash", "efficient") if any(k in name for name in kernels)), None)
+        found.append(f"attention: {named or 'math' if graph is not None else 'not traced'} kernel")
+    if dtype not in device.matrix_flops:
+        found.append(f"{device.title} has no matrix units for {dtype}: counted at the rate of a wider one")
+    share = ", ".join(f"{100 * f:.0f} %" for f in _FRAGMENTATION)
+    found.append(f"fragmentation: {share} of what a step makes (low, expected, high; assumed)")
+    found.append("gradients count as there before the step")
+    if device.kind not in ("cpu", "cuda"):
+        found.append(f"the kernels of {device.kind} are not known: the CPU's are taken")
+    if setup.quantized:
+        found.append("time to expand 4-bit weights is not counted, nor the one layer that is expanded at a time")
+    if graph is not None:
+        found += graph.provenance.get("assumed", "").splitlines()
+    if device.kind != "cpu":
+        found.append(
+            f"no step was compared with a real {device.title}; times may be off by {device.error_fraction:.0%}"
+        )
+    return [line for line in found if line]
+
+
+def _by_module(facts: Facts, graph: StepGraph | None, costs: Costs | None) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(("parameters", "activations", "step_ms"), 0))
+    for p in facts.parameters:
+        found[collapse_path(p.name.rpartition(".")[0])]["parameters"] += parameter_bytes(p)
+    if graph is not None and costs is not None:
+        for s in graph.stored:
+            maker = graph.storages[s].op
+            assert maker is not None
+            found[collapse_path(graph.scope(graph.ops[maker]))]["activations"] += graph.storages[s].bytes
+        for op in graph.ops:
+            found[collapse_path(graph.scope(op))]["step_ms"] += costs.op_ms[op.id]
+    return {path: dict(row) for path, row in sorted(found.items())}
+
+
+def as_json(forecast: Forecast, parameters: int) -> dict[str, Any]:
+    """As ``lowtide plan --json`` shows it, without limits and changes."""
+    plan = forecast.plan
+    return {
+        "fits": forecast.fits,
+        "verdict": forecast.verdict,
+        "parameters": parameters,
+        "peak_bytes": asdict(forecast.peak_bytes),
+        "by_part": forecast.by_part,
+        "host_bytes": forecast.host_bytes,
+        "step_ms": forecast.step_ms and asdict(forecast.step_ms),
+        "tokens_per_second": forecast.tokens_per_second,
+        "plan": plan and _plan_json(plan),
+        "setup": forecast.setup.as_json,
+        "by_module": forecast.by_module,
+        "assumptions": forecast.assumptions,
+    }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "counts": plan.counts,
+        "overhead": plan.predicted_overhead,
+        "gap": None if math.isnan(plan.gap) else plan.gap,
+        "method": plan.method,
+        "budget_bytes": plan.budget_bytes,
+        "plain_peak_bytes": plan.plain_peak_bytes,
+    }

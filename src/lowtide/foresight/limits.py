@@ -1,0 +1,63 @@
+"""The largest batch and the longest sequence that fit: guessed from two traced sizes, and traced to make sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lowtide.errors import LowtideError
+from lowtide.foresight.forecast import Forecaster, Room
+from lowtide.foresight.setup import Setup
+
+SEQ_LEN_STEP = 128
+_MOST_TRACES = 8
+_MOST = 1 << 22
+
+
+def max_batch_size(forecaster: Forecaster, setup: Setup, *, plain: bool = False) -> int:
+    """Sequences of one micro-batch of one rank; 0: not one."""
+    return _largest(lambda n: forecaster.room(replace(setup, batch_size=n), plain=plain), setup.batch_size, _MOST)
+
+
+def max_seq_len(forecaster: Forecaster, setup: Setup, *, plain: bool = False) -> int:
+    """Tokens of each sequence, a multiple of 128 (or as many as asked for); 0: none."""
+    most = forecaster.subject.seq_len_most or _MOST
+    step = SEQ_LEN_STEP if setup.seq_len >= SEQ_LEN_STEP else 1
+
+    def room(units: int) -> Room:
+        return forecaster.room(replace(setup, seq_len=min(units * step, most)), plain=plain)
+
+    found = min(_largest(room, -(-setup.seq_len // step), -(-most // step)) * step, most)
+    return max(found, setup.seq_len) if forecaster.room(setup, plain=plain).fits else found
+
+
+def _largest(room: Callable[[int], Room], start: int, most: int) -> int:
+    """The largest number up to ``most`` that fits. What is missing grows with the number, about linearly.
+
+    Where that many traces do not find the end, the largest that was seen to fit.
+    """
+    known: dict[int, float] = {}
+    low, high = 0, most + 1  # the largest that fits, the least that does not
+    number = max(1, min(start, most))
+    for _ in range(_MOST_TRACES):
+        try:
+            found = room(number)
+        except LowtideError:  # the model refuses such a size
+            found = Room(False, float("inf"))
+        known[number] = found.missing_bytes
+        low, high = (number, high) if found.fits else (low, number)
+        guess = _guess(known, number)
+        if high - low <= 1 or (len(known) > 2 and guess <= low):  # the line says the same
+            break
+        number = min(max(guess, low + 1), high - 1)
+    return low
+
+
+def _guess(known: dict[int, float], last: int) -> int:
+    """Where the line through the two nearest known numbers crosses zero."""
+    finite = sorted((n for n in known if known[n] < float("inf")), key=lambda n: abs(known[n]))[:2]
+    if len(finite) < 2:
+        return 2 * last if known[last] <= 0 else last // 2
+    a, b = finite
+    slope = (known[b] - known[a]) / (b - a)
+    return int(a - known[a] / slope) if slope > 0 else 2 * last

@@ -1,0 +1,197 @@
+"""What one rank holds through the whole step, by exact arithmetic on the shapes of the real parameters.
+
+    none    A replica: everything, and buckets as large as the gradients (DistributedDataParallel's default).
+    zero1   The optimizer's part is of one flat vector, divided by the ranks (DeepSpeed, Rajbhandari et al. 2020,
+            https://arxiv.org/abs/1910.02054). zero2: the gradients' too, beside one bucket that is being reduced.
+    zero3   The parameters' too, beside what is gathered at a time: DeepSpeed's defaults, 1e9 elements and a prefetch
+            bucket of 5e8.
+    fsdp    FSDP2: each parameter is divided along its first dimension and padded there. Each numbered block
+            (``layers.3``) is a unit, and what is left is the root, gathered through the whole step with its gradients.
+            Beside it: the unit that runs and the next one, the gradients of one and what is being reduced of another.
+
+Tensor parallel ranks have a model of their own: the real code with a part of the heads and of each MLP. Embeddings and
+head are whole on each.
+
+The optimizer's own ``step()`` runs on hollow parameters of these sizes (``hollow/optimizer.py``). Quantised layers take
+4 bits an element, and 0.127 bits for their scales (double quantisation: Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314). ``adamw_8bit`` is arithmetic: two states of a byte an element, a scale of 4 bytes for
+each 256, none for parameters below 4096 elements, which stay in float32 (Dettmers et al. 2021,
+https://arxiv.org/abs/2110.02861).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lowtide.foresight.setup import PRECISIONS, Setup
+from lowtide.foresight.subjects import Facts, Parameter
+from lowtide.hollow.devices import target_of
+from lowtide.hollow.memory import hollow
+from lowtide.hollow.mode import HollowMode
+from lowtide.hollow.optimizer import hollow_optimizer_bytes
+
+_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, and stage3_prefetch_bucket_size
+_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
+_QUANTIZED_BYTES = (4 + 0.127) / 8
+_SCALED_ELEMENTS, _LEAST_QUANTIZED = 256, 4096
+_UNIT = re.compile(r"^(.*?\.\d+)\.")
+_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "muon": (torch.optim.Muon, {}),
+}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, beside what the step itself makes.
+
+    Attributes:
+        gathered: Parts of other ranks that are here at a time, buckets, and what of them is on its way.
+        optimizer_step: Temporaries of ``optimizer.step()``, when activations are gone.
+        host: In host memory, for each rank.
+        rule: How it was divided, in words.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    gathered: int
+    optimizer_step: int
+    host: int
+    rule: str
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Through forward and backward."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.gathered
+
+
+def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
+    """Return what the rank that holds most keeps under ``setup``."""
+    count, kind = setup.data_parallel, setup.sharding
+    trained = [p for p in facts.parameters if p.trains]
+    whole = sum(map(parameter_bytes, facts.parameters))
+    gradients = sum(p.elements * p.itemsize for p in trained)
+    sharded = count > 1 and kind in ("zero3", "fsdp")
+    held = [_shard(p, count, kind) for p in facts.parameters] if sharded else list(facts.parameters)
+    parameters = sum(map(parameter_bytes, held))
+    state, step = _optimizer_bytes([p for p in held if p.trains], setup, 1 if sharded else count)
+    gathered, host = 0, 0
+    rule = "one device holds everything"
+    if setup.tensor_parallel > 1:
+        rule = f"heads and MLPs are divided by {setup.tensor_parallel}; embeddings and head are whole on each rank"
+    if count > 1:
+        bucket = min(_BUCKET_ELEMENTS * max((p.itemsize for p in trained), default=0), gradients)
+        if kind == "none":
+            gathered, rule = gradients, f"{rule}; {count} replicas, with buckets as large as the gradients"
+        elif kind in ("zero1", "zero2"):
+            gathered, rule = bucket, f"{rule}; the optimizer's state is divided by {count}"
+            if kind == "zero2":
+                gradients, rule = math.ceil(gradients / count), f"{rule}, the gradients too"
+        elif kind == "zero3":
+            live = max((p.itemsize for p in facts.parameters), default=0) * (_LIVE_ELEMENTS + _BUCKET_ELEMENTS)
+            gradients = sum(p.elements * p.itemsize for p in held if p.trains)
+            gathered = min(live, whole) + bucket
+            rule = f"{rule}; everything is divided by {count}, as DeepSpeed's defaults have it"
+        else:
+            gradients = sum(p.elements * p.itemsize for p in held if p.trains)
+            gathered, units = _gathered_by_fsdp(facts.parameters)
+            rule = f"{rule}; everything is divided by {count} along first dimensions, {units} blocks are units"
+    if setup.offload_optimizer:
+        host, state, step = state + gradients, 0, 0
+        rule += "; the optimizer and its step are on the host"
+    return RankMemory(parameters, gradients, state, facts.buffer_bytes, gathered, step, host, rule)
+
+
+def parameter_bytes(parameter: Parameter) -> int:
+    """As it is stored."""
+    if parameter.quantized:
+        return math.ceil(parameter.elements * _QUANTIZED_BYTES)
+    return parameter.elements * parameter.itemsize
+
+
+def _shard(parameter: Parameter, count: int, kind: str) -> Parameter:
+    """The largest part: the first rank's."""
+    first, *rest = parameter.shape or (1,)
+    shape = (math.ceil(parameter.elements / count),) if kind == "zero3" else (math.ceil(first / count), *rest)
+    return Parameter(parameter.name, shape, parameter.itemsize, parameter.trains, parameter.quantized)
+
+
+def _gathered_by_fsdp(parameters: Iterable[Parameter]) -> tuple[int, int]:
+    """(bytes that are whole at a time, number of units) of FSDP2."""
+    units: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for p in parameters:
+        found = _UNIT.match(p.name)
+        of = units[found[1] if found else ""]
+        of[0] += parameter_bytes(p)
+        of[1] += p.elements * p.itemsize if p.trains else 0
+    root = units.pop("", [0, 0])
+    largest = max(units.values(), key=sum, default=[0, 0])
+    return sum(root) + 2 * sum(largest), len(units)
+
+
+def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, parts: int) -> tuple[int, int]:
+    """(state, temporaries of ``step()``) of one of ``parts``."""
+    if setup.optimizer == "none" or not trained:
+        return 0, 0
+    divided = setup.sharding != "none" and parts > 1
+    if divided:  # one flat vector, as DeepSpeed has it
+        flat = math.ceil(sum(p.elements for p in trained) / parts)
+        trained = [Parameter("", (flat,), trained[0].itemsize, True)]
+    copies = 0
+    if setup.master_weights:
+        copies = sum(4 * p.elements for p in trained)
+        trained = [Parameter(p.name, p.shape, 4, True) for p in trained]
+    if setup.optimizer == "adamw_8bit":
+        return copies + sum(map(_eight_bit_bytes, trained)), 0
+    groups = [(*_OPTIMIZERS[setup.optimizer], list(trained))]
+    if setup.optimizer == "muon":  # of hidden matrices; the rest is left to AdamW
+        hidden = [p for p in trained if len(p.shape) == 2 and not _is_embedding(p)]
+        rest = [p for p in trained if p not in hidden]
+        groups = [(*_OPTIMIZERS["muon"], hidden), (*_OPTIMIZERS["adamw"], rest)]
+    target, state, step = target_of(setup.device), copies, 0
+    with HollowMode(target.kernels):
+        for kind, settings, members in groups:
+            dtypes = {2: torch.bfloat16, 4: torch.float32}
+            own = [torch.nn.Parameter(hollow(p.shape, _strides(p.shape), dtypes[p.itemsize])) for p in members]
+            kept, during = hollow_optimizer_bytes(
+                kind, settings, own, kernels=target.kernels, block_bytes=target.block_bytes
+            )
+            state, step = state + kept, max(step, during)
+    return state, step + (copies if setup.master_weights else 0)  # gradients in float32, for a moment
+
+
+def _is_embedding(parameter: Parameter) -> bool:
+    return any(word in parameter.name for word in ("embed", "lm_head", "wte", "wpe"))
+
+
+def _eight_bit_bytes(parameter: Parameter) -> int:
+    if parameter.elements < _LEAST_QUANTIZED:
+        return 8 * parameter.elements
+    return 2 * (parameter.elements + 4 * math.ceil(parameter.elements / _SCALED_ELEMENTS))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def precision_words(setup: Setup) -> str:
+    """How numbers are held, in words."""
+    dtype, autocast = PRECISIONS[setup.precision]
+    words = f"parameters, gradients and optimizer state in {dtype}"
+    if setup.master_weights:
+        words = f"parameters and gradients in {dtype}, the optimizer's copy and state in float32"
+    return f"{words}, the step under autocast to {autocast}" if autocast else words

@@ -1,0 +1,295 @@
+"""What is to be trained, without memory: a model of transformers by its configuration, or a user's script.
+
+Whatever makes a model here is called under a ``HollowMode``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.hollow.cuda_scripts import cuda_means_cpu
+from lowtide.hollow.devices import TargetDevice, target_of
+from lowtide.hollow.mode import HollowMode
+from lowtide.hollow.models import language_batch, model_of
+from lowtide.inference.cache_plan import config_of
+from lowtide.integrations import long_sequences
+from lowtide.models.shipped import UnknownModelError, model_facts
+from lowtide.scripts import load_step
+from lowtide.tracing.sources import trace_hollow
+
+# The first of these lists that has the configuration says which class is trained.
+_TASKS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
+          "IMAGE_CLASSIFICATION")  # fmt: skip
+_USUAL_SEQ_LEN = 2048
+_WINDOW_FRAMES = 3000  # Whisper hears 30 seconds
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of one rank; ``quantized``: stored in 4 bits."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trains: bool
+    quantized: bool = False
+
+    @property
+    def elements(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a model as one tensor parallel rank has it, before anything runs."""
+
+    parameters: tuple[Parameter, ...]
+    buffer_bytes: int
+
+
+class Subject:
+    """What is trained. Traces are kept: many setups differ only in what surrounds the step."""
+
+    name: str
+    seq_len_most: int | None = None
+    has_sizes = True  # whether batch size and length are the setup's to choose
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple, StepGraph] = {}
+        self._facts: dict[tuple, Facts] = {}
+        self._modes: dict[TargetDevice, HollowMode] = {}
+
+    @property
+    def usual_seq_len(self) -> int:
+        """Where none is asked for."""
+        return min(_USUAL_SEQ_LEN, self.seq_len_most or _USUAL_SEQ_LEN)
+
+    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+        """(model, batch, step); to be called under a ``HollowMode``."""
+        raise NotImplementedError
+
+    def check(self, setup: Setup) -> None:
+        """Raises: SetupError: the model cannot be trained so."""
+
+    def summed_bytes(self, setup: Setup) -> int:
+        """What tensor parallel ranks sum in one micro-batch: after attention and MLP, forward and backward."""
+        return 0
+
+    def facts(self, setup: Setup) -> Facts:
+        """Parameters as the setup has them; nothing runs."""
+        key = _model_key(setup)
+        if key not in self._facts:
+            self.check(setup)
+            with self._without_memory(target_of(setup.device)):
+                model, _, _ = self.build(replace(setup, chunk_loss=False))
+            # PEFT leaves its own adapters and what is no linear layer alone.
+            quantized = _quantized_names(model) if setup.quantized else set()
+            self._facts[key] = Facts(
+                tuple(
+                    Parameter(n, tuple(p.shape), p.element_size(), p.requires_grad, n in quantized)
+                    for n, p in model.named_parameters()
+                ),
+                sum(b.nbytes for b in model.buffers()),
+            )
+        return self._facts[key]
+
+    def trace(self, setup: Setup) -> StepGraph:
+        """The step of one rank, its optimizer left out."""
+        key = (*_model_key(setup)[:-1], setup.batch_size, setup.seq_len, setup.attention, setup.chunk_loss)
+        if key not in self._graphs:
+            self.check(setup)
+            target = target_of(setup.device)
+            with self._without_memory(target) as mode:
+                model, batch, step = self.build(setup)
+            self._graphs[key] = trace_hollow(model, batch, target, step=step, optimizer=None, mode=mode)
+        return self._graphs[key]
+
+    @contextmanager
+    def _without_memory(self, target: TargetDevice) -> Iterator[HollowMode]:
+        mode = self._modes.setdefault(target, HollowMode(target.kernels))
+        with mode, nullcontext() if target.kernels == "cpu" else cuda_means_cpu():
+            yield mode
+
+
+class ConfigSubject(Subject):
+    """A model of transformers, by its configuration."""
+
+    def __init__(self, facts: dict[str, Any], config: Any) -> None:
+        super().__init__()
+        self.name, self.config = facts["name"], config
+        self._text = config.get_text_config(decoder=True)
+        self.seq_len_most = getattr(self._text, "max_position_embeddings", None)
+        if self.task == "IMAGE_CLASSIFICATION":
+            self.seq_len_most = None
+
+    @cached_property
+    def task(self) -> str:
+        import transformers
+
+        for task in _TASKS:
+            if type(self.config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING", ()):
+                return task
+        raise UnknownModelError(f"transformers has no model that trains for a {type(self.config).__name__}.")
+
+    def check(self, setup: Setup) -> None:
+        most = self.seq_len_most
+        if most is not None and setup.seq_len > most:
+            raise SetupError(
+                f"--seq-len {setup.seq_len} is longer than the {most} positions of {self.name}. "
+                "Pass a shorter one, or a config with more positions."
+            )
+        if setup.tensor_parallel > 1:
+            self._check_splits(setup.tensor_parallel)
+        if setup.chunk_loss and self.task != "CAUSAL_LM":
+            raise SetupError(f"--chunk-loss is for causal language models; {self.name} is none.")
+
+    def _check_splits(self, degree: int) -> None:
+        text = self._text
+        if not getattr(text, "base_model_tp_plan", None) or not hasattr(text, "intermediate_size"):
+            raise SetupError(f"--tensor-parallel {degree}: transformers has no plan to split {self.name}.")
+        for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            count = getattr(text, field, None)
+            if count is not None and count % degree:
+                raise SetupError(
+                    f"--tensor-parallel {degree} does not divide the {count} {field.removeprefix('num_')} of "
+                    f"{self.name}. Use one of {', '.join(str(d) for d in range(2, count + 1) if not count % d)}."
+                )
+
+    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+        import transformers
+
+        dtype, autocast = PRECISIONS[setup.precision]
+        config = copy.deepcopy(self.config)
+        config.architectures = [getattr(transformers, f"MODEL_FOR_{self.task}_MAPPING")[type(config)].__name__]
+        config.dtype = getattr(torch, dtype)
+        if self.task == "SEQ_TO_SEQ_CAUSAL_LM" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
+        if setup.attention != "auto":
+            config._attn_implementation = setup.attention
+        if setup.tensor_parallel > 1:
+            _split(config.get_text_config(decoder=True), setup.tensor_parallel)
+        try:
+            model = model_of(config)
+        except LowtideError:
+            raise
+        except Exception as error:  # whatever a model's constructor refuses
+            if setup.attention != "auto" and "attention implementation" in str(error):
+                raise SetupError(f"--attention {setup.attention}: {self.name} has none. Leave it out.") from error
+            raise UnknownModelError(f"transformers cannot build {self.name}: {error}") from error
+        if setup.lora_rank:
+            model = _with_adapters(model, setup.lora_rank)
+        if setup.chunk_loss:
+            long_sequences.prepare(model, chunk_loss=True, tile_mlp=None, say=None)
+        batch = self._batch(setup, getattr(torch, dtype))
+        return model, batch, _autocast_step(target_of(setup.device), autocast) if autocast else None
+
+    def summed_bytes(self, setup: Setup) -> int:
+        dtype, autocast = PRECISIONS[setup.precision]
+        each = setup.batch_size * setup.seq_len * self._text.hidden_size * getattr(torch, autocast or dtype).itemsize
+        return int(4 * self._text.num_hidden_layers * each) if setup.tensor_parallel > 1 else 0
+
+    def _batch(self, setup: Setup, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        rows, tokens = setup.batch_size, setup.seq_len
+        if self.task == "IMAGE_CLASSIFICATION":
+            side, channels = getattr(self.config, "image_size", 224), getattr(self.config, "num_channels", 3)
+            return {"pixel_values": torch.empty(rows, channels, side, side, dtype=dtype, device="meta"),
+                    "labels": torch.zeros(rows, dtype=torch.int64)}  # fmt: skip
+        if self.task == "SPEECH_SEQ_2_SEQ":
+            heard = torch.empty(rows, self.config.num_mel_bins, _WINDOW_FRAMES, dtype=dtype, device="meta")
+            return {"input_features": heard, "labels": torch.zeros(rows, tokens, dtype=torch.int64)}
+        return language_batch(rows, tokens)
+
+
+class ScriptSubject(Subject):
+    """What ``SCRIPT.py:FUNCTION`` returns; it runs once for each trace, with nothing in memory."""
+
+    has_sizes = False
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.name = target
+
+    def check(self, setup: Setup) -> None:
+        for option, given in (("--tensor-parallel", setup.tensor_parallel > 1), ("--lora", setup.lora_rank > 0),
+                              ("--chunk-loss", setup.chunk_loss)):  # fmt: skip
+            if given:
+                raise SetupError(f"{option} is for models by configuration. Do it in {self.name} itself.")
+
+    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+        model, batch, step = load_step(self.name)
+        return model, batch, step
+
+
+def subject_named(name: str) -> Subject:
+    """A shipped name, a config.json or its directory, an id of the hub, or ``SCRIPT.py:FUNCTION``.
+
+    Raises:
+        UnknownModelError: none of these.
+    """
+    if ".py:" in name:
+        return ScriptSubject(name)
+    try:
+        facts = model_facts(name)
+    except UnknownModelError as unknown:
+        if name.count("/") != 1:
+            raise
+        facts = _from_hub(name, unknown)
+        return ConfigSubject(facts, facts["config"])
+    return ConfigSubject(facts, config_of(facts))
+
+
+def _from_hub(name: str, unknown: UnknownModelError) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return {"name": name, "config": AutoConfig.from_pretrained(name, token=False)}
+    except Exception as error:  # no network, no such model, or one that asks who you are
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnknownModelError(f"{unknown} The hub gave no configuration either: {first}") from error
+
+
+def _model_key(setup: Setup) -> tuple:
+    """What decides over the parameters; last what is only how they are stored."""
+    return target_of(setup.device), setup.precision, setup.tensor_parallel, setup.lora_rank, setup.quantized
+
+
+def _split(config: Any, degree: int) -> None:
+    """``config`` as one tensor parallel rank has it: its heads, and its part of each MLP."""
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+        if isinstance(count := getattr(config, field, None), int):
+            setattr(config, field, count // degree)
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise SetupError("--lora needs PEFT. Install it: pip install peft") from None
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    return adapted
+
+
+def _quantized_names(model: nn.Module) -> set[str]:
+    """Weights below adapters: PEFT calls them base layers."""
+    return {name for name, p in model.named_parameters() if ".base_layer.weight" in name and p.dim() == 2}
+
+
+def _autocast_step(target: TargetDevice, dtype: str) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(target.kernels, dtype=getattr(torch, dtype)):
+            loss: torch.Tensor = model(**batch).loss
+            return loss
+
+    return step
