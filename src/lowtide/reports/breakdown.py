@@ -146,26 +146,15 @@ _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def attention_scores(graph: StepGraph) -> AttentionScores:
-    """Scores of every attention in forward.
-
-    Eager ones are found by their softmax over at least three dimensions: what as many elements wide leads to it from a
-    matrix product, and from it to the next one. Fused ones by the names of PyTorch's kernels.
-    """
-    readers: dict[int, list[Op]] = {}
-    for op in graph.forward_ops:
-        for s in op.reads:
-            readers.setdefault(s, []).append(op)
+    """Scores of every attention in forward; fused ones are found by the names of PyTorch's kernels."""
     eager: list[tuple[int, int]] = []
+    for softmax, scores in eager_scores(graph).items():
+        shape = _tensors(graph, graph.ops[softmax])[0]["t"]
+        eager.append((sum(graph.storages[s].bytes for s in scores), math.prod(shape[:-1]) * _ROW_BYTES))
     fused: list[tuple[int, int]] = []
     for op in graph.forward_ops:
         tensors = _tensors(graph, op)
-        if op.name == "aten._softmax.default" and tensors and len(tensors[0]["t"]) >= 3:
-            elements = math.prod(tensors[0]["t"])
-            scores = _scores(graph, readers, op, elements)
-            if scores:
-                rows = elements // max(tensors[0]["t"][-1], 1)
-                eager.append((sum(graph.storages[s].bytes for s in scores), rows * _ROW_BYTES))
-        elif short_op(op.name).startswith(_FUSED) and len(tensors) >= 2:
+        if short_op(op.name).startswith(_FUSED) and len(tensors) >= 2:
             query, key = tensors[0], tensors[1]
             rows = math.prod(query["t"][:-1])
             stored = [s for s in op.makes[1:] if s in graph.stored]  # the first is the output itself
@@ -175,6 +164,24 @@ def attention_scores(graph: StepGraph) -> AttentionScores:
         len(eager), sum(b for b, _ in eager), sum(f for _, f in eager),
         len(fused), sum(b for b, _ in fused), sum(e for _, e in fused),
     )  # fmt: skip
+
+
+def eager_scores(graph: StepGraph) -> dict[int, set[int]]:
+    """Stored storages that hold attention's scores, by the softmax op.
+
+    A softmax over at least three dimensions is taken for one of scores: what as many elements wide leads to it from a
+    matrix product, and from it to the next one.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in graph.forward_ops:
+        for s in op.reads:
+            readers.setdefault(s, []).append(op)
+    found = {}
+    for op in graph.forward_ops:
+        tensors = _tensors(graph, op) if op.name == "aten._softmax.default" else []
+        if tensors and len(tensors[0]["t"]) >= 3:
+            found[op.id] = _scores(graph, readers, op, math.prod(tensors[0]["t"]))
+    return {op: scores for op, scores in found.items() if scores}
 
 
 def _tensors(graph: StepGraph, op: Op) -> list[dict]:
