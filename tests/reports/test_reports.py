@@ -369,6 +369,10 @@ def test_what_binds_and_what_helps_are_sentences_with_numbers():
     residents, loss, link, gap = help_sentences(plan)
     assert "LoRA" in residents and "30.00 MiB" in loss and "chunk_loss=True" in loss
     assert "the step waits 3.5 ms" in link and "14.5 % slower" in gap
+    page = Page()
+    page.feed(html_report(plan))
+    assert page.open == [] and all(says in page.text for says in [*peak_sentences(plan), *help_sentences(plan)])
+    assert "disk fetch" in page.text and "busy 50 %" in page.text
     small = handmade(resident_bytes=10 * MIB)
     assert help_sentences(small) == [] == peak_sentences(small)
 
