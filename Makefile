@@ -4,7 +4,7 @@ BIN := .venv/bin
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps zoo clean
+.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps claims foresight zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ integrations: .venv/.ready  ## train in the libraries that people train with, wi
 
 real-steps: .venv/.ready  ## train in loops as people write them, with fit and without; a quarter of an hour
 	$(BIN)/python benchmarks/real_steps.py
+
+claims: .venv/.ready  ## recompute the numbers that are often quoted; some minutes
+	cd benchmarks && ../$(BIN)/python claims.py
+
+foresight: .venv/.ready  ## compare peaks traced without memory with measured ones; a quarter of an hour
+	cd benchmarks && ../$(BIN)/python foresight.py
 
 zoo: .venv/.ready  ## run every architecture of transformers that shrinks; two hours
 	cd benchmarks && ../$(BIN)/python -m zoo --published

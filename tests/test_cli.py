@@ -357,3 +357,34 @@ def test_times_of_another_step_are_refused(capsys):
     files = ["--graph", "graph.json", "--costs", "costs.json", "--frontier", "f.png"]
     assert main(["report", "plan.json", *files]) == 2
     assert "Write both in one run" in capsys.readouterr().err
+
+
+def test_report_groups_by_what_is_asked_and_compares_two_plans(capsys, scripts):
+    for budget in ("60%", "90%"):
+        main(["fit", "train.py:setup", "--budget", budget, "--save", f"plan{budget[:2]}.json"])
+    capsys.readouterr()
+
+    assert main(["report", "plan60.json", "--by", "layer", "tensor"]) == 0
+    text = capsys.readouterr().out
+    assert "by layer" in text and "by tensor" in text and "by module" not in text
+
+    assert main(["report", "--compare", "plan60.json", "plan90.json", "--html", "both.html", "--json"]) == 0
+    body = only_json(capsys)
+    assert body["b"]["predicted_peak_bytes"] > body["a"]["predicted_peak_bytes"]
+    assert "plan90.json" in (scripts / "both.html").read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan.json", "--compare", "a.json", "b.json"]])
+def test_report_says_which_plans_it_takes(capsys, arguments):
+    assert main(["report", *arguments]) == 2
+    assert "lowtide report --compare A.json B.json" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_trade_off_when_asked(capsys, scripts):
+    saved = ["--save", "plan.json", "--save-graph", "graph.json", "--save-costs", "costs.json"]
+    main(["fit", "train.py:setup", "--budget", "60%", *saved])
+    files = ["--graph", "graph.json", "--costs", "costs.json"]
+
+    assert main(["report", "plan.json", *files, "--html", "r.html", "--frontier"]) == 0
+
+    assert "The whole trade-off" in (scripts / "r.html").read_text()

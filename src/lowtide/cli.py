@@ -12,20 +12,19 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide import __version__
-from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan
+from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan, report
+from lowtide.commands.files import check_folders, write
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
-    from lowtide.graph.costs import Costs
-    from lowtide.graph.step_graph import StepGraph
     from lowtide.plan import Plan
     from lowtide.runtime.fitted_model import Fit
     from lowtide.verifier import Verification
@@ -142,14 +141,6 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--save-costs", metavar="COSTS.json", type=Path, help="write the measured op times")
     fit.set_defaults(verb=_fit)
 
-    report = verbs.add_parser("report", help="read a saved plan: text, web page or plot")
-    report.add_argument("plan", metavar="PLAN.json", type=Path)
-    report.add_argument("--graph", metavar="GRAPH.json", type=Path, help="the traced step: memory over time")
-    report.add_argument("--costs", metavar="COSTS.json", type=Path, help="its op times")
-    frontier = "draw time against memory, every budget and published method"
-    report.add_argument("--frontier", metavar="F.png", type=Path, help=frontier)
-    report.set_defaults(verb=_report)
-
     compare.add_parser(verbs)
     bench.add_parser(verbs)
     doctor.add_parser(verbs)
@@ -157,10 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     kv.add_parser(verbs)
     plan.add_parser(verbs)
     advise.add_parser(verbs)
-    for verb in (fit, report):
-        verb.add_argument("--html", metavar="F.html", type=Path, help="write a page that needs no other file")
-        verb.add_argument("--plot", metavar="F.png", type=Path, help="write memory over time as .png, .svg or .pdf")
-    for verb in (demo, fit, report):
+    report.add_parser(verbs)
+    report.add_picture_arguments(fit)
+    for verb in (demo, fit):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     return parser
 
@@ -185,7 +175,7 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
     from lowtide.reports.summary import summary
 
     budget = _budget(args.budget)
-    _check_folders(args.save, args.save_graph, args.save_costs, args.html, args.plot)
+    check_folders(args.save, args.save_graph, args.save_costs, args.html, args.plot)
     disk_budget = None if args.disk_budget is None else _budget(args.disk_budget)
     model, batch, step = load_step(args.target)
     try:
@@ -207,13 +197,13 @@ def _fit(args: argparse.Namespace) -> tuple[int, str, dict]:
         (args.save_costs, partial(json_format.save_costs, fit.costs)),
     ):
         if path:
-            _write(path, save)
-    _pictures(args, fit.plan, fit.graph, verification, fit.costs)
+            write(path, save)
+    report.draw(args, fit.plan, fit.graph, verification, fit.costs)
     found = _findings(verification, fit.plan) if verification else []
     body = {
         "status": "finding" if found else "ok",
         "findings": found,
-        **summary(fit.plan, verification, counts, fit.warnings),
+        **summary(fit.plan, verification, counts, fit.warnings, graph=fit.graph),
         "proof": None if verification is None else {**asdict(verification), "bitwise_equal": verification.equal},
     }
     for line in found:
@@ -233,12 +223,6 @@ def _budget(text: str) -> int | str:
     return budget
 
 
-def _check_folders(*paths: Path | None) -> None:
-    for path in filter(None, paths):
-        if not path.parent.is_dir():
-            raise BadUsageError(f"cannot write {path}: there is no folder {path.parent}.\nMake it first.")
-
-
 def _findings(verification: Verification, plan: Plan) -> list[str]:
     """What ``--verify`` found wrong, each with values."""
     found = []
@@ -248,81 +232,6 @@ def _findings(verification: Verification, plan: Plan) -> list[str]:
         over = verification.measured_peak_bytes - plan.budget_bytes
         found.append(f"the measured peak is {verification.measured_peak_bytes} bytes, {over} over the budget.")
     return found
-
-
-def _report(args: argparse.Namespace) -> tuple[int, str, dict]:
-    from lowtide.graph import json_format
-    from lowtide.plan import Plan
-    from lowtide.reports.summary import summary
-    from lowtide.reports.terminal import fit_report
-
-    _check_folders(args.html, args.plot, args.frontier)
-    plan = _read(args.plan, Plan.load, "a plan", "--save PLAN.json")
-    graph = args.graph and _read(args.graph, json_format.load, "a graph", "--save-graph GRAPH.json")
-    if args.plot and graph is None:
-        raise BadUsageError(
-            "--plot needs the traced step, which a plan does not hold.\n"
-            "Add --graph GRAPH.json, written by: lowtide fit ... --save-graph GRAPH.json"
-        )
-    costs = args.costs and _read(args.costs, json_format.load_costs, "op times", "--save-costs COSTS.json")
-    if args.frontier and (graph is None or costs is None):
-        raise BadUsageError(
-            "--frontier plans the traced step for every budget, and a plan holds neither step nor op times.\n"
-            "Add --graph GRAPH.json --costs COSTS.json, written by: lowtide fit ... --save-graph ... --save-costs ..."
-        )
-    _pictures(args, plan, graph, None, costs)
-    body = {"status": "ok", **summary(plan)}
-    if args.frontier:
-        body |= _frontier(args.frontier, graph, costs)
-    return OK, fit_report(plan, graph), body
-
-
-def _frontier(path: Path, graph: StepGraph, costs: Costs) -> dict:
-    from lowtide.reports.progress import counting
-    from lowtide.reports.trade_off import plot_trade_off, trade_off
-
-    if len(costs.op_ms) != len(graph.ops):
-        raise BadUsageError(
-            f"--costs has times for {len(costs.op_ms)} ops, --graph has {len(graph.ops)} ops.\n"
-            "Write both in one run: lowtide fit ... --save-graph GRAPH.json --save-costs COSTS.json"
-        )
-    with counting("planning") as progress:
-        found = trade_off(graph, costs, progress=progress)
-    plot_trade_off(found, path)
-    return found.as_json()
-
-
-def _pictures(
-    args: argparse.Namespace, plan: Plan, graph: StepGraph | None, proof: Verification | None, costs: Costs | None
-) -> None:
-    from lowtide.reports.html import html_report
-    from lowtide.reports.plots import plot_memory
-
-    if args.html:
-        page = html_report(plan, graph, proof, costs=costs)
-        _write(args.html, lambda path: path.write_text(page, encoding="utf-8"))
-    if args.plot and graph is not None:
-        try:
-            plot_memory(graph, plan, args.plot, costs=costs)
-        except LowtideError as error:
-            raise BadUsageError(str(error)) from error
-
-
-def _read(path: Path, load: Callable[[Path], Any], what: str, option: str) -> Any:
-    how = f"Write one with: lowtide fit ... {option}"
-    try:
-        return load(path)
-    except OSError as error:
-        raise BadUsageError(f"cannot read {what} from {path}: {error.strerror}.\n{how}") from error
-    except UnicodeDecodeError as error:
-        raise BadUsageError(f"{path} is not {what}: it is not text.\n{how}") from error
-
-
-def _write(path: Path, save: Callable[[Path], Any]) -> None:
-    try:
-        save(path)
-    except OSError as error:
-        raise BadUsageError(f"cannot write {path}: {error.strerror}.\nName a file in a folder that exists.") from error
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -138,7 +138,7 @@ class Explanation(Evidence):
 
     def __str__(self) -> str:
         links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
-        lines = (*self._peak(), *self._reserved(), *self._price(), *links, *self._decisions())
+        lines = (*self._peak(), *self._reserved(), *filter(None, [self.price()]), *links, *self._decisions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
 
     def _peak(self) -> list[str]:
@@ -160,14 +160,15 @@ class Explanation(Evidence):
         unused = format_bytes(self.reserved_peak_bytes - self.peak_bytes)
         return [f"reserved {format_bytes(self.reserved_peak_bytes)}: {unused} more, in segments that are not full"]
 
-    def _price(self) -> list[str]:
+    def price(self) -> str:
+        """What a little more budget buys, in a unit that is small beside the peak; "" where that is not known."""
         if self.ms_per_byte is None or self.ms_per_gib is None:
-            return []
+            return ""
         # The largest unit that is small beside the peak: nobody adds a GiB to 37 MiB.
         unit, size = next((u, 2**p) for u, p in _UNITS if 2**p <= _SMALL_SHARE * self.peak_bytes or not p)
         saved_ms = min(self.ms_per_byte * size, self.ms_per_gib)
         takes = f"one more {unit} takes at most {saved_ms:.3g} ms off the step"
-        return [takes if self.ms_per_byte else "more memory buys no time"]
+        return takes if self.ms_per_byte else "more memory buys no time"
 
     def _decisions(self) -> list[str]:
         if not self.decisions:

@@ -7,18 +7,26 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.toy_graphs import decoder, decoder_costs
 
+import lowtide
 from lowtide.errors import LowtideError, PlanMismatchError
-from lowtide.explanation import collapse_path, short_op
+from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
 from lowtide.graph.step_graph import Frame
 from lowtide.plan import Decision, Plan, PlannedOp
+from lowtide.reports.breakdown import BREAKDOWNS, attention_scores, by_layer, by_module, by_tensor
+from lowtide.reports.comparison import Comparison
 from lowtide.reports.curves import memory_curves
 from lowtide.reports.html import html_report
+from lowtide.reports.labels import joined, placed
 from lowtide.reports.plots import plot_memory
-from lowtide.reports.summary import TrainingCounts, by_module, by_op, overhead_text, summary, warnings
+from lowtide.reports.summary import TrainingCounts, overhead_text, summary, warnings
 from lowtide.reports.svg import decimal_ticks, round_ticks
 from lowtide.reports.terminal import fit_report
+from lowtide.reports.what_binds import help_sentences, peak_sentences
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.dispatch import solve
 from lowtide.verifier import Verification
@@ -158,7 +166,7 @@ def test_overloads_of_an_operator_share_a_row(name, row):
 
 
 @pytest.mark.parametrize("method", ["none", "every_n", "full"])
-@pytest.mark.parametrize("view", [by_module, by_op], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("view", BREAKDOWNS.values(), ids=BREAKDOWNS)
 def test_groups_add_up_to_the_plan(view, method):
     graph = decoder()
     plan = solve(graph, decoder_costs(graph), method=method)
@@ -198,10 +206,14 @@ class Page(HTMLParser):
         super().__init__()
         self.fetched: list[str] = []
         self.open: list[str] = []
+        self.linked: list[str] = []
+        self.ids: list[str] = []
         self.text = ""
 
     def handle_starttag(self, tag, attrs):
-        self.fetched += [v for k, v in attrs if k in ("src", "href", "data", "action")]
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "data", "action") and not v.startswith("#")]
+        self.linked += [v[1:] for k, v in attrs if k == "href"]
+        self.ids += [v for k, v in attrs if k == "id"]
         if tag != "meta":
             self.open.append(tag)
 
@@ -222,6 +234,7 @@ def test_the_page_needs_no_other_file_and_shows_the_memory_curve():
     page.close()
 
     assert page.fetched == [] and page.open == []
+    assert page.linked == page.ids and len(set(page.ids)) > 5
     assert "Memory over one step" in page.text and "milliseconds of the plain step" in page.text
     assert "url(" not in page.text and "@import" not in page.text
     for group in by_module(plan):
@@ -298,3 +311,128 @@ def test_time_ticks_are_few_and_round(end):
     ticks = decimal_ticks(end)
     assert ticks[0] == 0 and 5 <= len(ticks) <= 11 and ticks[-1] <= end
     assert all(len(f"{tick:g}".replace(".", "").strip("0")) <= 2 for tick in ticks[1:])
+
+
+def attention(implementation: str, dropout: float = 0.0):
+    """The step of one attention of 2 heads, batch 3, 64 positions, without and with dropout on the probabilities."""
+    query = torch.nn.Parameter(torch.randn(3, 2, 64, 8))
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = query
+
+        def forward(self, key, value):
+            if implementation == "fused":
+                return torch.nn.functional.scaled_dot_product_attention(self.query, key, value)
+            scores = torch.softmax(self.query @ key.transpose(-1, -2) * 0.35, -1)
+            return torch.nn.functional.dropout(scores, dropout) @ value
+
+    return lowtide.trace(Attention(), (torch.randn(3, 2, 64, 8), torch.randn(3, 2, 64, 8)))
+
+
+def test_what_scores_take_is_said_of_the_other_kernel_too():
+    rows, elements = 3 * 2 * 64, 3 * 2 * 64 * 64
+
+    eager, dropped = attention_scores(attention("eager")), attention_scores(attention("eager", dropout=0.1))
+    fused = attention_scores(attention("fused"))
+
+    assert (eager.eager_count, eager.eager_bytes, eager.eager_as_fused_bytes) == (1, 4 * elements, 4 * rows)
+    assert dropped.eager_bytes in (5 * elements, 8 * elements)  # the mask besides, a byte or four an element
+    assert (fused.eager_count, fused.fused_count, fused.fused_bytes) == (0, 1, 4 * rows)
+    assert fused.fused_as_eager_bytes == 4 * elements
+    (said,) = eager.sentences(lambda count: f"{count} B")
+    assert f"{4 * elements} B" in said and f"{4 * rows} B" in said
+
+
+def test_layers_come_in_the_order_in_which_they_run_and_tensors_by_size():
+    assert [row.name for row in by_layer(handmade())] == ["layers.0", "layers.1"]
+    rows = by_tensor(handmade())
+    assert [row.name for row in rows][:2] == ["layers.0.mlp.up: mm", "layers.0.mlp.act: silu"]
+    assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
+
+
+def test_what_binds_and_what_helps_are_sentences_with_numbers():
+    holders = (PeakGroup("backward", "(outside modules)", "_log_softmax_backward_data", 1, 30 * MIB),)
+    evidence = Evidence(
+        when="backward", module="the step itself", op="nll_loss_backward", holders=holders, other_bytes=19 * MIB,
+        ms_per_byte=1e-7, links=(LinkUse("disk", "fetch", 5 * MIB, 20.0, 3.5, (0.5,)),),
+    )  # fmt: skip
+    plan = handmade(evidence=evidence, bound_ms=100.0)
+
+    assert peak_sentences(plan) == [
+        "The peak is 149.00 MiB, in backward, while nll_loss_backward of the step itself runs.",
+        "100.00 MiB of it (67 %) live before the step; no plan changes that.",
+        "The most of the rest is 30.00 MiB made in backward: _log_softmax_backward_data of (outside modules).",
+        "One more MiB takes at most 0.105 ms off the step.",
+    ]
+    residents, loss, link, gap = help_sentences(plan)
+    assert "LoRA" in residents and "30.00 MiB" in loss and "chunk_loss=True" in loss
+    assert "the step waits 3.5 ms" in link and "14.5 % slower" in gap
+    page = Page()
+    page.feed(html_report(plan))
+    assert page.open == [] and all(says in page.text for says in [*peak_sentences(plan), *help_sentences(plan)])
+    assert "disk fetch" in page.text and "busy 50 %" in page.text
+    small = handmade(resident_bytes=10 * MIB)
+    assert help_sentences(small) == [] == peak_sentences(small)
+
+
+def test_two_plans_are_compared_by_module():
+    a = handmade()
+    kept = tuple(dataclasses.replace(d, action="save", recompute_ms=0.0) for d in a.decisions[:1])
+    b = dataclasses.replace(
+        a, decisions=(*kept, *a.decisions[1:]), predicted_peak_bytes=160 * MIB, predicted_step_ms=107.3
+    )
+    found = Comparison("a.json", "b.json", a, b)
+
+    assert (
+        found.text()
+        == """\
+b.json needs 11.00 MiB more memory at the peak than a.json, for an overhead of +7.3 % against +14.5
+%.
+
+                      a.json      b.json       change
+plain peak        200.00 MiB  200.00 MiB          0 B
+predicted peak    149.00 MiB  160.00 MiB   +11.00 MiB
+before the step   100.00 MiB  100.00 MiB          0 B
+save, bytes        22.00 MiB   33.00 MiB   +11.00 MiB
+recompute, bytes   22.00 MiB   11.00 MiB   -11.00 MiB
+plain step          100.0 ms    100.0 ms      +0.0 ms
+predicted step      114.5 ms    107.3 ms      -7.2 ms
+overhead             +14.5 %      +7.3 %  -7.2 points
+method                 exact       exact
+
+saved bytes by module, 1 differ                   a          b      change   replay
+layers.*.mlp                              22.00 MiB  33.00 MiB  +11.00 MiB  -7.2 ms"""
+    )
+    assert found.as_json()["same_step"] and len(found.as_json()["modules"]) == 1
+    page = Page()
+    page.feed(found.html())
+    assert page.fetched == [] and page.open == [] and "+11.00 MiB" in page.text
+    assert Comparison("a", "a", a, a).modules() == []
+    apart = Comparison("a", "b", a, dataclasses.replace(b, plain_step_ms=90.0)).sentences()
+    assert "measured apart" in apart[1]
+    assert "different steps" in Comparison("a", "b", a, handmade(graph_fingerprint="1")).sentences()[1]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["full", "every_n", "rotor"]), st.floats(0, 900), st.floats(0, 300)), max_size=8)
+)
+def test_labels_stay_in_the_picture_and_each_point_has_one(points):
+    points = joined(points, within=5)
+    labels = placed(points, [], size=(900, 300), letter=7, line=14)
+
+    assert [(label.text, label.x, label.y) for label in labels] == points
+    for label in labels:
+        if len(label.text) < 20 and 14 < label.y < 286:
+            assert label.left >= 0 and label.left + 7 * len(label.text) <= 900
+            assert label.middle - 7 >= 0 and label.middle + 7 <= 300 + 1e-6
+
+
+def test_two_near_points_have_labels_apart_and_one_place_has_one_label():
+    assert joined([("full", 10, 10), ("rotor", 11, 10), ("full", 9, 10), ("sqrt_n", 50, 10)], within=5) == [
+        ("full, rotor", 10, 10),
+        ("sqrt_n", 50, 10),
+    ]
+    a, b = placed([("full", 100, 100), ("rotor", 120, 100)], [], size=(900, 300), letter=7, line=14)
+    assert a.left + 28 <= b.left or abs(a.middle - b.middle) >= 14

@@ -16,6 +16,7 @@ import lowtide
 from lowtide.device.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.runtime import accumulated_gradients, recovery
 from lowtide.tracing.restore import TrainingState
+from lowtide.units import parse_budget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REFUSED = "CUDA out of memory."
@@ -330,7 +331,7 @@ def test_what_cannot_be_undone_does_not_run_again(model, fit, what, why):
     model.tight.refuse("forward")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit.run(what, batch_of())
-    assert caught.value.__notes__ == [f"lowtide did not run the step again: {why}."]
+    assert caught.value.__notes__[0] == f"lowtide did not run the step again: {why}."
 
 
 def test_with_other_ranks_nothing_runs_again(model, fit, monkeypatch):
@@ -476,3 +477,42 @@ assert ("out of memory" in str(fit.status())) == (sys.argv[1] == "limited")
 
 def test_a_real_limit_of_memory_gives_the_same_bits():
     assert run(_LIMITED, "limited") == run(_LIMITED, "free")
+
+
+def held(error):
+    """Bytes by name in the note on what held the memory."""
+    (note,) = [note for note in error.__notes__ if "it holds" in note or "this step held" in note]
+    rows = [line.split(maxsplit=2) for line in note.splitlines()[1:]]
+    return note, {name: parse_budget(number + unit) for number, unit, name in rows}
+
+
+def test_the_error_says_by_module_what_held_the_memory(model, fit):
+    model.tight.refuse("forward", times=99)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit.run(step, batch_of())
+
+    note, rows = held(caught.value)
+    # Each of the two layers before keeps its hidden tensor, and the norm its input.
+    assert note.startswith("lowtide: when memory ran out, this step held\n")
+    made = {name for name, size in rows.items() if size >= batch_of().nbytes}
+    assert any(name.startswith("first") for name in made) and "norm" in made
+    assert not any(name.startswith("second") for name in rows)  # it had not run
+
+
+def test_so_does_an_error_that_fit_run_did_not_see(model, fit):
+    model.tight.refuse("forward")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(model, batch_of())
+    assert "norm" in held(caught.value)[1]
+
+
+def test_under_a_plan_the_error_says_what_its_peak_holds(model):
+    with lowtide.fit(model, budget=budget_for(model, 0.7)) as fit:
+        step(model, batch_of())
+        fit.wait()
+        model.tight.refuse("backward")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            step(model, batch_of())
+        note, rows = held(caught.value)
+        assert "ran under a plan for" in note
+        assert sum(rows.values()) == pytest.approx(fit.plan.predicted_peak_bytes, rel=0.01)

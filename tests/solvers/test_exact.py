@@ -246,6 +246,8 @@ def test_an_impossible_budget_says_what_would_do():
         "no plan fits budget=120 B: every plan needs at least 200 B (200 bytes).\n"
         "  parameters  100 B\n"
         "  bottleneck  net.1 (aten.relu_backward.default, backward)\n"
+        "What the leanest holds besides at its peak:\n"
+        "        100 B  net.*\n"
         "Raise the budget to 200 bytes or more, or reduce the batch."
     )
 

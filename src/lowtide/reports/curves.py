@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from lowtide.graph.costs import Costs, Link
-from lowtide.graph.facts import step_facts
+from lowtide.graph.facts import StepFacts, step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
-from lowtide.plan import Plan
+from lowtide.plan import ACTIONS, SAVE, Plan
 from lowtide.simulation.simulator import simulate
 
 
@@ -18,6 +18,8 @@ class Curves:
         axis: What ``at`` counts.
         plain_bytes, planned_bytes: Most live bytes from each moment to the next, absolute.
         backward_at: Where backward begins, on the same axis.
+        lanes: By action, bytes of the stored tensors that it is taken for, by slice of the step: in forward where they
+            are made, in backward where what is not saved is first brought back.
     """
 
     at: tuple[float, ...]
@@ -25,6 +27,10 @@ class Curves:
     plain_bytes: tuple[int, ...]
     planned_bytes: tuple[int, ...]
     backward_at: float
+    lanes: dict[str, tuple[int, ...]]
+
+
+_LANE_SLICES = 160
 
 
 def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, points: int = 900) -> Curves:
@@ -41,6 +47,7 @@ def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, p
     for kind, number in graph.events:
         ms = 0.0 if kind != RUN else 1.0 if costs is None else costs.op_ms[number]
         at.append(at[-1] + ms)
+    facts = step_facts(graph)
     size = max(1, -(-len(graph.events) // points))
     starts = range(0, len(graph.events), size)
     return Curves(
@@ -48,5 +55,19 @@ def memory_curves(graph: StepGraph, plan: Plan, costs: Costs | None = None, *, p
         axis="operators run" if costs is None else "milliseconds of the plain step",
         plain_bytes=(*(max(plain.event_peak_bytes[i : i + size]) for i in starts), plain.live_bytes[-1]),
         planned_bytes=(*(max(planned.event_peak_bytes[i : i + size]) for i in starts), planned.live_bytes[-1]),
-        backward_at=at[step_facts(graph).first_backward_run],
+        backward_at=at[facts.first_backward_run],
+        lanes=_lanes(plan, facts, at),
     )
+
+
+def _lanes(plan: Plan, facts: StepFacts, at: list[float]) -> dict[str, tuple[int, ...]]:
+    end = at[-1] or 1.0
+    lanes: dict[str, list[int]] = {}
+    for d in plan.decisions:
+        if not d.stored:
+            continue
+        lane = lanes.setdefault(d.action, [0] * _LANE_SLICES)
+        events = [facts.birth.get(d.storage), None if d.action == SAVE else facts.first_use.get(d.storage)]
+        for event in (e for e in events if e is not None):
+            lane[min(int(at[event] / end * _LANE_SLICES), _LANE_SLICES - 1)] += d.bytes
+    return {action: tuple(lanes[action]) for action in ACTIONS if action in lanes}

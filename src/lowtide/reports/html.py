@@ -1,15 +1,20 @@
 """The report as one HTML page that needs no other file, no script and no network."""
 
 import math
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from lowtide.explanation import Explanation
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
-from lowtide.reports.curves import memory_curves
-from lowtide.reports.summary import ActionTotals, by_module, by_op, facts, fraction, percent, total, warnings
-from lowtide.reports.svg import memory_chart
+from lowtide.reports.breakdown import BREAKDOWNS, ActionTotals, total
+from lowtide.reports.curves import Curves, memory_curves
+from lowtide.reports.summary import facts, fraction, percent, warnings
+from lowtide.reports.svg import front_chart, link_chart, memory_chart
+from lowtide.reports.trade_off import TradeOff
+from lowtide.reports.what_binds import help_sentences, peak_sentences
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
@@ -22,33 +27,56 @@ def html_report(
     verification: Verification | None = None,
     *,
     costs: Costs | None = None,
+    front: TradeOff | None = None,
 ) -> str:
-    """Return the page; memory over time is on it when ``graph`` is at hand.
+    """Return the page; memory over time is on it when ``graph`` is at hand, the trade-off when ``front`` is.
 
     Raises:
         PlanMismatchError: ``plan`` was made for another graph.
     """
-    title = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
+    told = plan.explain() if plan.evidence else None
+    peaks = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
+    sections = [
+        ("memory", "Memory over one step", "" if graph is None else _picture(plan, graph, costs)),
+        ("binds", "What binds", "" if told is None else _binds(plan, graph, told)),
+        ("helps", "What would help", _sentences(help_sentences(plan, graph))),
+        ("front", "The whole trade-off", "" if front is None else _trade_off(plan, front)),
+        ("links", "Use of the links", "" if told is None or not told.links else _link_use(plan, told)),
+        *((name, f"Decisions by {name}", _decisions(name, of(plan))) for name, of in BREAKDOWNS.items()),
+        ("evidence", "Evidence", _evidence(plan, graph, verification)),
+    ]
     items = "".join(f"<li>{escape(w)}</li>" for w in warnings(plan, verification))
     body = [
-        f"<h1>Peak memory {title}, step time {percent(plan.predicted_overhead)}</h1>",
+        f"<h1>Peak memory {peaks}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
         _tiles(plan, verification),
-        f'<div class="warn"><ul>{items}</ul></div>' if items else "",
-        "" if graph is None else _picture(plan, graph, costs),
-        f"<h2>What binds</h2>\n<pre>{escape(str(plan.explain()))}</pre>" if plan.evidence else "",
-        "<h2>Decisions by module</h2>",
-        _table("module", by_module(plan)),
-        "<h2>Decisions by operator</h2>",
-        _table("operator", by_op(plan)),
-        "<h2>Evidence</h2>",
-        _evidence(plan, graph, verification),
+        f'<div class="warn" role="alert"><ul>{items}</ul></div>' if items else "",
+        *_with_contents(sections),
     ]
+    return page(peaks, body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """A whole page around ``body``."""
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>lowtide: {title}</title><style>{_CSS}</style>"
+        f"<title>lowtide: {escape(title)}</title><style>{_CSS}</style>"
     )
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+    inside = "\n".join(part for part in body if part)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{inside}\n</main></body></html>\n'
+
+
+def _with_contents(sections: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Links to the sections that say something, and these."""
+    shown = [(mark, name, inside) for mark, name, inside in sections if inside]
+    links = "".join(f'<a href="#{mark}">{escape(name)}</a>' for mark, name, _ in shown)
+    return [f'<nav aria-label="Contents">{links}</nav>', *(f'<h2 id="{m}">{escape(n)}</h2>\n{s}' for m, n, s in shown)]
+
+
+def table(what: str, head: str, rows: Sequence[str]) -> str:
+    """Rows of HTML under a row of heads, in a box that scrolls with the keyboard too."""
+    label = f'tabindex="0" role="region" aria-label="{escape(what)}"'
+    return f'<div class="wide" {label}><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _lead(plan: Plan, graph: StepGraph | None) -> str:
@@ -64,7 +92,7 @@ def _lead(plan: Plan, graph: StepGraph | None) -> str:
 def _tiles(plan: Plan, verification: Verification | None) -> str:
     share = f"{100 * plan.predicted_fraction:.1f} % of plain activations"
     budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    gap = "no bound known" if math.isnan(plan.gap) else f"{plan.gap:.2%}"
+    gap = "no bound known" if math.isnan(plan.gap) else f"{100 * plan.gap:.2f} %"
     step = f"{plan.predicted_step_ms:.1f} ms forward + backward"
     tiles = [
         (budget, "budget", "peak allocated, absolute"),
@@ -81,43 +109,128 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
     cells = [
         f'<div class="tile"><span>{name}</span><b>{escape(v)}</b><span>{note}</span></div>' for v, name, note in tiles
     ]
-    across = len(tiles) if len(tiles) < 5 else 3
-    return f'<div class="tiles" style="grid-template-columns: repeat({across}, 1fr)">{"".join(cells)}</div>'
+    return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def _picture(plan: Plan, graph: StepGraph, costs: Costs | None) -> str:
+    curves = memory_curves(graph, plan, costs)
     legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
     if plan.budget_bytes is not None:
         legend += '<i class="swatch-budget"></i>budget'
-    chart = memory_chart(memory_curves(graph, plan, costs), plan.budget_bytes)
-    return f'<h2>Memory over one step</h2>\n<p class="legend">{legend}</p>\n{chart}'
+    chart = memory_chart(curves, plan.budget_bytes)
+    note = (
+        "Below the curves: bytes of the tensors that are saved, recomputed or moved, where forward makes them and, "
+        "if they go, where backward first brings them back."
+    )
+    return (
+        f'<p class="legend">{legend}</p>\n{chart}\n<p class="note">{_in_words(plan, curves)} '
+        f"Across: {escape(curves.axis)}. {note}</p>"
+    )
 
 
-def _table(what: str, groups: tuple[ActionTotals, ...]) -> str:
+def _in_words(plan: Plan, curves: Curves) -> str:
+    """The picture for those who do not see it."""
+    plain, planned = (series.index(max(series)) for series in (curves.plain_bytes, curves.planned_bytes))
+    return (
+        f"The plain step's peak of {format_bytes(plan.plain_peak_bytes)} is at {curves.at[plain]:.4g} of "
+        f"{curves.at[-1]:.4g}, the planned one's of {format_bytes(plan.predicted_peak_bytes)} at "
+        f"{curves.at[planned]:.4g}; backward begins at {curves.backward_at:.4g}."
+    )
+
+
+def _sentences(found: Sequence[str]) -> str:
+    return f'<ul class="say">{"".join(f"<li>{escape(text)}</li>" for text in found)}</ul>' if found else ""
+
+
+def _binds(plan: Plan, graph: StepGraph | None, told: Explanation) -> str:
+    """Sentences, then what fills memory at the peak as a table with headings."""
+    rows = [("live before the step", 0, "weights, gradients, optimizer, batch", "", told.resident_bytes)]
+    rows += [(h.kind, h.count, h.module, h.op, h.bytes) for h in told.holders]
+    rows += (
+        [("others", 0, "smaller holders, workspace, generator state", "", told.other_bytes)] if told.other_bytes else []
+    )
+    peak = max(told.peak_bytes, 1)
+    cells = [
+        f'<tr><td class="text">{escape(kind)}</td><td class="text">{escape(module)}</td>'
+        f'<td class="text n">{escape(op)}</td><td class="n">{count or "–"}</td><td>{format_bytes(size)}</td>'
+        f"<td>{100 * size / peak:.0f} %</td></tr>"
+        for kind, count, module, op, size in rows
+    ]
+    heads = (
+        '<tr><th scope="col" class="text">state</th><th scope="col" class="text">module</th>'
+        '<th scope="col" class="text n">operator</th><th scope="col" class="n">tensors</th>'
+        '<th scope="col">bytes</th><th scope="col">of the peak</th></tr>'
+    )
+    what = "What fills memory at the peak"
+    return f"{_sentences(peak_sentences(plan, graph))}\n<h3>{what}</h3>\n{table(what, heads, cells)}"
+
+
+def _trade_off(plan: Plan, front: TradeOff) -> str:
+    legend = '<i class="save"></i>lowtide'
+    legend += '<i class="offload"></i>lowtide, moving to another tier' if front.moving else ""
+    legend += '<i class="swatch-method"></i>published methods<i class="swatch-here"></i>this plan'
+    chart = front_chart(front, (plan.predicted_peak_bytes, plan.predicted_step_ms))
+    points = [(name, *point) for name, line in front.series().items() for point in line]
+    points += [(name, *point) for name, line in front.classics.items() for point in line]
+    rows = []
+    for name, size, ms in sorted(points, key=lambda p: (-p[1], p[2])):
+        ((share, extra),) = front.shares([(size, ms)])
+        rows.append(
+            f'<tr><th scope="row">{escape(name)}</th><td>{format_bytes(size)}</td><td>{share:.1f} %</td>'
+            f"<td>{extra:+.1f} %</td></tr>"
+        )
+    heads = (
+        '<tr><th scope="col">method</th><th scope="col">peak</th><th scope="col">of plain activations</th>'
+        '<th scope="col">time</th></tr>'
+    )
+    return f'<p class="legend">{legend}</p>\n{chart}\n{table("The same as numbers", heads, rows)}'
+
+
+def _link_use(plan: Plan, told: Explanation) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(f"{link.tier} {link.direction}")}</th><td>{format_bytes(link.bytes)}</td>'
+        f"<td>{link.busy_ms:.1f} ms</td><td>{link.waited_ms:.1f} ms</td></tr>"
+        for link in told.links
+    ]
+    heads = (
+        '<tr><th scope="col">link</th><th scope="col">bytes</th><th scope="col">busy</th>'
+        '<th scope="col">the step waits</th></tr>'
+    )
+    return f"{link_chart(told.links)}\n{table('Use of the links', heads, rows)}"
+
+
+def _decisions(what: str, groups: tuple[ActionTotals, ...]) -> str:
     largest = max((g.bytes for g in groups), default=0) or 1
-    offload = any(g.other_count for g in groups)
-    names = ["save", "recompute", *(["offload"] if offload else [])]
-    spans = "".join(f"<th colspan=2>{name}</th>" for name in names)
-    head = f"<tr><th>{what}</th><th>size</th>{spans}<th>replay</th></tr>"
-    rows = [_row(g, names, largest) for g in groups]
-    legend = "".join(f'<i class="{name}"></i>{name}' for name in names)
+    kinds = [("save", "saved"), ("recompute", "recomputed")]
+    kinds += [("other", "moved")] if any(g.other_count for g in groups) else []
+    columns = "".join(
+        f'<th scope="col" class="n">tensors {name}</th><th scope="col">bytes {name}</th>' for _, name in kinds
+    )
+    head = (
+        f'<tr><th scope="col" class="text">{what}</th><th scope="col" class="text">size</th>{columns}'
+        '<th scope="col">replay time</th></tr>'
+    )
+    rows = [_row(g, kinds, largest) for g in groups]
+    legend = "".join(f'<i class="{_CLASSES[kind]}"></i>{name}' for kind, name in kinds)
     if len(groups) > 1:
-        rows.append(_row(total("all", groups), names, 0))
-    return f'<p class="legend">{legend}</p>\n<div class="wide"><table>{head}{"".join(rows)}</table></div>'
+        rows.append(_row(total("all", groups), kinds, 0))
+    return f'<p class="legend">{legend}</p>\n{table(f"Decisions by {what}", head, rows)}'
 
 
-def _row(group: ActionTotals, names: list[str], largest: int) -> str:
-    kinds = {"save": "save", "recompute": "recompute", "offload": "other"}
+_CLASSES = {"save": "save", "recompute": "recompute", "other": "offload"}
+
+
+def _row(group: ActionTotals, kinds: list[tuple[str, str]], largest: int) -> str:
     cells, stack = [], []
-    for name in names:
-        count, size = getattr(group, f"{kinds[name]}_count"), getattr(group, f"{kinds[name]}_bytes")
-        cells.append(f"<td>{count}</td><td>{format_bytes(size)}</td>" if count else "<td>–</td><td></td>")
+    for kind, _ in kinds:
+        count, size = getattr(group, f"{kind}_count"), getattr(group, f"{kind}_bytes")
+        cells.append(f'<td class="n">{count or "–"}</td><td>{format_bytes(size) if count else "–"}</td>')
         if largest and size:
-            stack.append(f'<i class="{name}" style="width:{100 * size / largest:.1f}%"></i>')
+            stack.append(f'<i class="{_CLASSES[kind]}" style="width:{100 * size / largest:.1f}%"></i>')
     bar = f'<td><div class="stack">{"".join(stack)}</div></td>'
     ms = f"{group.recompute_ms:.1f} ms" if group.recompute_ms else "–"
     css = "" if largest else ' class="all"'
-    return f"<tr{css}><td>{escape(group.name)}</td>{bar}{''.join(cells)}<td>{ms}</td></tr>"
+    return f'<tr{css}><th scope="row">{escape(group.name)}</th>{bar}{"".join(cells)}<td>{ms}</td></tr>'
 
 
 def _evidence(plan: Plan, graph: StepGraph | None, verification: Verification | None) -> str:

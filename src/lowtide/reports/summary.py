@@ -1,15 +1,16 @@
-"""What a report says, as plain data: totals, and decisions grouped by module and by operator.
+"""What a report says, as plain data: facts, warnings, and the whole as JSON.
 
 The terminal, HTML and JSON reports all render this one summary, so they cannot disagree.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from lowtide.explanation import collapse_path, short_op
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import RECOMPUTE, SAVE, Decision, Plan
+from lowtide.plan import SAVE, Plan
+from lowtide.reports.breakdown import BREAKDOWNS, attention_scores
+from lowtide.reports.what_binds import help_sentences, peak_sentences
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
@@ -95,61 +96,6 @@ def facts(
     return rows
 
 
-@dataclass(frozen=True)
-class ActionTotals:
-    """Totals of the decisions that share a module path or an operator.
-
-    Counts and bytes are of storages that the plain step stores, ``other`` those offloaded; ``recompute_ms`` is of
-    every replay in the group, also of what only other replays need.
-    """
-
-    name: str
-    save_count: int
-    save_bytes: int
-    recompute_count: int
-    recompute_bytes: int
-    other_count: int
-    other_bytes: int
-    recompute_ms: float
-
-    @property
-    def bytes(self) -> int:
-        return self.save_bytes + self.recompute_bytes + self.other_bytes
-
-
-def by_module(plan: Plan) -> tuple[ActionTotals, ...]:
-    """Decisions by module path, numbered siblings together; most bytes first, then by name."""
-    return _grouped(plan, lambda d: collapse_path(plan.scope(d)))
-
-
-def by_op(plan: Plan) -> tuple[ActionTotals, ...]:
-    """Decisions by the operator that makes the storage; most bytes first, then by name."""
-    return _grouped(plan, lambda d: short_op(plan.ops[d.op].name))
-
-
-def _grouped(plan: Plan, name_of: Callable[[Decision], str]) -> tuple[ActionTotals, ...]:
-    """One group per name; what is only kept for replays forms no group."""
-    members: dict[str, list[Decision]] = {}
-    for decision in plan.decisions:
-        if decision.stored or decision.recompute_ms:
-            members.setdefault(name_of(decision), []).append(decision)
-    groups = []
-    for name, decisions in members.items():
-        save = [d.bytes for d in decisions if d.stored and d.action == SAVE]
-        recompute = [d.bytes for d in decisions if d.stored and d.action == RECOMPUTE]
-        other = [d.bytes for d in decisions if d.stored and d.action not in (SAVE, RECOMPUTE)]
-        ms = sum(d.recompute_ms * d.replays for d in decisions)
-        sums = len(save), sum(save), len(recompute), sum(recompute), len(other), sum(other)
-        groups.append(ActionTotals(name, *sums, ms))
-    return tuple(sorted(groups, key=lambda g: (-g.bytes, -g.recompute_ms, g.name)))
-
-
-def total(name: str, groups: Iterable[ActionTotals]) -> ActionTotals:
-    """The sum of ``groups`` under ``name``."""
-    sums = (sum(column) for column in list(zip(*map(astuple, groups)))[1:])
-    return ActionTotals(name, *sums)
-
-
 def percent(value: float) -> str:
     """``0.049 -> "+4.9 %"``: a change."""
     return f"{100 * value:+.1f} %"
@@ -191,8 +137,10 @@ def summary(
     verification: Verification | None = None,
     counts: TrainingCounts | None = None,
     more_warnings: Sequence[str] = (),
+    *,
+    graph: StepGraph | None = None,
 ) -> dict:
-    """The report as one JSON object; NaN and unknown are null."""
+    """The report as one JSON object; NaN and unknown are null. What needs ``graph`` is null without it."""
     kept_count, kept_bytes = kept_for_replays(plan)
     measured = {} if counts is None else asdict(counts)
     if verification is not None:
@@ -213,8 +161,13 @@ def summary(
         "gap": None if math.isnan(plan.gap) else plan.gap,
         "explanation": asdict(plan.explain()) if plan.evidence else None,
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
-        "by_module": [asdict(g) for g in by_module(plan)],
-        "by_op": [asdict(g) for g in by_op(plan)],
+        **{
+            f"by_{'op' if name == 'operator' else name}": [asdict(g) for g in of(plan)]
+            for name, of in BREAKDOWNS.items()
+        },
+        "attention_scores": None if graph is None else asdict(attention_scores(graph)),
+        "what_binds": peak_sentences(plan, graph),
+        "what_helps": help_sentences(plan, graph),
         "measured": measured or None,
         "warnings": [*warnings(plan, verification, counts), *more_warnings],
     }

@@ -9,18 +9,10 @@ from collections.abc import Sequence
 from lowtide.explanation import shorten
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ALLOCATED, Plan
-from lowtide.reports.summary import (
-    ActionTotals,
-    TrainingCounts,
-    by_module,
-    by_op,
-    facts,
-    fraction,
-    overhead_text,
-    percent,
-    total,
-)
+from lowtide.reports.breakdown import BREAKDOWNS, ActionTotals, total
+from lowtide.reports.summary import TrainingCounts, facts, fraction, overhead_text, percent
 from lowtide.reports.summary import warnings as own_warnings
+from lowtide.reports.what_binds import help_sentences
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
@@ -36,6 +28,7 @@ def fit_report(
     counts: TrainingCounts | None = None,
     *,
     warnings: Sequence[str] = (),
+    by: Sequence[str] = ("module", "operator"),
 ) -> str:
     """Return the report on one plan.
 
@@ -45,6 +38,7 @@ def fit_report(
         verification: What comparing with the plain step showed.
         counts: What the tape met in training.
         warnings: More of them, one line each.
+        by: What decisions are grouped by: some of ``BREAKDOWNS``.
     """
     device = graph.device_name if graph is not None else plan.device
     status = {"optimal": "optimal", "feasible": "best found", "fixed": "fixed rule"}.get(plan.status, plan.status)
@@ -52,11 +46,12 @@ def fit_report(
         f"lowtide: method {plan.method} ({status}), solved in {plan.solve_s:.1f} s, on {device}",
         _peaks(plan, verification),
         "\n".join(line for row in facts(plan, graph, verification, counts) for line in _wrapped(*row)),
-        _groups("by module", by_module(plan)),
-        _groups("by operator", by_op(plan)),
+        *(_groups(f"by {name}", BREAKDOWNS[name](plan)) for name in by),
     ]
     if plan.evidence:
         blocks.append(str(plan.explain()))
+    if graph is not None and (helpful := help_sentences(plan, graph)):
+        blocks.append("\n".join(["what would help", *(line for text in helpful for line in _wrapped("  -", text, 4))]))
     found = [*own_warnings(plan, verification, counts), *warnings]
     if found:
         blocks.append("\n".join(["warnings", *(line for text in found for line in _wrapped("  -", text, indent=4))]))

@@ -58,6 +58,7 @@ class Recovery:
 
     def _run(self, step: Callable[[], Result], before: "_StepBefore") -> Result:
         first: BaseException | None = None
+        held = ""
         tried: list[int] = []  # budgets
         limit = self._budget.limit_bytes
         while True:
@@ -68,6 +69,7 @@ class Recovery:
                     raise
                 failure = error
                 # Here, as the frames of the error still hold what the step has made.
+                held = held or self._watcher.what_held()
                 lowered = self._watcher.lower_budget(error, attempt=len(tried))
             self._watcher.abandon_step()
             why_not = before.restore()
@@ -82,6 +84,8 @@ class Recovery:
         if tried:  # less did not help: later steps, which may need less memory, are not to pay for it
             self._watcher.cap_budget(self._budget.a_tenth_below(limit))
         first.add_note(_note(tried, why_not))
+        if held:
+            first.add_note(held)
         try:
             raise first.with_traceback(failure.__traceback__)
         finally:

@@ -27,6 +27,7 @@ from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
+from lowtide.runtime.memory_held import held_by_plan, held_now
 from lowtide.runtime.past_training import PastTraining
 from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep, num_nodes
@@ -271,6 +272,7 @@ class StepWatcher:
             return
         self._spoiled = True
         if is_out_of_memory(error) and not self.recovers:
+            self._add_note_of_what_held(error)
             self.lower_budget(error)
 
     @property
@@ -444,6 +446,7 @@ class StepWatcher:
         if error is not None and is_out_of_memory(error):
             if self.recovers:
                 return
+            self._add_note_of_what_held(error)
             self.lower_budget(error)
         if creates and error is None:  # part of a loss: its own backward is to come
             return
@@ -594,6 +597,20 @@ class StepWatcher:
         except Exception as own:
             self._fail(own)
             return None
+
+    def what_held(self) -> str:
+        """What the present step holds, by module, for whoever reads the error that ended it; "" if nobody knows."""
+        try:
+            if self._watch is not None:
+                return held_now(self._budget.resident_bytes, self._watch.live.by_module())
+            return "" if self._step is None else held_by_plan(self._step.plan)
+        except Exception as own:
+            self._fail(own)
+            return ""
+
+    def _add_note_of_what_held(self, error: BaseException) -> None:
+        if held := self.what_held():
+            error.add_note(held)
 
     def _lowered_for(self, error: BaseException, attempt: int) -> int | None:
         budget = self._budget

@@ -8,8 +8,10 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_peak_with_offload
-from lowtide.solvers.peak_report import bottleneck
+from lowtide.solvers.peak_report import bottleneck, modules_at_peak
 from lowtide.units import format_bytes
+
+_MOST_MODULES = 4
 
 
 def residents_error(
@@ -61,6 +63,9 @@ def infeasible_error(
     rows.append(("bottleneck", bottleneck(graph, least, timeline)))
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+    held = list(modules_at_peak(graph, least, timeline).items())[:_MOST_MODULES]
+    lines += ["What the leanest holds besides at its peak:"] if held else []
+    lines += [f"  {format_bytes(size):>11}  {module}" for module, size in held]
     other = "reduce the batch" if method == "exact" else 'use method="exact"'
     lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.")
     return BudgetInfeasibleError(

@@ -75,6 +75,15 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -
     return sorted(found, key=lambda group: (-group.bytes, group.kind, group.module, group.op))
 
 
+def modules_at_peak(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> dict[str, int]:
+    """Bytes at the peak by module, beside what lived before the step; most first."""
+    peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
+    found: dict[str, int] = {}
+    for holder in _holders(graph, candidate.actions, peak):
+        found[holder.module] = found.get(holder.module, 0) + holder.bytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 def bottleneck(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> str:
     """Module and op that run when the peak is reached, in words."""
     peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)

@@ -14,11 +14,14 @@ class LiveBytes:
 
     Attributes:
         now, peak: Bytes; ``peak`` since ``restart``.
+        module: Path of the module call that runs: storages that are added now are its own.
     """
 
     def __init__(self) -> None:
         self.now = self.peak = 0
+        self.module = ""
         self._known: dict[int, weakref.ref] = {}  # by the storage's address: an entry goes with its storage
+        self._modules: dict[int, str] = {}  # likewise
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._known
@@ -27,6 +30,16 @@ class LiveBytes:
         """Those that live."""
         return [storage for reference in list(self._known.values()) if (storage := reference()) is not None]
 
+    def by_module(self) -> dict[str, int]:
+        """Bytes that live, by the module that made them; "" is what backward made, or code outside modules."""
+        found: dict[str, int] = {}
+        for key, reference in list(self._known.items()):
+            storage = reference()
+            if storage is not None:
+                module = self._modules.get(key, "")
+                found[module] = found.get(module, 0) + allocated_bytes(storage)
+        return found
+
     def add(self, storage: torch.UntypedStorage) -> int:
         """Count ``storage`` until it dies; its bytes."""
         size, key = allocated_bytes(storage), storage._cdata
@@ -34,10 +47,11 @@ class LiveBytes:
         @never_compiled
         def died(reference: Any) -> None:
             if self._known.get(key) is reference:
-                del self._known[key]
+                del self._known[key], self._modules[key]
                 self.now -= size
 
         self._known[key] = weakref.ref(storage, died)
+        self._modules[key] = self.module
         self.now += size
         self.peak = max(self.peak, self.now)
         return size
@@ -45,4 +59,5 @@ class LiveBytes:
     def restart(self, unseen_bytes: int = 0) -> None:
         """Count anew: what was added belongs to an earlier step. ``unseen_bytes`` live already, and to the end."""
         self._known.clear()
+        self._modules.clear()
         self.now = self.peak = unseen_bytes

@@ -93,6 +93,7 @@ class OnlineTape(TorchDispatchMode):
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
         self._pauses = 0
+        self._paths: list[str] = []  # of the open module calls
         self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
         # Recipes that read a storage from outside, by its address.
         self._assignments: DataAssignmentGuard[StoredValue] | None = DataAssignmentGuard(
@@ -110,6 +111,8 @@ class OnlineTape(TorchDispatchMode):
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._read_outside.clear()
         self._layers.clear()
+        self._paths.clear()
+        self.live.module = ""
 
     @property
     def num_claims(self) -> int:
@@ -127,9 +130,14 @@ class OnlineTape(TorchDispatchMode):
         numbered = path.rpartition(".")[2].isdigit()
         around = self._layers[-1] if self._layers else 0
         self._layers.append(around or (self.calls if numbered else 0))
+        self._paths.append(path)
+        self.live.module = path
 
     def leave(self) -> None:
         layer = self._layers.pop() if self._layers else 0
+        if self._paths:
+            self._paths.pop()
+            self.live.module = self._paths[-1] if self._paths else ""
         if layer and not self._layer and graph_task() == -1 and not self.problem:
             try:
                 self.releaser.prove_layer(layer)

@@ -1,0 +1,103 @@
+"""Tables of what was foreseen: quoted numbers beside recomputed ones, peaks and times beside measured ones."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+VERDICTS = {"right": "right", "wrong": "**wrong**", "depends": "it depends", "open": "open"}
+
+
+def claims_table(lines: list[dict]) -> str:
+    """A row per quoted number."""
+    rows = ["| quoted | what it is | verdict | how it was found |", "|---|---|---|---|"]
+    rows += [f"| {x['quoted']} | {x['found']} | {VERDICTS[x['verdict']]} | {x['how']} |" for x in lines]
+    counts = Counter(line["verdict"] for line in lines)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    return "\n".join([*rows, "", f"Of {len(lines)} numbers: {said}. {_origin(lines)}"])
+
+
+def peaks_table(lines: list[dict]) -> str:
+    """A row per architecture and precision: the worst error over shapes and plans."""
+    ran = [line for line in lines if "error" in line]
+    precisions = list(dict.fromkeys(line["precision"] for line in ran))
+    rows = [
+        "| architecture | cases | equal to the byte | " + " | ".join(f"worst, {p}" for p in precisions) + " |",
+        "|---|---:|---:|" + "---:|" * len(precisions),
+    ]
+    for name in dict.fromkeys(line["architecture"] for line in ran):
+        mine = [line for line in ran if line["architecture"] == name]
+        equal = sum(line["predicted_peak_bytes"] == line["measured_peak_bytes"] for line in mine)
+        worst = [
+            max((line["error"] for line in mine if line["precision"] == p), key=abs, default=None) for p in precisions
+        ]
+        cells = " | ".join("-" if error is None else percent(error) for error in worst)
+        rows.append(f"| {name} | {len(mine)} | {equal} | {cells} |")
+    errors = sorted(abs(line["error"]) for line in ran)
+    differing = [line for line in ran if line["status"] != "ok"]
+    if differing:
+        raise SystemExit("gradients differ where they must not: no table is made of that.")
+    refused = len(lines) - len(ran)
+    median = percent(statistics.median(errors))
+    note = (
+        f"{len(ran)} cases: {sum(e == 0 for e in errors)} equal to the byte, median {median}, worst "
+        f"{percent(errors[-1])}. Gradients bitwise equal in all of them. In {refused} more no plan exists: the budget "
+        f"is below what every plan needs, or no layer repeats. {_origin(lines)}"
+    )
+    return "\n".join([*rows, "", note])
+
+
+def plans_table(lines: list[dict]) -> str:
+    """A row per plan: how far predictions are off."""
+    ran = [line for line in lines if "error" in line]
+    rows = ["| plan | cases | median | worst | peak of the plain step's, median |", "|---|---:|---:|---:|---:|"]
+    plain = {_step(line): line for line in ran if line["plan"] == "none"}
+    for plan in dict.fromkeys(line["plan"] for line in ran):
+        mine = [line for line in ran if line["plan"] == plan]
+        errors = [abs(line["error"]) for line in mine]
+        shares = [_activations(line) / _activations(plain[_step(line)]) for line in mine if _step(line) in plain]
+        name = {"none": "plain step", "full": "every layer"}.get(plan, f"{plan.replace('%', ' %')} of the activations")
+        rows.append(
+            f"| {name} | {len(mine)} | {percent(statistics.median(errors))} | {percent(max(errors))} | "
+            f"{100 * statistics.median(shares):.0f} % |"
+        )
+    return "\n".join(rows)
+
+
+def _step(line: dict) -> tuple:
+    return line["architecture"], tuple(line["shape"]), line["precision"]
+
+
+def _activations(line: dict) -> int:
+    return line["measured_peak_bytes"] - line["resident_bytes"]
+
+
+def foreseen_times_table(lines: list[dict]) -> str:
+    """A row per model: predicted and measured milliseconds in both dtypes."""
+    *cases, total = lines
+    dtypes = list(dict.fromkeys(line["dtype"] for line in cases))
+    rows = [
+        "| model | " + " | ".join(f"{d}, predicted / measured | off" for d in dtypes) + " |",
+        "|---|" + "---:|---:|" * len(dtypes),
+    ]
+    for name in dict.fromkeys(line["case"] for line in cases):
+        by = {line["dtype"]: line for line in cases if line["case"] == name}
+        cells = [
+            f"{by[d]['predicted_ms']:.0f} / {by[d]['measured_ms']:.0f} ms | {percent(by[d]['error'])}" for d in dtypes
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    note = f"Median {percent(total['median_error'])}, worst {percent(total['worst_error'])}. {_origin(cases)}"
+    return "\n".join([*rows, "", note])
+
+
+def percent(value: float) -> str:
+    """``0.0004 -> "0.04 %"``; exact zero is 0."""
+    if 0 < abs(value) < 5e-5:
+        return "under 0.01 %"
+    return f"{100 * value:.2f} %" if value else "0"
+
+
+def _origin(lines: list[dict]) -> str:
+    first = lines[0]
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    return f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, commit {commits}."
