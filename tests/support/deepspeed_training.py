@@ -84,7 +84,9 @@ def train(
         losses.append(loss.item())
 
     for i in range(steps):
-        x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(2 * i + rank)).to(dtype)
+        x = torch.randn(ROWS, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(2 * i + rank)).to(
+            dtype
+        )
         there = resident_bytes(module) + x.nbytes
         peaks.append(there + peak_bytes(step))
         engine.step()

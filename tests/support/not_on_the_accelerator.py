@@ -1,0 +1,1 @@
+LEFT_OUT: dict[str, str] = {}
