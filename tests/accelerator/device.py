@@ -35,8 +35,8 @@ for _name, _arguments in {
 }.items():
     getattr(_c, f"standin_{_name}").argtypes = _arguments
 for _name in (
-    "capacity", "unit", "poisoned", "always_split", "fused_attention", "host_ns", "pin_limit", "pinned_bytes", "launched",
-    "synchronized", "unregistered_in_use",
+    "capacity", "unit", "poisoned", "always_split", "fused_attention", "host_ns", "pin_limit", "pinned_bytes",
+    "launched", "synchronized", "unregistered_in_use",
 ):  # fmt: skip
     getattr(_c, f"standin_{_name}").restype = _i64
 

@@ -66,8 +66,9 @@ def test_a_step_whose_tensors_move_is_the_plain_step(any_order, in_flight, ahead
 
 
 def test_memory_of_what_moved_is_used_again_only_after_the_copy(any_order):
-    tier, original = HostTier(), made(2)
+    tier, original, compute = HostTier(), made(2), torch.accelerator.current_stream()
     copy = tier.store(original.untyped_storage())
+    assert torch.accelerator.current_stream() == compute
     del original
     copy.settle()
     others = [made(9) for _ in range(4)]
