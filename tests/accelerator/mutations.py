@@ -239,13 +239,6 @@ MUTATIONS = (
         _steps("split_over_two"),
     ),
     Mutation(
-        "a trace that fails lets the graph go",
-        "tracing/tracer.py",
-        "        recorder.stop()\n        undo()",
-        "        undo()",
-        _steps("runs_out_in_a_rehearsal"),
-    ),
-    Mutation(
         "memory that runs out in a rehearsal has a name",
         "runtime/rehearsal.py",
         "            if not is_out_of_memory(error):\n                raise",
