@@ -1,6 +1,8 @@
 # Everything runs from .venv, which is brought up to date when its inputs change.
 PYTHON ?= python3.11
 BIN := .venv/bin
+# What is known to run with another default device (tests/support/not_on_the_accelerator.py).
+SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
@@ -20,6 +22,7 @@ test-all: .venv/.ready  ## run every test
 
 test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++
 	$(BIN)/pytest -q -n 2 -m accelerator
+	$(BIN)/pytest -q -n 2 --device standin -m "not slow" $(SWITCHED)
 
 check: .venv/.ready  ## check format, lint, types, and the tables in the pages
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from accelerator.build import NoCompilerError
+from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
 from torch import nn
 
@@ -52,6 +53,15 @@ def accelerator() -> ModuleType:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="run with this default device: standin (tests/accelerator/README.md)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device"):
+        config.pluginmanager.register(Switched(switch_to(config.getoption("--device"))))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

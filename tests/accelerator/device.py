@@ -22,6 +22,7 @@ for _name, _arguments in {
     "set_capacity": [_i32, _i64],
     "set_unit": [_i64],
     "set_poisoned": [_i64],
+    "set_always_split": [_i64],
     "set_fused_attention": [_i64],
     "set_kept_workspace": [_i64],
     "set_workspace": [_text, _i64],
@@ -34,8 +35,8 @@ for _name, _arguments in {
 }.items():
     getattr(_c, f"standin_{_name}").argtypes = _arguments
 for _name in (
-    "capacity", "unit", "poisoned", "fused_attention", "host_ns", "pin_limit", "pinned_bytes", "launched",
-    "synchronized", "unregistered_in_use",
+    "capacity", "unit", "poisoned", "always_split", "fused_attention", "host_ns", "pin_limit", "pinned_bytes",
+    "launched", "synchronized", "unregistered_in_use",
 ):  # fmt: skip
     getattr(_c, f"standin_{_name}").restype = _i64
 
@@ -149,6 +150,14 @@ def allocator_unit(count_bytes: int) -> Any:
     """What 1 MiB is to CUDA's allocator (most of a small block; segments are 2 and 20) is this. Empties the cache."""
     torch.accelerator.empty_cache()
     return _setting("unit", count_bytes)
+
+
+def always_split(on: bool) -> Any:
+    """Whether what a large block leaves over is free for others at once, as with CUDA's expandable segments.
+
+    Without this it is, from ``unit`` on; less than that stays with the block, and counts as allocated.
+    """
+    return _setting("always_split", on)
 
 
 def poison(on: bool) -> Any:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def trained(model: nn.Module, steps: int = 4, batch: int = 64) -> tuple[list[torch.Tensor], nn.Module]:
     """Losses of a plain training loop, and the model afterwards."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.randn(steps, batch, 32, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(steps, batch, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     torch.manual_seed(2)
     losses = []
     for x in data:

@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
     def __init__(self, depth: int = 6, width: int = 16) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(depth)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(depth)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator) / 4
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
         return x
 
 
-X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+X = torch.randn(64, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
 
 
 def trained(model: nn.Module, loop: Callable[[nn.Module], Any], *, fitted: bool, **options: Any) -> Any:

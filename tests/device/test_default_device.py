@@ -7,6 +7,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import pinning
+from lowtide.estimation import calibration
 from lowtide.graph.costs import DISK
 from lowtide.measurement import op_times
 from lowtide.measurement.links import measured_link
@@ -79,6 +80,27 @@ def test_a_step_whose_tensors_move_to_disk_is_the_plain_step(tmp_path):
         run_step(model, batch, None)[0].backward()
 
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), plain))
+
+
+def test_a_step_is_traced_without_memory_on_tensors_of_the_host():
+    class Positions(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x + torch.arange(8.0))
+
+    with torch.device("cpu"):
+        model, batch = Positions(8, 8), torch.randn(4, 8)
+        there = lowtide.trace(model, batch, device="cpu")
+
+    assert lowtide.trace(model, batch, device="cpu").fingerprint == there.fingerprint
+
+
+def test_a_machine_is_calibrated_on_tensors_of_the_host(monkeypatch):
+    made = []
+    monkeypatch.setattr(calibration, "_calibrated", lambda *_: made.append(torch.ones(1).device.type))
+
+    calibration.calibrate(seconds=1)
+
+    assert made == ["cpu"]
 
 
 def test_the_buffer_that_sweeps_the_caches_of_a_cpu_is_in_host_memory():

@@ -26,7 +26,9 @@ from lowtide.tracing import operators, recorder, subclasses
 from lowtide.tracing.sharding import observer, recording, units
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-IDS = torch.randint(0, sharded_training.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(
+    0, sharded_training.VOCABULARY, (4, 16), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -287,7 +289,7 @@ def sines(self: Parts, h: torch.Tensor) -> torch.Tensor:
     return h.cos().sin()
 
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+X = torch.randn(4, 8, generator=torch.Generator(torch.get_default_device()).manual_seed(5))
 
 
 def parts_step(model: Parts, plan: Plan | None = None, between: Callable[[], Any] = lambda: None) -> str:

@@ -17,7 +17,7 @@ accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 ROWS, NUM = 256, 6
-DATA = torch.randn(NUM * ROWS, 64, generator=torch.Generator().manual_seed(1))
+DATA = torch.randn(NUM * ROWS, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 def loop(

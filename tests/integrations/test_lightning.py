@@ -121,7 +121,10 @@ class EachStep(lightning.Callback):
 
 
 def loader(num=6):
-    return DataLoader(torch.randn(num * ROWS, 64, generator=torch.Generator().manual_seed(1)), batch_size=ROWS)
+    return DataLoader(
+        torch.randn(num * ROWS, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1)),
+        batch_size=ROWS,
+    )
 
 
 def trained(model, *callbacks, epochs=1, num=6, validates=False, library=lightning, **options):

@@ -25,7 +25,7 @@ def causal_model(name="Llama", **options):
 
 
 def batch_of(tokens=128, ignored=10):
-    ids = torch.randint(0, 1000, (2, tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 1000, (2, tokens), generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     labels = ids.clone()
     labels[:, :ignored] = -100
     return {"input_ids": ids, "labels": labels}

@@ -42,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def texts(length: int, seed: int, count: int = 16) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     numbers = torch.randint(0, VOCABULARY - 4, (count, length), generator=generator).tolist()
     return [" ".join(f"w{n}" for n in row) for row in numbers]
 

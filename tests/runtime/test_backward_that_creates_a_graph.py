@@ -37,7 +37,7 @@ class Energies(nn.Sequential):
 
 def train(model: nn.Module) -> int:
     """One step. Returns the allocator's peak, without the batch."""
-    batch = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(ROWS, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
     def step() -> None:
         if model.forces:

@@ -47,7 +47,9 @@ def block():
 
 @pytest.fixture
 def x():
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    return torch.randn(
+        ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(1), requires_grad=True
+    )
 
 
 def gradients(call, function, *inputs, parameters=(), seed=3):

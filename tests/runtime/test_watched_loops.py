@@ -199,7 +199,7 @@ def adversaries(both, fits=(), region=nullcontext):
     """A generator and a discriminator in turns: the losses, and the weights at the end."""
     maker, judge = both
     makers, judges = (torch.optim.Adam(m.parameters(), lr=0.01) for m in both)
-    real = torch.randn(256, 64, generator=torch.Generator().manual_seed(2))
+    real = torch.randn(256, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
     torch.manual_seed(1)
     losses = []
     for n in range(6):

@@ -15,7 +15,7 @@ from lowtide.measurement.allocator import measuring, peak_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-X = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(256, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 class Parts(nn.Module):
@@ -24,7 +24,9 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = Layered(3), Layered(3)
-        self.weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) / 8)
+        self.weight = nn.Parameter(
+            torch.randn(64, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(2)) / 8
+        )
 
 
 def parts(model, x):

@@ -54,7 +54,9 @@ def train(*, budget: Any = None, steps: int = 6, checkpointing: str = "replace",
         losses.append(loss.item())
 
     for i in range(steps):
-        ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(i))
+        ids = torch.randint(
+            0, WORDS, (ROWS, LENGTH), generator=torch.Generator(torch.get_default_device()).manual_seed(i)
+        )
         there = resident_bytes(model) + sum(t.nbytes for t in (ids, positions, mask))
         peaks.append(there + peak_bytes(step))
         optimizer.step()

@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.graph.costs import DISK, HOST, Costs, Link
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import DISK_OFFLOAD, Moves, Plan
+from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, Moves, Plan
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
@@ -27,13 +27,14 @@ def moving(
     graph: StepGraph,
     storages: Iterable[int],
     *,
-    action: str = DISK_OFFLOAD,
+    action: str | None = None,
     recomputed: Iterable[int] = (),
     max_inflight_bytes: int = 0,
     fetch_at: Mapping[int, int] | None = None,
     link: Link = FAST,
 ) -> Plan:
-    """A plan that offloads ``storages``, recomputes ``recomputed`` and saves the rest."""
+    """A plan that offloads ``storages``, by default to the tier of their device, recomputes ``recomputed``."""
+    action = action or (DISK_OFFLOAD if graph.device == "cpu" else CPU_OFFLOAD)
     costs = Costs((1.0,) * len(graph.ops), links={DISK: link, HOST: link})
     actions = {**complete_actions(graph, recomputed), **dict.fromkeys(storages, action)}
     candidate = Candidate(actions, moves=Moves(max_inflight_bytes, fetch_at or {}))

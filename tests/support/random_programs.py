@@ -251,7 +251,7 @@ class Machine(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self.weight0 = nn.Parameter(torch.randn(SIDE, SIDE, generator=generator) * 0.5)
         self.weight1 = nn.Parameter(torch.randn(SIDE, SIDE, generator=generator) * 0.5)
         self.bias0 = nn.Parameter(torch.randn(SIDE, generator=generator))
@@ -280,7 +280,10 @@ def draw(seed: int, length: int, *, invisible: bool = False) -> tuple[Machine, t
     """A model and its batch, the same for the same arguments. Plain PyTorch runs its forward pass."""
     choose = random.Random(seed)
     names = [*INSTRUCTIONS, *(INVISIBLE if invisible else ())]
-    machine, x = Machine(seed), torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed + 1))
+    machine, x = (
+        Machine(seed),
+        torch.randn(SIDE, SIDE, generator=torch.Generator(torch.get_default_device()).manual_seed(seed + 1)),
+    )
     torch.manual_seed(seed)
     tried = Machine(seed)
     pool = [x.sin(), x @ tried.weight0]

@@ -141,7 +141,7 @@ def train(rank: int, *, fitted: str = "", steps: int = 4, budget: Any = "60%", a
     """
     torch.manual_seed(0)
     model = Net()
-    data = torch.randn(steps, 256, 32, generator=torch.Generator().manual_seed(rank))
+    data = torch.randn(steps, 256, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
     fit = lowtide.fit(model, (data[0], seldom(0)), budget=budget) if fitted == "before" else None
     data_parallel = DistributedDataParallel(model, **options)
     if fitted == "after":

@@ -205,7 +205,9 @@ def digest(tensors: Any) -> str:
 
 
 def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
-    yield from torch.randint(0, VOCABULARY, (steps, 8, 64), generator=torch.Generator().manual_seed(rank))
+    yield from torch.randint(
+        0, VOCABULARY, (steps, 8, 64), generator=torch.Generator(torch.get_default_device()).manual_seed(rank)
+    )
 
 
 def train(

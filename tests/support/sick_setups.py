@@ -21,9 +21,9 @@ import lowtide
 
 warnings.filterwarnings("ignore", message=".*use_reentrant.*|.*None of the inputs.*")
 
-IDS = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(0, 64, (2, 64), generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 TOKENS = {"input_ids": IDS, "labels": IDS}
-ROWS = torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
+ROWS = torch.randn(32, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Jitter(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear, self.kind = nn.Linear(64, 64), kind
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "python":

@@ -30,7 +30,7 @@ def llama(**settings: Any) -> LlamaForCausalLM:
 
 def sentences(count: int = 16, shortest: int = 32, longest: int = 32) -> list[dict[str, list[int]]]:
     """Rows of tokens of different lengths, at random but always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
 

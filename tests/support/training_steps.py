@@ -132,6 +132,7 @@ def replays() -> Iterator[list[Recipe]]:
 def is_clean(model: nn.Module) -> bool:
     """Whether no mode, hook, watcher or attached call is left."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    modes -= torch.utils._device.CURRENT_DEVICE is not None  # a default device is a mode, too
     return (
         modes == 0
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

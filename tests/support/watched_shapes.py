@@ -37,7 +37,9 @@ def model_of(kind: str, layers: int = 2) -> torch.nn.Module:
 @cache
 def watched(kind: str, batch: int, length: int, *, padded: bool, layers: int = 2) -> StepGraph:
     """The traced step of one batch; of a padded one the first row is half as long."""
-    ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+    ids = torch.randint(
+        3, VOCABULARY, (batch, length), generator=torch.Generator(torch.get_default_device()).manual_seed(length)
+    )
     inputs = dict(input_ids=ids, labels=ids)
     if padded:
         inputs["attention_mask"] = torch.ones(batch, length, dtype=torch.long)

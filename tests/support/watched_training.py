@@ -25,7 +25,7 @@ class Layered(nn.Module):
 
 
 def batch_of(rows=128):
-    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    return torch.randn(rows, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(rows))
 
 
 def resident_bytes(model):

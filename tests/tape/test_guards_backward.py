@@ -135,7 +135,7 @@ def reused(model: nn.Module, x: torch.Tensor) -> list[str]:
 
 
 def many_of_one_size(self: Net, x: torch.Tensor) -> torch.Tensor:
-    source = torch.Generator().manual_seed(5)
+    source = torch.Generator(torch.get_default_device()).manual_seed(5)
     for layer in self.layers:
         for _ in range(4):
             x = layer(x).sin()

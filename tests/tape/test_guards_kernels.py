@@ -271,7 +271,7 @@ def test_random_ops_draw_other_numbers_without_the_recorded_state(forward, monke
 
 def test_a_private_generator_is_never_drawn_from_twice():
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        source = torch.Generator().manual_seed(3)
+        source = torch.Generator(torch.get_default_device()).manual_seed(3)
         h = model(x)
         mask = torch.rand(h.shape, generator=source)
         loss = (h * mask * torch.rand(h.shape, generator=source)).sin().square().mean()

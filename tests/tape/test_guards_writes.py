@@ -274,7 +274,7 @@ def test_a_step_that_gives_a_parameter_other_memory_is_rehearsed_without_moving_
 
 def with_fused_optimizer(fitted: bool) -> dict[str, torch.Tensor]:
     """Three steps of AdamW that runs inside backward."""
-    model, data = mlp(), torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(1))
+    model, data = mlp(), torch.randn(3, 4, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
 
     def step(p: torch.Tensor) -> None:

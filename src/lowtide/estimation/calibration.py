@@ -52,6 +52,11 @@ def calibrate(*, seconds: float = 45.0, progress: Callable[[int, int], None] | N
     Raises:
         OSError: the cache directory cannot be written.
     """
+    with torch.device("cpu"):  # whatever the default device is
+        return _calibrated(seconds, progress)
+
+
+def _calibrated(seconds: float, progress: Callable[[int, int], None] | None) -> Device:
     cases = list(_cases())
     sweep = torch.zeros(_SWEPT_BYTES, dtype=torch.uint8)
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)

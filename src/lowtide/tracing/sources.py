@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.graph.step_graph import StepGraph
@@ -64,7 +65,8 @@ def trace_hollow(
     """``trace`` on hollow tensors; ``mode``: one that has seen models like it knows their ops."""
     mode = mode or HollowMode(target.kernels)
     workspaces = Workspaces(mode.looks, LIMIT_BYTES if target.kernels == "cpu" else None)
-    batch = hollow_batch(batch)
+    with torch.device("cpu"):
+        batch = hollow_batch(batch)
 
     def started(recorder: Recorder) -> None:
         builder = recorder.builder
@@ -75,6 +77,7 @@ def trace_hollow(
 
     hollow = WithoutMemory(workspaces.facts, optimizer_bytes, started, target.block_bytes)
     with ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))  # hollow tensors are the CPU's, whatever the default device is
         stack.enter_context(mode)
         if target.kernels == "cuda":
             stack.enter_context(cuda_kernels(target.capability))

@@ -15,6 +15,7 @@ namespace standin {
 constexpr size_t kBlock = 512;                          // sizes are rounded up to it
 inline size_t unit = 1 << 20;                           // the other sizes are multiples of it
 inline size_t small_most() { return unit; }             // blocks up to it are of the small pool
+inline bool always_split = false;                           // as with CUDA's expandable segments
 inline size_t small_segment() { return 2 * unit; }
 inline size_t large_segment() { return 20 * unit; }     // for blocks below:
 inline size_t own_segment_from() { return 10 * unit; }  // from here on, a segment of its own, rounded to small_segment
@@ -197,7 +198,7 @@ inline Block* take_block(int device, int stream, size_t requested) {
     count_inactive(b, -1);
   }
   size_t rest = b->size - size;
-  if (small ? rest >= kBlock : rest > small_most()) {
+  if (small || always_split ? rest >= kBlock : rest > small_most()) {
     auto* remaining = new Block{b->address + size, rest, device, stream, small};
     remaining->previous = b;
     remaining->next = b->next;

@@ -13,6 +13,16 @@ namespace standin {
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
+// The CPU's kernel takes no integers, CUDA's does.
+at::Tensor histc(const at::Tensor& values, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  Below below;
+  DeviceGuard guard(values.device());
+  auto counts = at::empty({bins}, values.options());
+  launch([from = kernel_view(values), to = kernel_view(counts), bins, least, most] {
+    to.copy_(at::histc(isIntegralType(from.scalar_type(), false) ? from.to(kFloat) : from, bins, least, most));
+  }, COMPUTE, op_ns("aten::histc"));
+  return counts;
+}
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
@@ -25,6 +35,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("record_stream", &record_stream);
+  m.impl("histc", &histc);
   m.impl("_fused_sdp_choice", &choose_attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
@@ -88,6 +99,8 @@ void standin_set_unit(int64_t bytes) { LOCKED; unit = bytes; }
 int64_t standin_unit() { LOCKED; return unit; }
 void standin_set_poisoned(int64_t on) { LOCKED; poisoned = on; }
 int64_t standin_poisoned() { LOCKED; return poisoned; }
+void standin_set_always_split(int64_t on) { LOCKED; always_split = on; }
+int64_t standin_always_split() { LOCKED; return always_split; }
 void standin_set_fused_attention(int64_t on) { LOCKED; fused_attention = on; }
 int64_t standin_fused_attention() { LOCKED; return fused_attention; }
 

@@ -102,7 +102,9 @@ def gpu(monkeypatch):
 
 def made(gpu, seed=0, size=1000):
     """A storage that the compute stream has just written."""
-    tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    tensor = torch.randint(
+        0, 255, (size,), dtype=torch.uint8, generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+    )
     gpu.touch(tensor.data_ptr(), writes=True)
     return tensor
 

@@ -58,7 +58,7 @@ def blocks(count: int = 3) -> nn.Sequential:
 
 
 def tokens() -> torch.Tensor:
-    return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
+    return torch.randn(2, 16, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 def under(model, batch, plan, *, backward=torch.Tensor.backward, step=None, **options):

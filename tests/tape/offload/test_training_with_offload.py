@@ -32,7 +32,7 @@ def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
         attention_dropout=0.1, pad_token_id=0,
     )  # fmt: skip
-    ids = torch.randint(1, 256, (4, 128), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(1, 256, (4, 128), generator=torch.Generator(torch.get_default_device()).manual_seed(2))
     return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 

@@ -1,6 +1,6 @@
 """The host tier: storages of a model on an accelerator in pinned host memory, copied on streams of their own.
 
-Never run on a GPU. The tests check the order of events against a stand-in for ``device/streams.py``.
+Never run on a GPU. The tests run it on an accelerator of their own, where a wait that is missing gives wrong bytes.
 
 - Stores and fetches have a stream each. Nothing synchronises: an event is recorded after each copy, and the stream that
   needs the copy waits for that event.

@@ -1,0 +1,255 @@
+"""The host tier: what moves to pinned memory and back has the bits of the plain step, whatever runs first."""
+
+import gc
+
+import pytest
+import torch
+from support.offloads import movable, moving
+from support.training_steps import differing, mlp, outcome, plain
+from torch import nn
+
+import lowtide
+from accelerator.schedules import EARLY, LATE, RANDOM
+from lowtide.device import pinning
+from lowtide.errors import TierError
+from lowtide.tape.offload.host_tier import HostTier, host_bytes
+from lowtide.tracing.tracer import run_step
+
+ORDERS = {"late-early": (LATE, EARLY), "early-late": (EARLY, LATE)}
+ORDERS |= {f"random {seed}": (RANDOM, RANDOM, seed) for seed in range(4)}
+NUMBERS = torch.arange(200_000.0)
+
+
+@pytest.fixture(params=ORDERS.values(), ids=ORDERS)
+def any_order(device, request):
+    with device.schedule(*request.param):
+        yield device
+
+
+def made(factor, where="standin"):
+    return torch.arange(200_000.0, device=where) * factor
+
+
+def flat(tensor):
+    return tensor.view(torch.float32).cpu()
+
+
+def offloaded(where="standin", **how):
+    """A model, a batch and a plan that moves all that may move."""
+    model, batch = mlp(3, 32).to(where), torch.randn(64, 32, device=where)
+    graph = lowtide.trace(model, batch)
+    return model, batch, moving(graph, movable(graph), **how)
+
+
+def steps_differ(model, batch, plan, steps=3):
+    """Names of what differs from the plain step, in steps one after the other under ``plan``."""
+    expected, found = plain(model, batch), []
+    with lowtide.apply(model, plan) as applied:
+        for _ in range(steps):
+            model.zero_grad()
+            torch.manual_seed(7)
+            loss, _ = run_step(model, batch, None)
+            loss.backward()
+            found += differing(expected, outcome(model, loss))
+    assert applied.counts.moved, "nothing moved: this is no test"
+    return found
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "ahead"])
+@pytest.mark.parametrize("in_flight", [0, 10_000], ids=["settled at once", "some in flight"])
+def test_a_step_whose_tensors_move_is_the_plain_step(any_order, in_flight, ahead):
+    model, batch, plan = offloaded(max_inflight_bytes=in_flight)
+    if ahead:
+        graph = lowtide.trace(model, batch)
+        plan = moving(graph, movable(graph), max_inflight_bytes=in_flight, fetch_at=dict.fromkeys(movable(graph), 0))
+    assert steps_differ(model, batch, plan) == []
+
+
+def test_memory_of_what_moved_is_used_again_only_after_the_copy(any_order):
+    tier, original, compute = HostTier(), made(2), torch.accelerator.current_stream()
+    copy = tier.store(original.untyped_storage())
+    assert torch.accelerator.current_stream() == compute
+    del original
+    copy.settle()
+    others = [made(9) for _ in range(4)]
+    assert flat(copy.fetch()).equal(NUMBERS * 2)
+    assert len(others) == 4
+
+
+def test_what_nobody_settles_is_copied_before_its_memory_is_used_again(any_order):
+    tier, original = HostTier(), made(2)
+    copy = tier.store(original.untyped_storage())
+    block = copy._block.memory
+    del original, copy
+    made(9)
+    torch.accelerator.synchronize()
+    assert block[: NUMBERS.nbytes].view(torch.float32).equal(NUMBERS * 2)
+
+
+def test_a_fetch_that_nobody_wants_writes_into_memory_of_nobody_else(any_order):
+    tier, original = HostTier(), made(2)
+    copy = tier.store(original.untyped_storage())
+    copy.start_fetch()
+    del copy
+    others = [torch.full((200_000,), 9.0, device="standin") for _ in range(4)]  # one of them where the fetch writes
+    torch.accelerator.synchronize()
+    assert all(other.eq(9).all() for other in others)
+
+
+def test_a_block_of_the_pool_is_written_again_only_when_its_last_fetch_is_over(any_order):
+    tier, first, second = HostTier(), made(2), made(3)
+    copy = tier.store(first.untyped_storage())
+    copy.settle()
+    copy.start_fetch()
+    arrived = copy._buffer
+    del copy  # the compute stream waits for the fetch, the stream of stores for nothing of it
+    again = tier.store(second.untyped_storage())
+    assert tier.pool.pinned_bytes == host_bytes(NUMBERS.nbytes)
+    assert flat(arrived).equal(NUMBERS * 2)
+    assert flat(again.fetch()).equal(NUMBERS * 3)
+
+
+def test_a_block_is_written_again_only_when_a_fetch_for_another_stream_is_over(device):
+    """A fetch that one stream waits for is not over for a store from another."""
+    for seed in range(24):
+        with device.schedule(LATE, RANDOM, seed=seed):
+            tier, first, other = HostTier(), made(2), torch.Stream("standin")
+            copy = tier.store(first.untyped_storage())
+            arrived = copy.fetch()
+            del copy
+            with other:
+                second = made(3)
+                again = tier.store(second.untyped_storage())
+                again.settle()
+            other.synchronize()
+            assert flat(arrived).equal(NUMBERS * 2)
+            torch.accelerator.current_stream().wait_stream(other)
+            assert flat(again.fetch()).equal(NUMBERS * 3)
+
+
+def test_backward_and_forward_may_be_on_a_stream_of_the_users(any_order):
+    model, batch, plan = offloaded()
+    expected = plain(model, batch)
+    side = torch.Stream("standin")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side, lowtide.apply(model, plan):
+        torch.manual_seed(7)
+        loss, _ = run_step(model, batch, None)
+        loss.backward()
+    torch.accelerator.current_stream().wait_stream(side)
+    assert differing(expected, outcome(model, loss)) == []
+
+
+def test_two_plans_share_a_pool(any_order):
+    tier = HostTier()
+    models = [mlp(2, 32).to("standin") for _ in range(2)]
+    batches = [torch.randn(rows, 32, device="standin") for rows in (96, 160)]
+    graphs = [lowtide.trace(model, batch) for model, batch in zip(models, batches)]
+    plans = [moving(graph, movable(graph)) for graph in graphs]
+    expected = [plain(model, batch) for model, batch in zip(models, batches)]
+    pinned = []
+    for _ in range(3):
+        losses = []
+        for model, batch, plan in zip(models, batches, plans):
+            model.zero_grad()
+            torch.manual_seed(7)
+            with lowtide.tape.attach.applied(model, plan, {"host": tier}):
+                losses.append(run_step(model, batch, None)[0])
+        for loss in losses:
+            loss.backward()
+        gc.collect()
+        pinned.append(tier.pool.pinned_bytes)
+        for want, model, loss in zip(expected, models, losses):
+            assert differing(want, outcome(model, loss)) == []
+    assert len(set(pinned)) == 1, "the pool grew"
+
+
+def test_each_device_has_its_own_streams(any_order):
+    tier = HostTier()
+    originals = [made(2 + i, f"standin:{i}") for i in range(2)]
+    copies = [tier.store(t.untyped_storage()) for t in originals]
+    del originals
+    for copy in copies:
+        copy.settle()
+    others = [made(9, f"standin:{i}") for i in range(2)]
+    for i, copy in enumerate(copies):
+        fetched = copy.fetch()
+        assert fetched.device == others[i].device and flat(fetched).equal(NUMBERS * (2 + i))
+
+
+def test_a_model_on_the_second_device_moves_there(any_order):
+    assert steps_differ(*offloaded("standin:1"), steps=2) == []
+    assert torch.accelerator.current_device_index() == 0
+
+
+class Trouble(nn.Module):
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, gradient):
+        raise ZeroDivisionError
+
+
+def test_a_step_that_fails_with_copies_in_flight_leaves_the_next_one_right(any_order):
+    model, batch, plan = offloaded(max_inflight_bytes=1 << 30)
+    expected = plain(model, batch)
+    with lowtide.apply(model, plan):
+        loss, _ = run_step(model, batch, None)
+        handle = model[4].weight.register_hook(Trouble().fail)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        del loss
+        model.zero_grad()
+        torch.manual_seed(7)
+        loss, _ = run_step(model, batch, None)
+        loss.backward()
+    assert differing(expected, outcome(model, loss)) == []
+
+
+def test_pinned_memory_is_not_given_back_under_a_copy(device):
+    with device.schedule(LATE, LATE):
+        before = device.unregistered_in_use()
+        tier, original = HostTier(), made(2)
+        copy = tier.store(original.untyped_storage())
+        del copy, tier
+        gc.collect()
+        assert device.unregistered_in_use() == before
+
+
+def test_a_fit_whose_memory_cannot_be_pinned_plans_without_and_says_why(device):
+    model, batch = mlp(2, 32).to("standin"), torch.randn(64, 32, device="standin")
+    with device.pin_limit(1 << 20):
+        fit = lowtide.fit(model, batch, budget="100%")
+    assert fit.plan.counts["cpu_offload"] == 0
+    assert any("planned without other tiers: 32.00 MiB of host memory" in reason for reason in fit.status().reasons)
+    with device.pin_limit(1 << 20), pytest.raises(TierError, match="of host memory could not be pinned"):
+        lowtide.fit(mlp(2, 32).to("standin"), batch, budget="60%", offload=lowtide.Offload(host_budget="1GiB"))
+
+
+def test_a_pool_that_cannot_be_pinned_leaves_the_model_as_it_was(device):
+    model, batch, plan = offloaded()
+    expected = plain(model, batch)
+    with device.pin_limit(1), pytest.raises(TierError, match="could not be pinned"):
+        with lowtide.apply(model, plan):
+            pass
+    torch.manual_seed(7)
+    loss, _ = run_step(model, batch, None)
+    loss.backward()
+    assert differing(expected, outcome(model, loss)) == []
+
+
+def test_what_finds_no_room_in_a_full_pool_is_told_by_name(device):
+    tier = HostTier(host_bytes(NUMBERS.nbytes))
+    held = tier.store(made(2).untyped_storage())
+    with pytest.raises(TierError, match="the host tier is full: host_budget=.* of which .* are pinned, and .* more"):
+        tier.store(made(3).untyped_storage())
+    assert flat(held.fetch()).equal(NUMBERS * 2)
+
+
+def test_what_is_pinned_is_in_host_memory_whatever_the_default_device(device):
+    with torch.device("standin"):
+        buffer = pinning.pinned_buffer(1 << 16)
+    assert buffer.device.type == "cpu" and buffer.is_pinned()

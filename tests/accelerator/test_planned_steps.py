@@ -1,0 +1,213 @@
+"""lowtide on the accelerator: the bits of the plain step, and the peak that the allocator counts."""
+
+import gc
+
+import cases
+import pytest
+import torch
+from support.training_steps import differing, drop_everything, mlp, outcome, plain, planned
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+import lowtide
+from accelerator.schedules import EARLY, LATE
+from lowtide.errors import UnsupportedModelError
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.tracing.tracer import run_step
+
+MIB = 2**20
+NO_HOST = lowtide.Offload(host_budget=None)
+
+
+def residual(depth=4, width=64, dropout=0.2):
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            block = lambda: nn.Sequential(  # noqa: E731
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width),
+                nn.Dropout(dropout),
+            )  # fmt: skip
+            self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x.float().square().mean()
+
+    return Residual()
+
+
+def batch_on(where="standin", rows=256, width=64):
+    return torch.randn(rows, width, device=where)
+
+
+def in_autocast(model, batch):
+    with torch.autocast("standin", torch.bfloat16):
+        return run_step(model, batch, None)[0]
+
+
+def on_the_accelerator(name):
+    """One of the models behind ``tests/graphs``, as small as it gets."""
+    case = cases.build(name, quick=True)
+    model, batch = case.model.to("standin"), tree_map_only(torch.Tensor, lambda t: t.to("standin"), case.batch)
+
+    def step(model, batch):
+        with torch.device("standin"):  # a loss may make tensors of its own
+            return case.step(model, batch)
+
+    return model, batch, in_autocast if name == "autocast" else step
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device, name):
+    model, batch, step = on_the_accelerator(name)
+    # Else a large block keeps up to 1 MiB more than was asked for, which allocated bytes count.
+    with device.always_split(True), device.schedule(LATE, LATE):
+        graph = lowtide.trace(model, batch, step=step)
+        nothing = lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")
+        for plan in (drop_everything(graph), nothing):
+            proof = lowtide.verify(model, batch, plan, step=step, rounds=0)
+            assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes
+            assert proof.mismatched_ops == proof.unplanned_ops == 0
+
+
+@pytest.mark.parametrize("where", ["standin:0", "standin:1"])
+def test_random_numbers_and_peaks_are_those_of_the_models_device(device, where):
+    model, batch = residual().to(where), batch_on(where)
+    device.module.manual_seed_all(3)
+    torch.rand(7, device="standin:1")  # so that the two generators differ
+    plan = drop_everything(lowtide.trace(model, batch))
+    assert differing(plain(model, batch), planned(model, batch, plan)) == []
+    proof = lowtide.verify(model, batch, plan, rounds=0)
+    assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes
+    assert all(op.rng_bytes == 0 for op in lowtide.trace(model, batch).ops)
+
+
+def test_a_rehearsal_leaves_the_generators_of_all_devices_and_the_users_peak(device):
+    batch, model = batch_on("standin:1"), residual().to("standin:1")
+    torch.empty(64 * MIB, dtype=torch.uint8, device="standin:1")
+    states = device.module.get_rng_state_all()
+    peak = torch.accelerator.max_memory_allocated(1)
+    lowtide.trace(model, batch)
+    assert all(map(torch.equal, states, device.module.get_rng_state_all()))
+    assert peak <= torch.accelerator.max_memory_allocated(1) <= peak + MIB
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("order", [(LATE, EARLY), (EARLY, LATE)], ids=["late-early", "early-late"])
+def test_a_watched_fit_has_the_bits_of_plain_training(device, order, autocast):
+    """Without a batch: backward runs in the device's thread and the first steps under the online tape."""
+
+    def trained(budget):
+        model, batch = residual().to("standin"), batch_on()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        fit = lowtide.fit(model, budget=budget, offload=NO_HOST) if budget else None
+        torch.manual_seed(5)
+        losses = []
+        for _ in range(4):
+            loss = in_autocast(model, batch) if autocast else model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if fit is not None:
+            assert fit.status().reasons == () and fit.status().steps == 4
+            fit.remove()
+        return [t.detach().cpu() for t in (*losses, *model.parameters())]
+
+    torch.manual_seed(1)
+    with device.schedule(*order):
+        theirs = trained(None)
+        budget = torch.accelerator.memory_allocated() + 2 * MIB
+        torch.manual_seed(1)
+        ours = trained(budget)
+    assert all(map(torch.equal, theirs, ours))
+
+
+def test_a_fitted_model_on_each_of_two_devices(device):
+    with device.schedule(LATE, LATE):
+        models = [mlp(4, 64).to(f"standin:{i}") for i in range(2)]
+        batches = [batch_on(f"standin:{i}") for i in range(2)]
+        plans = [drop_everything(lowtide.trace(model, batch)) for model, batch in zip(models, batches)]
+        expected = [plain(model, batch) for model, batch in zip(models, batches)]
+        with lowtide.apply(models[0], plans[0]), lowtide.apply(models[1], plans[1]):
+            losses = [run_step(model, batch, None)[0] for model, batch in zip(models, batches)]
+            for loss in losses:
+                loss.backward()
+        for want, model, loss in zip(expected, models, losses):
+            assert differing(want, outcome(model, loss)) == []
+
+
+def test_a_model_split_over_two_devices_is_refused_by_name(device):
+    model = nn.Sequential(nn.Linear(8, 8, device="standin:0"), nn.Linear(8, 8, device="standin:1"))
+    for attempt in (lambda: lowtide.fit(model, budget="50%"), lambda: lowtide.trace(model, batch_on(width=8))):
+        with pytest.raises(UnsupportedModelError, match=r"on \['standin:0', 'standin:1'\]: a plan is for one device"):
+            attempt()
+
+
+def test_memory_that_runs_out_in_a_rehearsal_is_answered_with_real_steps_and_leaves_nothing(device):
+    model, batch = residual(8, 256).to("standin"), batch_on(rows=2048, width=256)
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    # So little that not even gradients fit.
+    with device.capacity(torch.accelerator.memory_reserved() + 2 * MIB):
+        fit = lowtide.fit(model, batch, budget="1GiB", offload=NO_HOST)
+    assert [r for r in fit.status().reasons if r.startswith("not rehearsed, planned from real steps instead: memory")]
+    fit.remove()
+    del fit
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+
+
+def test_verify_compares_fewer_rows_where_the_plain_step_does_not_fit(device):
+    model, batch = residual(2, 64).to("standin"), batch_on(rows=4096)
+    plan = drop_everything(lowtide.trace(model, batch))
+    torch.accelerator.empty_cache()
+    # What is free is enough by its size, and too little in the pieces in which it is given.
+    # Ops that take long on the device's clock are timed with few calls.
+    with device.capacity(plan.plain_peak_bytes + 4 * MIB), device.times(op_ms=5.0):
+        proof = lowtide.verify(model, batch, plan, rounds=0)
+    assert proof.equal and "the plain step does not fit: compared on" in proof.note
+
+
+@pytest.mark.parametrize("free_mib", [48, 28])
+def test_an_automatic_budget_trains_where_memory_is_in_pieces(device, free_mib):
+    model, batch = residual(6, 128).to("standin"), batch_on(rows=1024, width=128)
+    kept = [torch.empty(6 * MIB, dtype=torch.uint8, device="standin") for _ in range(6)]
+    expected = plain(model, batch)
+    del kept[::2]  # holes in the segments
+    with device.schedule(LATE, LATE), device.capacity(torch.accelerator.memory_allocated() + free_mib * MIB):
+        fit = lowtide.fit(model, budget="auto", offload=NO_HOST)
+        for _ in range(3):
+            model.zero_grad()
+            torch.manual_seed(7)
+            loss = fit.run(stepped, batch)
+        assert differing(expected, outcome(model, loss)) == []
+        fit.remove()
+    assert len(kept) == 3
+
+
+def stepped(model, batch):
+    loss = run_step(model, batch, None)[0]
+    loss.backward()
+    return loss.detach()
+
+
+def test_with_the_accelerator_as_default_device_a_step_is_measured_on_it(device):
+    with torch.device("standin"):
+        model, batch = mlp(2, 32), torch.randn(64, 32)
+        plan = drop_everything(lowtide.trace(model, batch))
+        assert plan.device == "standin" and differing(plain(model, batch), planned(model, batch, plan)) == []
+    assert peak_bytes(lambda: torch.empty(100, device="standin"), "standin") == 512
+
+
+def test_what_is_held_unused_can_be_allocated(device):
+    from lowtide.device.memory import available_bytes
+
+    with device.capacity(64 * MIB):
+        torch.empty(40 * MIB, dtype=torch.uint8, device="standin")
+        held = torch.empty(8 * MIB, dtype=torch.uint8, device="standin")
+        assert torch.accelerator.memory_reserved() >= 40 * MIB
+        assert available_bytes("standin") == 64 * MIB - held.nbytes

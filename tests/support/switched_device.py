@@ -1,0 +1,65 @@
+"""The whole suite with another default device: what ``pytest --device standin`` does, and what is left out there.
+
+A test that names no device then makes its tensors on the accelerator, whose streams run late. ``LEFT_OUT`` has the
+tests that cannot run so, by the beginning of their id, each with its reason.
+"""
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from accelerator.schedules import LATE
+from support.not_on_the_accelerator import LEFT_OUT
+
+from lowtide.measurement import allocator
+
+
+def switch_to(name: str) -> ModuleType:
+    """Make ``name`` the default device, with streams that run late. Only the tests' own accelerator is known."""
+    if name != "standin":
+        raise pytest.UsageError(f"--device {name}: the only device here that tests may be switched to is standin")
+    device = importlib.import_module("accelerator.device")
+    torch.set_default_device(name)
+    for measure in (allocator.peak_bytes, allocator.measuring):  # tests that name no device mean the default
+        measure.__defaults__ = tuple(name if default == "cpu" else default for default in measure.__defaults__ or ())
+    return device
+
+
+def reason_to_leave_out(node_id: str) -> str:
+    """Why this test cannot run with the default device switched; "" if it can."""
+    return next((reason for start, reason in LEFT_OUT.items() if node_id.startswith(start)), "")
+
+
+class Switched:
+    """A pytest plugin: runs each test on ``device`` and counts the tests that started work there."""
+
+    def __init__(self, device: ModuleType) -> None:
+        self._device = device
+        self.on_device = self.elsewhere = self.left_out = 0
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        if reason := reason_to_leave_out(item.nodeid.removeprefix("tests/")):
+            item.add_marker(pytest.mark.host_only(reason))
+        if marker := item.get_closest_marker("host_only"):
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+            self.left_out += 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        before = self._device.launched()
+        with self._device.schedule(LATE, LATE):
+            result = yield
+        if self._device.launched() > before:
+            self.on_device += 1
+        else:
+            self.elsewhere += 1
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        asked = self.on_device + self.left_out
+        terminalreporter.write_line(
+            f"{self.on_device} tests ran on the accelerator, {self.elsewhere} touched no tensor of it, {self.left_out} "
+            f"were left out: {self.on_device / max(asked, 1):.0%} of those that touch tensors, or more"
+        )
