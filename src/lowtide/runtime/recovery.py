@@ -82,7 +82,7 @@ class Recovery:
             gc.collect()
             release_cached_memory()
         if tried:  # less did not help: later steps, which may need less memory, are not to pay for it
-            self._watcher.cap_budget(self._budget.a_tenth_below(limit))
+            self._watcher.memory.cap(self._budget.a_tenth_below(limit))
         first.add_note(_note(tried, why_not))
         if held:
             first.add_note(held)

@@ -20,23 +20,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.device.out_of_memory import is_out_of_memory, missing_bytes, tried_bytes
+from lowtide.device.out_of_memory import is_out_of_memory
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
-from lowtide.runtime.memory_held import held_by_plan, held_now
 from lowtide.runtime.past_training import PastTraining
 from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep, num_nodes
 from lowtide.runtime.planner_process import PlannerProcess
-from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Counters
+from lowtide.runtime.step_memory import StepMemory
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
 from lowtide.tape.online.room import ExpectedBytes
@@ -49,7 +48,6 @@ from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.sharding.units import is_gathered_once
 from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
-from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _MOST_FOUND_GATHERED = 3  # then an evaluation comes before every step, perhaps
@@ -64,6 +62,7 @@ class StepWatcher:
     Attributes:
         shelf: The plans at hand.
         counters: What went by so far.
+        memory: What steps may take, and took.
         recovers: ``Recovery`` runs the present step, and sees to it when memory runs out.
     """
 
@@ -81,14 +80,13 @@ class StepWatcher:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self._options, self._budget = weakref.ref(model), options, budget
-        self._reasons, self._say, self._say_latest = reasons, reasons.say, reasons.say_latest
+        self._reasons, self._say = reasons, reasons.say
         self.shelf = PlanShelf(model, options, planner, tiers, reasons)
         self._was_sharded = self.shelf.is_sharded
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
         self.recovers = False
-        self._pressure = MemoryPressure(budget)
-        self._times_out_of_memory = 0
+        self.memory = StepMemory(budget, self.shelf, self.counters, reasons)
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self._thread: threading.Thread | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
@@ -101,7 +99,6 @@ class StepWatcher:
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._is_called = False  # the model runs, as part of the present step
         self._end_part: Callable[[], None] | None = None  # of the region that is open
-        self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
         self._spoiled = False  # the step failed, or mixes with another: no plan comes of it
         # Of the present step, though something still holds its graph:
         self._num_backwards = 0  # that ran
@@ -348,7 +345,7 @@ class StepWatcher:
     def _begin_step(self, model: nn.Module, shape: CallShape, batch: object) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
-        self._follow_free_memory(model)
+        self.memory.follow_free_memory(model)
         self.checkpointing.switch_off()
         self._step = None
         if sharded := self._sharded_since_fit(model):
@@ -526,7 +523,7 @@ class StepWatcher:
         model = self._model()
         assert watch is not None and seam is not None
         self._close_seam(seam)
-        self._note_peak(watch)
+        self.memory.note_peak(watch)
         if watch.checkpointed:
             self._say(
                 f"{watch.checkpointed} is checkpointed (torch.utils.checkpoint): backward runs its Python again, and "
@@ -556,25 +553,6 @@ class StepWatcher:
             return "an evaluation before the last step had parameters gathered: the next step is watched"
         return ""
 
-    def _note_peak(self, watch: OnlineTape) -> None:
-        if self.shelf.is_sharded:  # what is gathered is not all seen to come and go
-            return
-        peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
-        self.counters.observed_peak_bytes = max(self.counters.observed_peak_bytes or 0, peak)
-        # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
-        over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))
-        if over <= self._over_bytes:
-            return
-        reason = (
-            f"a step that ran online took up to {format_bytes(over)} more than the budget: it is the least "
-            "that letting go and making again could reach"
-        )
-        if self._over_bytes:  # one reason, whatever the number: every step may have another
-            self._reasons.correct(self._over_reason, reason)
-        else:
-            self._say(reason)
-        self._over_bytes, self._over_reason = over, reason
-
     # -- memory ---------------------------------------------------------------------------------------------
 
     def lower_budget(self, error: BaseException, attempt: int = 0) -> int | None:
@@ -589,11 +567,8 @@ class StepWatcher:
             The budget in bytes; None: it was the least already, and stays.
         """
         try:
-            lowered = self._lowered_for(error, attempt)
-            if lowered is not None:
-                self._times_out_of_memory += 1
-                self.cap_budget(lowered)
-            return lowered
+            shape = self._shapes[0] if self._shapes else None
+            return self.memory.lower(error, attempt, self._step, self._watch, shape)
         except Exception as own:
             self._fail(own)
             return None
@@ -601,9 +576,7 @@ class StepWatcher:
     def what_held(self) -> str:
         """What the present step holds, by module, for whoever reads the error that ended it; "" if nobody knows."""
         try:
-            if self._watch is not None:
-                return held_now(self._budget.resident_bytes, self._watch.live.by_module())
-            return "" if self._step is None else held_by_plan(self._step.plan)
+            return self.memory.what_held(self._step, self._watch)
         except Exception as own:
             self._fail(own)
             return ""
@@ -612,29 +585,9 @@ class StepWatcher:
         if held := self.what_held():
             error.add_note(held)
 
-    def _lowered_for(self, error: BaseException, attempt: int) -> int | None:
-        budget = self._budget
-        used = budget.limit_bytes
-        if self._step is not None:
-            used = self._step.plan.predicted_peak_bytes
-        elif self._watch is not None:
-            used = budget.resident_bytes + self._watch.live.now + tried_bytes(error)
-        lowered = budget.lower(used, missing_bytes(error, budget.device), attempt)
-        least = self.shelf.least_bytes.get(self._shapes[0]) if self._shapes else None
-        if least is not None:
-            lowered = max(lowered, least)
-        return lowered if budget.resident_bytes < lowered < budget.limit_bytes else None
-
-    def cap_budget(self, budget_bytes: int) -> None:
-        """Steps take no more than that from now on."""
-        self._budget.cap(budget_bytes)
-        self.shelf.change_budget(budget_bytes)
-        times = "" if self._times_out_of_memory == 1 else f" {self._times_out_of_memory} times"
-        self._say_latest("out of memory", f"out of memory{times}: the budget is {format_bytes(budget_bytes)} now")
-
     def spare_bytes(self) -> int:
         """What the present step leaves of the budget, as far as a plan says."""
-        return 0 if self._step is None else self._budget.limit_bytes - self._step.plan.predicted_peak_bytes
+        return self.memory.spare_bytes(self._step)
 
     def abandon_step(self) -> None:
         """What has begun is no step: nobody runs its backward any more."""
@@ -651,14 +604,6 @@ class StepWatcher:
             return False
         parameters = {id(p) for p in model.parameters()}
         return any(id(leaf) in parameters for leaf in leaves_of(roots))
-
-    def _follow_free_memory(self, model: nn.Module) -> None:
-        moved = self._pressure.new_budget_bytes(model)
-        if moved is not None:
-            self._budget.move_to(moved)
-            self.shelf.change_budget(moved)
-            most = format_bytes(self._budget.most_bytes or moved)
-            self._say_latest("pressure", f"free memory has changed: the budget is {format_bytes(moved)} of {most}")
 
     # -- what went wrong ------------------------------------------------------------------------------------
 
