@@ -529,6 +529,7 @@ class StepWatcher:
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
+        self._reasons.say_kept(graph)
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
     def _note_peak(self, watch: OnlineTape) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from lowtide.device.names import autocast_types
+from lowtide.tracing import function_calls
 from lowtide.tracing.fsdp.observer import FsdpObserver, observe_units
 from lowtide.tracing.operators import tensors_in
 
@@ -39,6 +40,7 @@ class CallObserver(Protocol):
     def enter(self, path: str) -> None: ...
     def leave(self) -> None: ...
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
+    def function(self, call: function_calls.ObservedFunctionCall) -> Any: ...
     @property
     def fsdp_observer(self) -> FsdpObserver | None: ...
 
@@ -134,9 +136,11 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
     stop_observing = observe_units(model, thread_state)
+    stop_seeing_functions = function_calls.install(thread_state)
 
     def undo() -> None:
         stop_observing()
+        stop_seeing_functions()
         for reference, call, before in placed:
             module = reference()
             if module is not None and module._compiled_call_impl is call:

@@ -25,9 +25,11 @@ from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
 from lowtide.tracing.fsdp.recording import OF_THE_SHARDING, FsdpRecording
+from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.opaque_calls import OpaqueCalls
 from lowtide.tracing.operators import (
     COMMUNICATES,
     OVERWRITERS,
@@ -75,8 +77,14 @@ class Recorder(TorchDispatchMode):
         region: str,
         restores_parameters: bool = True,
         kernel_facts: KernelFacts | None = None,
+        proves_calls: bool = True,
     ) -> None:
-        """``kernel_facts``: where there is no memory to look at; else each signature's first run is watched."""
+        """Record what runs under the mode, or is given to ``record``.
+
+        Args:
+            kernel_facts: Where there is no memory to look at; else each signature's first run is watched.
+            proves_calls: A call of a Function that is one op runs again at once; its backward is one op, too.
+        """
         super().__init__()
         self._device = device
         self._kernel_facts = kernel_facts
@@ -92,7 +100,16 @@ class Recorder(TorchDispatchMode):
         )
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
-        self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments)
+        self.functions = OpaqueCalls(
+            self.builder,
+            self.live,
+            device,
+            proves=proves_calls,
+            open_in_backward=self._compiled.open_in_backward,
+            why_fixed=self._why_fixed,
+            note_made=self.sums.add_made,
+        )
+        self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments, self.functions.stored)
         self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
         self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
         self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
@@ -103,6 +120,10 @@ class Recorder(TorchDispatchMode):
     def observe_fsdp(self, model: nn.Module) -> None:
         """``model`` is sharded by FSDP."""
         self.fsdp_observer = self.hooks.fsdp = FsdpRecording(self.builder, self.live, model)
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        """A call of a custom autograd Function."""
+        return call.run() if self._kernel_facts is not None else self.functions.record(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -163,6 +184,7 @@ class Recorder(TorchDispatchMode):
         if backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
         self._add_op(func, args, result, reads, writes, reason, signature, rng_bytes, backward=backward)
+        self.functions.note_op(result, to_write)
         return result
 
     def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:

@@ -35,6 +35,7 @@ from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_pla
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
 from lowtide.tracing.fsdp.observer import PauseDuringFsdp
+from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.operators import (
     OVERWRITERS,
     UNINITIALISED,
@@ -142,6 +143,10 @@ class OnlineTape(TorchDispatchMode):
         for tensor in tensors_in(result):
             self._count(tensor)
         return result
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        """A call of a custom autograd Function: its operators are seen one by one, what its kernels make is kept."""
+        return call.run()
 
     def pause(self) -> None:
         self._pauses += 1
