@@ -89,6 +89,26 @@ class LinkUse:
         return f"  {format_bytes(self.bytes):>11}  {name:<11} |{bar}| busy {self.busy_ms:.1f} ms{waits}"
 
 
+@dataclass(frozen=True)
+class FunctionGroup:
+    """Calls of one autograd Function whose kernels no dispatcher sees: each call is one op.
+
+    Attributes:
+        stored_bytes: What autograd stores of what they make.
+        kept_bytes: So much of that is saved under any plan, for the reason ``why_kept``.
+    """
+
+    name: str
+    num_calls: int
+    stored_bytes: int
+    kept_bytes: int = 0
+    why_kept: str = ""
+
+    def __str__(self) -> str:
+        kept = f": {format_bytes(self.kept_bytes)} always saved, it {self.why_kept}" if self.why_kept else ""
+        return f"{self.num_calls} x {self.name}{kept}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What a plan knows of its own step beyond the decisions; enough to explain it without the graph.
@@ -100,6 +120,8 @@ class Evidence:
         other_bytes: The rest: smaller holders, workspace, generator state.
         ms_per_byte: What one more byte of budget takes off the time bound, for small changes; None without a budget.
         links: What each direction of a link to another tier carries.
+        functions: Calls whose kernels no dispatcher sees, most stored bytes first. Of ``stored_bytes``, which autograd
+            stores in all, a replay of single operators does not reach what they make.
     """
 
     when: str
@@ -109,13 +131,16 @@ class Evidence:
     other_bytes: int = 0
     ms_per_byte: float | None = None
     links: tuple[LinkUse, ...] = ()
+    functions: tuple[FunctionGroup, ...] = ()
+    stored_bytes: int = 0
 
     @staticmethod
     def from_dict(body: Any) -> "Evidence":
         """What ``asdict`` made of one. Raises: TypeError, KeyError: it is something else."""
         holders = tuple(PeakGroup(**holder) for holder in body["holders"])
         links = tuple(LinkUse(**{**link, "shares": tuple(link["shares"])}) for link in body["links"])
-        return Evidence(**{**body, "holders": holders, "links": links})
+        functions = tuple(FunctionGroup(**group) for group in body.get("functions", ()))
+        return Evidence(**{**body, "holders": holders, "links": links, "functions": functions})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +163,8 @@ class Explanation(Evidence):
 
     def __str__(self) -> str:
         links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
-        lines = (*self._peak(), *self._reserved(), *filter(None, [self.price()]), *links, *self._decisions())
+        price = filter(None, [self.price()])
+        lines = (*self._peak(), *self._reserved(), *price, *links, *self._decisions(), *self._functions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
 
     def _peak(self) -> list[str]:
@@ -169,6 +195,14 @@ class Explanation(Evidence):
         saved_ms = min(self.ms_per_byte * size, self.ms_per_gib)
         takes = f"one more {unit} takes at most {saved_ms:.3g} ms off the step"
         return takes if self.ms_per_byte else "more memory buys no time"
+
+    def _functions(self) -> list[str]:
+        if not self.functions:
+            return []
+        size = sum(f.stored_bytes for f in self.functions)
+        share = 100 * size / max(self.stored_bytes, 1)
+        lines = [f"made by kernels that no dispatcher sees: {share:.0f} % of what is stored"]
+        return lines + [f"  {format_bytes(f.stored_bytes):>11}  {f}" for f in self.functions]
 
     def _decisions(self) -> list[str]:
         if not self.decisions:

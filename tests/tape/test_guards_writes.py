@@ -402,23 +402,15 @@ def test_a_refilled_batch_is_replayed_wrongly_without_the_guard(monkeypatch):
 # -- writes the dispatcher cannot see, kernels that differ: the rehearsal ---------------------------------------------
 
 
-class ByPointer(torch.autograd.Function):
-    """Fills its result through NumPy: the dispatcher only sees ``zeros_like``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        out.numpy()[:] = np.sin(x.numpy())
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g * ctx.saved_tensors[0]
+def by_pointer(x: torch.Tensor) -> torch.Tensor:
+    """Fills a factor through NumPy: the dispatcher only sees ``zeros_like``."""
+    out = torch.zeros_like(x.detach())
+    out.numpy()[:] = np.sin(x.detach().numpy())
+    return x * out
 
 
 INVISIBLE = {
-    "aten.zeros_like.default": Net(lambda self, x: self.layers[1](ByPointer.apply(self.layers[0](x)))),
+    "aten.zeros_like.default": Net(lambda self, x: self.layers[1](by_pointer(self.layers[0](x)))),
     "lowtide_tests.noisy.default": Net(
         lambda self, x: self.layers[1](self.layers[0](x) * torch.ops.lowtide_tests.noisy(x))
     ),
@@ -479,26 +471,18 @@ def test_an_op_whose_kernel_differs_is_saved_even_where_nothing_was_rehearsed(mo
     assert trained_under_fit(INVISIBLE["lowtide_tests.noisy.default"], torch.randn(4, 8), monkeypatch)[0] == []
 
 
-class Shuffles(torch.autograd.Function):
-    """Swaps rows of its result through NumPy: the sum of its words stays."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        out = x.sin()
-        out.numpy()[:] = out.numpy()[::-1].copy()
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g * ctx.saved_tensors[0]
+def shuffled(x: torch.Tensor) -> torch.Tensor:
+    """Swaps rows of a factor through NumPy: the sum of its words stays."""
+    out = x.detach().sin()
+    out.numpy()[:] = out.numpy()[::-1].copy()
+    return x * out
 
 
 @pytest.mark.parametrize("by_place", [True, False])
 def test_a_rehearsal_finds_words_that_change_places(by_place, monkeypatch):
     if not by_place:
         monkeypatch.setattr(tape, "fingerprint", storage_bits.sum_of_words)
-    model = Net(lambda self, x: self.layers[1](Shuffles.apply(self.layers[0](x))))
+    model = Net(lambda self, x: self.layers[1](shuffled(self.layers[0](x))))
 
     differs, _ = trained_under_fit(model, torch.randn(4, 8), monkeypatch)
 
@@ -521,7 +505,7 @@ def test_ops_that_read_what_differed_are_not_blamed(told_apart, monkeypatch):
     if not told_apart:
         differs = recipes.Recipe._differs
         monkeypatch.setattr(recipes.Recipe, "_differs", lambda self, value, spoilt: differs(self, value, False))
-    model = Net(lambda self, x: self.layers[1](ByPointer.apply(self.layers[0](x)).exp().sin()))
+    model = Net(lambda self, x: self.layers[1](by_pointer(self.layers[0](x)).exp().sin()))
 
     _, warnings = trained_under_fit(model, torch.randn(4, 8), monkeypatch)
 

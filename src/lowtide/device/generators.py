@@ -1,7 +1,7 @@
 """Default random generators of devices: their states, got and set."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,21 @@ class GeneratorStates:
     def restore(self) -> None:
         for device, state in self._states:
             set_state(device, state)
+
+    def have_moved(self) -> bool:
+        """Whether one of the generators has another state now."""
+        return any(not torch.equal(state_of(device), state) for device, state in self._states)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the generators have these states; afterwards, the present ones again."""
+        now = [(device, state_of(device)) for device, _ in self._states]
+        self.restore()
+        try:
+            yield
+        finally:
+            for device, state in now:
+                set_state(device, state)
 
 
 def state_of(device: torch.device) -> torch.Tensor:

@@ -49,7 +49,7 @@ _SLOW_S = 0.5  # an op this slow is sampled once
 _SAMPLE_S = 0.0005  # calls shorter than this are repeated inside a sample: clocks and events have a grain
 _MAX_CALLS = 50
 _COPY_BYTES = 1 << 25
-_SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: some of a last-level cache survives it
+SWEPT_BYTES = 1 << 24  # about what a step moves between two uses of a tensor: some of a last-level cache survives it
 _CACHED_BYTES = 1 << 18  # calls on less than this cost what the dispatcher costs, wherever their data is
 _REBUILDING_BYTES = 1 << 18  # what making one op's inputs may take besides them
 _MODE_CALLS = 400
@@ -208,8 +208,8 @@ class _Clock:
             self._swept = torch.zeros(0, dtype=torch.uint8, device="cpu")
 
     def sweep(self) -> None:
-        left_bytes = _SWEPT_BYTES if self._memory_bytes is None else self._memory_bytes - self._taken_bytes
-        size = max(0, min(_SWEPT_BYTES, left_bytes))
+        left_bytes = SWEPT_BYTES if self._memory_bytes is None else self._memory_bytes - self._taken_bytes
+        size = max(0, min(SWEPT_BYTES, left_bytes))
         if self._swept.numel() < size:
             self._swept = torch.zeros(0, dtype=torch.uint8, device="cpu")  # not two at once
             self._swept = torch.zeros(size, dtype=torch.uint8, device="cpu")

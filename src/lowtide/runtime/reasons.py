@@ -2,9 +2,13 @@
 
 import logging
 
+from lowtide.graph.function_ops import function_groups
+from lowtide.graph.step_graph import StepGraph
 from lowtide.tape.program import TapedOp
+from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
+_TOLD_SHARE = 0.01  # of what a Function's calls store; a loss outside the model, for example, is less
 
 
 class Reasons:
@@ -41,5 +45,14 @@ class Reasons:
         self.lines[:] = [reason if line == before else line for line in self.lines]
 
     def say_saved(self, op: TapedOp) -> None:
-        """A replay of ``op`` gave other bits."""
-        self.say(f"{op.name} in {op.where or 'the model'} gives other bits when it runs again: saved from now on")
+        """A replay of ``op`` gave other bits, or its proof found something else."""
+        why = next(filter(None, op.calls.values()), "gives other bits when it runs again")
+        self.say(f"{op.name} in {op.where or 'the model'} {why}: saved from now on")
+
+    def say_kept(self, graph: StepGraph) -> None:
+        """Calls of autograd Functions that no plan of ``graph`` may run again."""
+        for group in function_groups(graph):
+            if group.why_kept and group.kept_bytes >= _TOLD_SHARE * group.stored_bytes:
+                self.say(
+                    f"{group.name} {group.why_kept}: the {format_bytes(group.kept_bytes)} that its calls store stay"
+                )

@@ -13,6 +13,7 @@ from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tape import attach
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call
+from lowtide.tracing.function_calls import ObservedFunctionCall
 
 
 @contextmanager
@@ -93,6 +94,9 @@ class _WatchedRegion:
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         return run()
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        return call.run()
 
     @property
     def sharding_observer(self) -> None:

@@ -542,6 +542,7 @@ class StepWatcher:
             self.counters.why_not_planned = why
             return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
+        self._reasons.say_kept(graph)
         self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:

@@ -30,6 +30,7 @@ from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
+from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.sharding.observer import PauseDuringSharding
@@ -54,8 +55,9 @@ class WatchedStep(OnlineTape):
 
     def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
         super().__init__(model, budget_bytes, expected)
-        self.recorder = Recorder(device_of(model), region="step", restores_parameters=False)
+        self.recorder = Recorder(device_of(model), region="step", restores_parameters=False, proves_calls=False)
         self._builder, self._storages = self.recorder.builder, self.recorder.live
+        self.recorder.functions.on_error = self.stop_recording
         self._assignments = None  # the recorder looks
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
@@ -98,6 +100,9 @@ class WatchedStep(OnlineTape):
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         self.stop_recording(UnsupportedModelError(f"{path or 'the model'} is compiled"))
         return super().opaque(path, module, run, inputs)
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        return self.recorder.function(call)
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
         self._poll()
@@ -239,6 +244,7 @@ class WatchedStep(OnlineTape):
     def _milliseconds(self, graph: StepGraph) -> list[float]:
         seconds = {**self._first_s, **self._seconds}
         by_signature = {signature: 1e3 * statistics.median(times) for signature, times in seconds.items()}
+        by_signature |= graph.recorded_ms
         op_ms = [by_signature.get(op.signature, 0.0) for op in graph.ops]
         for op in graph.ops:
             if op.completes_inplace is not None:  # the two are replayed together

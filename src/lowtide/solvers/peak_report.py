@@ -5,6 +5,7 @@ from typing import Any
 
 from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
 from lowtide.graph.facts import step_facts
+from lowtide.graph.function_ops import function_groups
 from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
@@ -36,6 +37,8 @@ def evidence(graph: StepGraph, candidate: Candidate, timeline: Timeline, ms_per_
         other_bytes=other,
         ms_per_byte=ms_per_byte,
         links=_links(timeline),
+        functions=function_groups(graph),
+        stored_bytes=sum(graph.storages[s].bytes for s in graph.stored),
     )
 
 

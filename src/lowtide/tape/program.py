@@ -4,21 +4,37 @@ What running ops twice has proven of them belongs to the program.
 """
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
+from lowtide.tracing.function_calls import WatchedFunctions, name_of, run_again
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 from lowtide.tracing.sharding import recording as sharding_recording
+
+
+class OneOp(NamedTuple):
+    """Stands for the operator of an op that is a call of an autograd Function."""
+
+    function: type
+    name: str
+    namespace: str = "function"
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class TapedOp:
     """One forward op of the plan."""
 
     __slots__ = (
-        "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves", "moves_completed",
-        "name", "num_dropped_inputs", "number", "proven", "random", "transient_replays", "uninitialised", "where",
+        "calls", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
+        "moves_completed", "name", "num_dropped_inputs", "number", "proven", "random", "transient_replays",
+        "uninitialised", "where",
     )  # fmt: skip
+
+    func: Any
+    kernel: Any
 
     def __init__(self, number: int, name: str, where: str, dynamic: bool, num_dropped_inputs: int) -> None:
         self.number, self.name, self.where = number, name, where
@@ -31,6 +47,7 @@ class TapedOp:
         self.completes_inplace: TapedOp | None = None  # the op whose dropped output this in-place op completes
         self.transient_replays = 0  # how many may precede the final replay
         self.proven = False  # it has run twice and given the same bits
+        self.calls: dict[tuple, str] = {}  # of a Function that is one op: why each kind of call must be saved, or ""
 
     def bind(self, func: Any) -> bool:
         """Take ``func`` as the operator if it has the planned name, which was unknown when the plan was loaded."""
@@ -38,6 +55,12 @@ class TapedOp:
             return False
         self._set_operator(func)
         return True
+
+    def is_call_of(self, function: type) -> bool:
+        """Whether it is a call of the autograd Function ``function``, as one op."""
+        if self.func is None and self.name == name_of(function):
+            self.func, self.kernel = OneOp(function, self.name), run_again
+        return isinstance(self.func, OneOp) and self.func.function is function
 
     def _set_operator(self, func: Any) -> None:
         self.func = func  # None if it is not registered yet
@@ -73,10 +96,12 @@ class PlanProgram:
 
     Attributes:
         num_ops_before_model: Ops of the step itself before its first call of the model.
+        functions: Of the calls that are one op.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
+        self.functions = WatchedFunctions()
         self.max_inflight_bytes = plan.max_inflight_bytes
         self.calls = [TapedCall(frame.path) for frame in plan.frames]
         self.root = self.calls[0]

@@ -17,6 +17,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C._autograd import _get_current_graph_task_keep_graph as graph_task_keeps_graph
 from torch.nn import Parameter
 
+from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
@@ -55,7 +56,7 @@ class Recipe(Value):
         self.transient_replays = op.transient_replays
         self.tensor = None
         self.outputs: Sequence[weakref.ref[Value]] | None = None
-        self.rng: GeneratorState | None = None
+        self.rng: GeneratorState | GeneratorStates | None = None
         self._inplace_ops: tuple[_InplaceOp, ...] = ()
         if op.may_skip_arguments and (skipped := omitted_in_replay(op.func, tuple(args))):
             args = [None if i in skipped else a for i, a in enumerate(args)]
@@ -111,6 +112,12 @@ class Recipe(Value):
         self.inputs = tuple(inputs)
         self._inplace_ops = (*self._inplace_ops, _InplaceOp(func, positional, named, rng))
         value.output_ref = lambda: None  # the op may have changed the tensor's metadata (``t_``)
+
+    def holds_dropped(self, num_inputs: int) -> bool:
+        """Whether so many of its inputs are dropped, as planned; else it would hold what the plan counts as freed."""
+        if len(self.inputs) < num_inputs:
+            return False
+        return num_inputs < 2 or len(set(self.inputs)) >= num_inputs
 
     def inputs_later_than(self, args: tuple, kwargs: dict) -> bool:
         """Whether an argument is made by a later op: replayed in program order, it would be missing."""

@@ -8,7 +8,7 @@ goes on without the plan (``on_divergence``), the rest of the region is theirs.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,8 @@ from torch._C import _storage_Use_Count as use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.generators import GeneratorStates
+from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
@@ -44,6 +46,7 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
+from lowtide.tracing.function_calls import ObservedFunctionCall, stored_and_returned
 from lowtide.tracing.operators import (
     allocated_bytes,
     draws_random_numbers,
@@ -426,8 +429,7 @@ class Tape(SwitchedMode):
         run = self._run
         recipe = Recipe(self._next_number, op, args, kwargs, run)
         self._next_number += 1
-        dropped = op.num_dropped_inputs
-        if dropped and (len(recipe.inputs) < dropped or (dropped > 1 and len(set(recipe.inputs)) < dropped)):
+        if not recipe.holds_dropped(op.num_dropped_inputs):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as freed
             self._diverge()
             return op.kernel(*args, **kwargs)
@@ -436,8 +438,12 @@ class Tape(SwitchedMode):
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), created_on)
             recipe.rng = GeneratorState(device)
         result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
-        if not self._proven(op, args, kwargs, recipe.rng, result):
-            return result
+        if self._proven(op, args, kwargs, recipe.rng, result):
+            self._drop(op, recipe, args, result)
+        return result
+
+    def _drop(self, op: TapedOp, recipe: Recipe, args: Sequence[Any], result: Any) -> None:
+        """Leave ``recipe`` in place of those outputs of ``op`` that the plan drops."""
         single = len(op.drops) == 1
         outputs: list[weakref.ref[Value]] = []
         for output, size in op.drops:
@@ -457,7 +463,7 @@ class Tape(SwitchedMode):
                 value: Value = recipe
                 recipe.begin(output, tensor)
             else:
-                value = Value(recipe, output, tensor, run)
+                value = Value(recipe, output, tensor, self._run)
                 outputs.append(weakref.ref(value))
             attributes[MARK] = value
             self._marked.append(weakref.ref(storage))
@@ -468,9 +474,10 @@ class Tape(SwitchedMode):
                 value.seal = sum_of_words(tensor)
         if not single:
             recipe.outputs = outputs
-        return result
 
-    def _proven(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | None, result: Any) -> bool:
+    def _proven(
+        self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None, result: Any
+    ) -> bool:
         """Whether ``op`` gives the same bits when it runs again at once; if not, it is saved from now on."""
         if self.proves_at_birth is None or op.proven or op.uninitialised:
             return True
@@ -537,7 +544,50 @@ class Tape(SwitchedMode):
         value.version += 1  # autograd counts this write when the call has returned; any other write makes them differ
         return result
 
-    def _move(self, op: TapedOp, result: Any, args: tuple) -> None:
+    def function(self, call: ObservedFunctionCall) -> Any:
+        """A call of a custom autograd Function, which may be planned as one op: then its own operators are not."""
+        if self._backward_began and not self._pauses:
+            self._next_step()
+        planned, at = self._call.planned, self._call.next
+        if self._pauses or planned is None or not (planned.has_actions or self.matches_all) or at >= len(planned.ops):
+            return call.run()
+        op = planned.ops[at]
+        if not op.is_call_of(call.function):
+            return call.run()
+        self._call.next = at + 1
+        self.pause()
+        try:
+            if not (op.drops or op.moves):
+                return call.run()
+            running = CallUnderPlan(op, call)
+            return call.run_watched(self.program.functions, partial(self._record_call, running))
+        finally:
+            self.resume()
+
+    def _record_call(self, running: CallUnderPlan, ctx: Any, output: Any) -> None:
+        """A call has returned, and autograd is about to store what it asks for: drop or move what is planned."""
+        op, tensors = running.op, running.call.tensors
+        results = stored_and_returned(ctx, output)
+        last = max([*(output for output, _ in op.drops), *(move.output for move in op.moves)])
+        if running.writes_inputs(ctx) or last >= len(results):
+            self.counts.mismatched += 1
+            self._diverge()
+            return
+        if op.drops and running.is_proven(results, self._model()):
+            recipe = Recipe(self._next_number, op, (running.how, *tensors), {}, self._run)
+            self._next_number += 1
+            recipe.rng = running.generators_if_moved()
+            if recipe.holds_dropped(op.num_dropped_inputs):
+                self._drop(op, recipe, tensors, results)
+            else:
+                self.counts.mismatched += 1
+                self._diverge()
+        elif op.drops:
+            self._give_up_dropping(op)
+        if op.moves:
+            self._move(op, results, tensors)
+
+    def _move(self, op: TapedOp, result: Any, args: Sequence[Any]) -> None:
         """Start storing those outputs of ``op`` that are to be moved."""
         for move in op.moves:
             tensor = args[0] if op.moves_completed else nth_tensor(result, move.output)
@@ -603,7 +653,7 @@ class Tape(SwitchedMode):
         return packed.unpack(self.unpack) if kind is PackedWrapper else packed()
 
 
-def _is_memory_of_argument(storage: torch.UntypedStorage, args: tuple) -> bool:
+def _is_memory_of_argument(storage: torch.UntypedStorage, args: Sequence[Any]) -> bool:
     """The op returned memory of an argument: an alias that its schema may not declare."""
     try:
         for argument in args:

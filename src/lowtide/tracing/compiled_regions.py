@@ -120,13 +120,20 @@ class CompiledOp:
     ``running`` where it fails.
     """
 
-    def __init__(self, builder: GraphBuilder, live: LiveStorages, device: torch.device, reads: tuple[int, ...]) -> None:
-        self._builder, self._live = builder, live
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        live: LiveStorages,
+        device: torch.device,
+        reads: tuple[int, ...],
+        name: str = NAME,
+    ) -> None:
+        self._builder, self._live, self._name = builder, live, name
         self._first_event = len(builder.events)
         self._number = builder.begin_op()
-        self._makes: list[int] = []
+        self.makes: list[int] = []  # storages
         self._backward = torch._C._current_graph_task_id() != -1
-        builder.ops.append(Op(self._number, NAME, builder.frame, self._backward, reads, ()))
+        builder.ops.append(Op(self._number, name, builder.frame, self._backward, reads, ()))
         self._start_s = time.perf_counter()
         self.running = ExitStack()
         self._counter = self.running.enter_context(measuring(device))
@@ -134,14 +141,18 @@ class CompiledOp:
     def id_of(self, tensor: torch.Tensor) -> int | None:
         """As ``LiveStorages.id_of``, for what autograd stores of the call and what it returns."""
         kind, known = "backward" if self._backward else "activation", len(self._builder.storages)
-        number = self._live.id_of(tensor, kind, op=self._number, output=len(self._makes), fixed=MADE_HERE)
+        number = self._live.id_of(tensor, kind, op=self._number, output=len(self.makes), fixed=MADE_HERE)
         if number == known:
-            self._makes.append(number)
+            self.makes.append(number)
         return number
 
-    def finish(self, made: list[torch.Tensor]) -> None:
-        """End the call and complete the op: its time, what it made, and what the allocator had beyond that."""
-        ms = (time.perf_counter() - self._start_s) * 1e3
+    def finish(self, made: list[torch.Tensor], *, outside_s: float = 0.0) -> None:
+        """End the call and complete the op: its time, what it made, and what the allocator had beyond that.
+
+        Args:
+            outside_s: Seconds since it began that are not its own.
+        """
+        ms = (time.perf_counter() - self._start_s - outside_s) * 1e3
         self.running.close()
         builder = self._builder
         for tensor in made:
@@ -156,7 +167,7 @@ class CompiledOp:
         peak = 0 if self._counter is None else self._counter.peak - total(copies)
         builder.ops[self._number] = replace(
             builder.ops[self._number],
-            makes=tuple(self._makes),
-            workspace_bytes=max(peak - total(self._makes), 0),
-            signature=builder.add_signature({"op": NAME}, recorded_ms=ms),
+            makes=tuple(self.makes),
+            workspace_bytes=max(peak - total(self.makes), 0),
+            signature=builder.add_signature({"op": self._name}, recorded_ms=ms),
         )

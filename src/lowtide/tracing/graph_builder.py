@@ -6,9 +6,19 @@ Plain data. ``Recorder`` fills it from a real step; any other source of ops can 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from lowtide.graph.step_graph import PACK, RUN, Frame, Op, StepGraph, Storage
+from lowtide.graph.function_ops import ELSEWHERE
+from lowtide.graph.step_graph import FREE, PACK, RUN, Frame, Op, StepGraph, Storage
+
+
+class Mark(NamedTuple):
+    """How many there are of each."""
+
+    ops: int
+    events: int
+    storages: int
+    saved: int
 
 
 class GraphBuilder:
@@ -154,6 +164,49 @@ class GraphBuilder:
         op = self.ops[maker]
         reads = tuple(dict.fromkeys((*op.reads, *others)))
         self.ops[maker] = replace(op, reads=reads, rng_bytes=op.rng_bytes + rng_bytes)
+
+    def mark(self) -> "Mark":
+        """Where the record stands now."""
+        return Mark(len(self.ops), len(self.events), len(self.storages), len(self.saved))
+
+    def made_since(self, mark: "Mark") -> list[int]:
+        """Storages made since then that live."""
+        freed = {number for kind, number in self.events[mark.events :] if kind == FREE}
+        return [s for s in range(mark.storages, len(self.storages)) if s not in freed]
+
+    def join_ops(self, mark: "Mark", op: Op, outputs: list[int]) -> None:
+        """``op`` in place of all ops since ``mark``; it makes those of their storages that live.
+
+        What died meanwhile becomes its workspace.
+
+        Args:
+            outputs: The storages of what it returns, by number of the output. What lives besides is saved.
+        """
+        makes = self.made_since(mark)
+        live = peak = 0
+        for kind, number in self.events[mark.events :]:
+            if kind == RUN and number < len(self.ops):
+                live += sum(self.storages[s].bytes for s in self.ops[number].makes)
+                peak = max(peak, live + self.ops[number].workspace_bytes)
+            elif kind == FREE and number >= mark.storages:
+                live -= self.storages[number].bytes
+        made_bytes = sum(self.storages[s].bytes for s in makes)
+        for s in range(mark.storages, len(self.storages)):
+            if s in makes:
+                fixed = self.storages[s].fixed if s in outputs else self.storages[s].fixed or ELSEWHERE
+                output = outputs.index(s) if s in outputs else len(outputs)
+                self.storages[s] = Storage(s, self.storages[s].bytes, "activation", op.id, output, fixed)
+            else:  # nobody sees it any more
+                self.storages[s] = Storage(s, 0, "other")
+            self._unread.discard(s)
+        for readers in self._readers.values():
+            readers[:] = [number for number in readers if number < op.id]
+        del self.ops[mark.ops :]
+        gone = {(FREE, s) for s in range(mark.storages, len(self.storages))}
+        since = [e for e in self.events[mark.events :] if e[0] != RUN and e not in gone]
+        self.events[mark.events :] = [(RUN, op.id), *since]
+        self.ops.append(replace(op, makes=tuple(makes), workspace_bytes=max(peak - made_bytes, 0)))
+        self.add_reads(op.id, op.reads, op.writes)
 
     def unfix(self, storage: int) -> None:
         """Nothing has to save the storage any more."""

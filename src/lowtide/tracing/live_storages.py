@@ -18,6 +18,7 @@ class LiveStorages:
         self._builder = builder
         self._ids: dict[int, int] = {}
         self._references: dict[int, weakref.ref] = {}
+        self._adopted: set[int] = set()
         self._freed: set[int] = set()  # storages that Python has let go while a tape still holds them
 
     def find(self, tensor: torch.Tensor) -> int | None:
@@ -51,6 +52,10 @@ class LiveStorages:
         """``tensor`` holds again what a tape had released of storage ``number``; its death is no event."""
         self._add(tensor.untyped_storage(), number, None)
 
+    def adopt(self, number: int) -> None:
+        """A storage that came from nowhere turned out to be made in the step: its death is an event."""
+        self._adopted.add(number)
+
     def note_free(self, number: int) -> None:
         """Python holds the storage no more; a tape, which does, is no part of the step."""
         if number not in self._freed:
@@ -65,8 +70,9 @@ class LiveStorages:
         def died(_: Any) -> None:
             self._ids.pop(key, None)
             self._references.pop(key, None)
-            if death is not None and number not in self._freed:
-                builder.add_event(*death)
+            event = (FREE, number) if number in self._adopted else death
+            if event is not None and number not in self._freed:
+                builder.add_event(*event)
 
         self._ids[key], self._references[key] = number, weakref.ref(storage, died)
 

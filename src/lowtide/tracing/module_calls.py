@@ -16,6 +16,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from lowtide.device.names import autocast_types
+from lowtide.tracing import function_calls
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.sharding.observer import ShardingObserver, observe_units
 from lowtide.tracing.sharding.zero3 import observe_windows
@@ -40,6 +41,7 @@ class CallObserver(Protocol):
     def enter(self, path: str) -> None: ...
     def leave(self) -> None: ...
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any: ...
+    def function(self, call: function_calls.ObservedFunctionCall) -> Any: ...
     @property
     def sharding_observer(self) -> ShardingObserver | None: ...
 
@@ -135,9 +137,10 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
     stop_observing = observe_units(model, thread_state), observe_windows(model, thread_state)
+    stop_seeing_functions = function_calls.install(thread_state)
 
     def undo() -> None:
-        for stop in stop_observing:
+        for stop in (*stop_observing, stop_seeing_functions):
             stop()
         for reference, call, before in placed:
             module = reference()

@@ -24,9 +24,11 @@ from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
+from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
+from lowtide.tracing.opaque_calls import OpaqueCalls
 from lowtide.tracing.operators import (
     COMMUNICATES,
     OVERWRITERS,
@@ -79,8 +81,14 @@ class Recorder(TorchDispatchMode):
         region: str,
         restores_parameters: bool = True,
         kernel_facts: KernelFacts | None = None,
+        proves_calls: bool = True,
     ) -> None:
-        """``kernel_facts``: where there is no memory to look at; else each signature's first run is watched."""
+        """Record what runs under the mode, or is given to ``record``.
+
+        Args:
+            kernel_facts: Where there is no memory to look at; else each signature's first run is watched.
+            proves_calls: A call of a Function that is one op runs again at once; its backward is one op, too.
+        """
         super().__init__()
         self._device = device
         self._kernel_facts = kernel_facts
@@ -96,7 +104,16 @@ class Recorder(TorchDispatchMode):
         )
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
-        self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments)
+        self.functions = OpaqueCalls(
+            self.builder,
+            self.live,
+            device,
+            proves=proves_calls,
+            open_in_backward=self._compiled.open_in_backward,
+            why_fixed=self._why_fixed,
+            note_made=self.sums.add_made,
+        )
+        self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments, self.functions.stored)
         self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
         self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
         self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
@@ -109,6 +126,10 @@ class Recorder(TorchDispatchMode):
         if not units_of(model) and gathered_parameters_of(model) is None:
             return
         self.sharding_observer = self.hooks.sharding = ShardingRecording(self.builder, self.live, model)
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        """A call of a custom autograd Function."""
+        return call.run() if self._kernel_facts is not None else self.functions.record(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -169,6 +190,7 @@ class Recorder(TorchDispatchMode):
         if backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
         self._add_op(func, args, result, reads, writes, reason, signature, rng_bytes, backward=backward)
+        self.functions.note_op(result, to_write)
         return result
 
     def number_of(self, tensor: torch.Tensor) -> int | None:

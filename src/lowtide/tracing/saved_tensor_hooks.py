@@ -12,7 +12,8 @@ from lowtide.tracing.data_assignments import DataAssignmentGuard
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
-from lowtide.tracing.operators import is_wrapper_type
+from lowtide.tracing.opaque_calls import StoresOfCalls
+from lowtide.tracing.operators import fingerprint, is_wrapper_type
 from lowtide.tracing.sharding.recording import ShardingRecording
 
 _SMALL_BYTES = 1024
@@ -26,17 +27,17 @@ class _Packed:
 
     __slots__ = ("builder", "held", "make", "saved")
 
-    def __init__(self, builder: GraphBuilder, saved: int, tensor: torch.Tensor, *, held: bool) -> None:
+    def __init__(self, builder: GraphBuilder, saved: int, tensor: torch.Tensor, *, held: bool, blank: float) -> None:
         self.builder, self.saved, self.held = builder, saved, held
-        self.make = _maker_of(tensor, held=held)
+        self.make = _maker_of(tensor, held=held, blank=blank)
 
     @never_compiled
     def __del__(self) -> None:
         self.builder.add_event(RELEASE, self.saved)
 
 
-def _maker_of(tensor: torch.Tensor, *, held: bool) -> Callable[[], torch.Tensor]:
-    """What gives backward ``tensor``, a copy or a blank one of the same shape."""
+def _maker_of(tensor: torch.Tensor, *, held: bool, blank: float) -> Callable[[], torch.Tensor]:
+    """What gives backward ``tensor``, a copy or one of the same shape that is ``blank`` everywhere."""
     if held:
         tensor = tensor.detach()
         return lambda: tensor
@@ -47,7 +48,7 @@ def _maker_of(tensor: torch.Tensor, *, held: bool) -> Callable[[], torch.Tensor]
         return tensor.detach().clone().clone
     size, stride, dtype, device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
     elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
-    return lambda: torch.zeros(elements, dtype=dtype, device=device).as_strided(size, stride)
+    return lambda: torch.full((elements,), blank, dtype=dtype, device=device).as_strided(size, stride)
 
 
 class SavedTensorHooks:
@@ -62,8 +63,10 @@ class SavedTensorHooks:
         live: LiveStorages,
         compiled: CompiledRegions,
         assignments: DataAssignmentGuard[int],
+        functions: StoresOfCalls,
     ) -> None:
         self._builder, self._live, self._compiled, self._assignments = builder, live, compiled, assignments
+        self._functions = functions
         self.sharding: ShardingRecording | None = None
 
     @never_compiled
@@ -85,7 +88,9 @@ class SavedTensorHooks:
         if builder.region == "model" and builder.frame == 0:
             builder.fix(number, "stored outside the model")
         with builder.ignoring_ops():
-            return _Packed(builder, saved, tensor, held=builder.storages[number].op is None)
+            # A kernel that multiplies what it was given, in place and unseen, leaves zeros as they are.
+            blank = 1.0 if self._functions.stores else 0.0
+            return _Packed(builder, saved, tensor, held=builder.storages[number].op is None, blank=blank)
 
     @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -94,8 +99,11 @@ class SavedTensorHooks:
         if isinstance(packed, subclasses.PackedWrapper):
             return packed.unpack(self.unpack)
         self._builder.add_event(UNPACK, packed.saved)
-        with self._builder.ignoring_ops():
+        functions = self._functions
+        with self._builder.ignoring_ops(), functions.looking():
             tensor: torch.Tensor = packed.make()
+            if functions.unpacked is not None:
+                functions.unpacked.append((tensor, self._builder.saved[packed.saved], fingerprint(tensor)))
         if packed.held:
             self._builder.add_event(DROP, packed.saved)
         else:

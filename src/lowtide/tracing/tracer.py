@@ -309,7 +309,8 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
             live.id_of(t, "gradient")
     for t in shards_of(model.parameters()):
         live.id_of(t, "parameter")
-    for t in plain_tensors(*model.buffers()):
+    recorder.functions.buffers = list(plain_tensors(*model.buffers()))
+    for t in recorder.functions.buffers:
         live.id_of(t, "buffer")
     for t in plain_tensors(*batch_tensors(batch)):
         number = live.id_of(t, "input")

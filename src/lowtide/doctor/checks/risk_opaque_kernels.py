@@ -9,8 +9,8 @@ from lowtide.units import format_bytes
 CHECK = Check(
     code="LT302",
     severity="info",
-    title="kernels that neither a selective policy nor a plan can see make much of what is stored",
-    symptom="selective checkpointing and lowtide cannot recompute it; whole-layer checkpointing can",
+    title="kernels that no selective policy can see make much of what is stored",
+    symptom="selective checkpointing cannot recompute it; whole-layer checkpointing and lowtide run the calls again",
     source="Triton kernels in autograd Functions: Liger, Unsloth, FLA, TransformerEngine",
     mend="Checkpoint the layers they are in as a whole, or register the kernels as operators (torch.library).",
 )

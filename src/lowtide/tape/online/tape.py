@@ -35,6 +35,7 @@ from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredV
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
+from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.operators import (
     OVERWRITERS,
     UNINITIALISED,
@@ -151,6 +152,10 @@ class OnlineTape(TorchDispatchMode):
         for tensor in tensors_in(result):
             self._count(tensor)
         return result
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        """A call of a custom autograd Function: its operators are seen one by one, what its kernels make is kept."""
+        return call.run()
 
     def pause(self) -> None:
         self._pauses += 1

@@ -1,0 +1,45 @@
+"""A call of an autograd Function that a plan takes as one op: what is known of it before and after it has run."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide.device.generators import GeneratorStates
+from lowtide.tape.program import TapedOp
+from lowtide.tracing.function_calls import CallOfFunction, ObservedFunctionCall, why_not_same
+from lowtide.tracing.operators import fingerprint
+from lowtide.tracing.subclasses import plain_tensors
+
+
+class CallUnderPlan:
+    """Made before the call runs.
+
+    The first call of a kind is proven: it runs again at once, and nothing is dropped unless all is the same.
+    """
+
+    __slots__ = ("_generators", "_inputs", "_key", "call", "how", "op")
+
+    def __init__(self, op: TapedOp, call: ObservedFunctionCall) -> None:
+        self.op, self.call = op, call
+        self.how = CallOfFunction(call.function, call.args)
+        self._generators = GeneratorStates(call.tensors)
+        self._key = self.how.key(call.args)
+        # A kernel may write these unseen; a second run would then find other inputs.
+        self._inputs = None if self._key in op.calls else [fingerprint(t) for t in call.tensors]
+
+    def writes_inputs(self, ctx: Any) -> bool:
+        """Whether it says that it has changed inputs, or is seen to have."""
+        unseen = self._inputs is not None and self._inputs != [fingerprint(t) for t in self.call.tensors]
+        return bool(ctx.dirty_tensors) or unseen
+
+    def is_proven(self, results: list[Tensor], model: nn.Module | None) -> bool:
+        """Whether another run of a call of this kind gives the same."""
+        calls = self.op.calls
+        if self._key not in calls:
+            buffers = [] if model is None else list(plain_tensors(*model.buffers()))
+            calls[self._key] = why_not_same(self.how, self.call.tensors, results, self._generators, buffers)
+        return not calls[self._key]
+
+    def generators_if_moved(self) -> GeneratorStates | None:
+        """The states of random generators before the call, if it has drawn from one."""
+        return self._generators if self._generators.have_moved() else None

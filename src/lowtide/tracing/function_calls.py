@@ -1,0 +1,335 @@
+"""Calls of custom ``torch.autograd.Function``s: seen while a step is recorded or taped, and run again.
+
+What kernels such a Function launches (Triton, C, NumPy) no dispatcher sees. The call itself passes one place,
+``_SingleLevelFunction.apply``: ``Function.apply`` looks it up when it is called, so a bound ``F.apply`` that somebody
+keeps comes by as well. An observer runs the call through a subclass whose ``forward`` tells it what was returned and
+what is to be stored, before autograd stores it. Context, backward and the names of nodes stay those of the Function.
+"""
+
+import enum
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
+from torch._C import _current_graph_task_id as graph_task
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.device.generators import GeneratorStates
+from lowtide.device.names import autocast_types
+from lowtide.graph.function_ops import PREFIX
+from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, tensors_in
+from lowtide.tracing.restore import same_bits
+
+# Told of the context and of what the Function returned.
+Finished = Callable[[Any, Any], None]
+_TENSOR = object()  # in place of a tensor among arguments
+_IMMUTABLE = (
+    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    enum.Enum, type,
+)  # fmt: skip
+# Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
+_NOT_SEEN = ("torch.", "lowtide.", "deepspeed.", "torch_remat.")
+_thread_state: Any = None  # whose ``observer`` is told; as long as somebody wants that
+_installed = 0
+
+
+def name_of(function: type) -> str:
+    """The name of the op that a call of ``function`` is."""
+    return f"{PREFIX}{function.__qualname__.replace('.<locals>', '').replace('.', '_')}.{function.__module__}"
+
+
+class CallOfFunction:
+    """How one call was made: all that running it again needs beside the tensors that it was given.
+
+    Attributes:
+        requires_grad: Of each argument; so the context says of each whether it needs a gradient.
+        autocast: Device type and dtype where autocast was on.
+    """
+
+    __slots__ = ("_arguments", "autocast", "function", "requires_grad")
+
+    def __init__(self, function: type, args: tuple) -> None:
+        self.function = function
+        self._arguments = tuple(_TENSOR if isinstance(a, torch.Tensor) else a for a in args)
+        self.requires_grad = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        self.autocast = tuple(
+            (d, torch.get_autocast_dtype(d)) for d in autocast_types() if torch.is_autocast_enabled(d)
+        )
+
+    def key(self, args: tuple) -> tuple:
+        """What decides which kernels run: equal for calls of which one proves the other. No numbers, which count up."""
+        return (self.function, self.requires_grad, self.autocast, *map(_kind_of, args))
+
+    def arguments(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """The arguments, with ``tensors`` in place of those of the call."""
+        given = iter(tensors)
+        return [
+            (next(given).detach().requires_grad_() if required else next(given)) if a is _TENSOR else a
+            for a, required in zip(self._arguments, self.requires_grad, strict=True)
+        ]
+
+
+class ObservedFunctionCall:
+    """A call that is about to be made; ``run`` makes it."""
+
+    __slots__ = ("args", "function", "tensors")
+
+    def __init__(self, function: Any, args: tuple) -> None:
+        self.function, self.args = function, args
+        self.tensors = [a for a in args if isinstance(a, torch.Tensor)]  # in containers there may be more
+
+    def run(self) -> Any:
+        """What the call returns."""
+        return super(_SingleLevelFunction, self.function).apply(*self.args)  # type: ignore[misc]
+
+    def run_watched(self, watched: "WatchedFunctions", finished: Finished) -> Any:
+        """The same; ``finished`` is called before autograd stores anything of it."""
+        try:
+            return super(_SingleLevelFunction, watched.of(self.function, finished)).apply(*self.args)  # type: ignore[misc]
+        finally:
+            watched.forget()
+
+
+class WatchedFunctions:
+    """Subclasses of Functions that tell what they returned, made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+        self._finished: Finished | None = None  # of the call that runs next
+
+    def of(self, function: Any, finished: Finished) -> Any:
+        """``function`` as a class whose next call tells ``finished``."""
+        self._finished = finished
+        if function not in self._made:
+            self._made[function] = self._subclass(function)
+        return self._made[function]
+
+    def forget(self) -> None:
+        """Nobody is told any more."""
+        self._finished = None
+
+    def _tell(self, ctx: Any, output: Any) -> None:
+        finished = self._finished
+        if finished is not None:
+            self.forget()
+            finished(ctx, output)
+
+    def _subclass(self, function: Any) -> Any:
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = function.forward(ctx, *args)
+            self._tell(ctx, output)
+            return output
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            function.setup_context(ctx, inputs, output)
+            self._tell(ctx, output)
+
+        telling = {"setup_context": setup_context} if _has_setup_context(function) else {"forward": forward}
+        body = {name: staticmethod(method) for name, method in telling.items()}
+        subclass = type(function)(function.__name__, (function,), {**body, "__module__": function.__module__})
+        subclass._backward_cls = function._backward_cls
+        return subclass
+
+
+def _has_setup_context(function: Any) -> bool:
+    return function.setup_context is not _SingleLevelFunction.setup_context
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    observer = _thread_state.observer
+    if (
+        observer is None
+        or kwargs
+        or not torch.is_grad_enabled()  # in another Function's forward, for example: part of that call
+        or graph_task() != -1
+        or cls.__module__.startswith(_NOT_SEEN)
+    ):
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    return observer.function(ObservedFunctionCall(cls, args))
+
+
+# Dynamo leaves this frame alone, and compiles what it calls as ever.
+set_code_exec_strategy(_apply.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def install(thread_state: Any) -> Callable[[], None]:
+    """Let the observer of ``thread_state`` see the calls of Functions; returns the undo."""
+    global _installed, _thread_state
+    if not _installed:
+        _thread_state = thread_state
+        _SingleLevelFunction.apply = classmethod(_apply)
+    _installed += 1
+    done = False
+
+    def undo() -> None:
+        global _installed
+        nonlocal done
+        if not done:
+            done = True
+            _installed -= 1
+            if not _installed:
+                del _SingleLevelFunction.apply
+
+    return undo
+
+
+# -- running a call again ------------------------------------------------------------------------------------------
+
+
+class _StandIn(FunctionCtx):
+    """A context that only takes down what ``forward`` stores."""
+
+    to_save: tuple = ()
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+
+
+def stored_and_returned(ctx: Any, output: Any) -> list[torch.Tensor]:
+    """The tensors that a call stores, then those that it returned: an output of the op is one of these, by number."""
+    return [*tensors_in(ctx.to_save or ()), *tensors_in(output)]
+
+
+def run_again(call: CallOfFunction, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """``stored_and_returned`` of another run of ``call`` on ``tensors``, without a graph; the Function's own errors."""
+    args = call.arguments(tensors)
+    ctx = _StandIn(call.requires_grad)
+    function: Any = call.function
+    with torch.no_grad(), ExitStack() as stack:
+        for device, dtype in call.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+        if _has_setup_context(function):
+            output = function.forward(*args)
+            function.setup_context(ctx, tuple(args), output)
+        else:
+            output = function.forward(ctx, *args)
+    return stored_and_returned(ctx, output)
+
+
+def why_not_same(
+    call: CallOfFunction,
+    tensors: list[torch.Tensor],
+    results: list[torch.Tensor],
+    generators: GeneratorStates,
+    buffers: list[torch.Tensor],
+) -> str:
+    """Run ``call`` again as a replay does; "" if all is the same, else what is not.
+
+    Outputs, what it stores and inputs are compared. Generators and buffers are afterwards as they are now.
+
+    Args:
+        generators: Their states before the call that gave ``results``.
+    """
+    read = [fingerprint(t) for t in tensors]
+    buffers_now = [b.clone() for b in buffers]
+    hosts = HostGenerators()
+    reason = ""
+    with _disable_current_modes(), below_autograd(), torch._C._DisableAutocast(), generators.restored():
+        try:
+            again = run_again(call, *tensors)
+            if len(again) != len(results) or not all(map(same_bits, results, again)):
+                reason = "gives other bits when it runs again"
+        except Exception as error:
+            reason = f"cannot run again ({type(error).__name__}: {error})".splitlines()[0]
+    if hosts.restore_if_moved():
+        reason = "draws from Python's or NumPy's generator"
+    if [fingerprint(t) for t in tensors] != read:
+        reason = "writes its inputs in place"
+    for buffer, before in zip(buffers, buffers_now, strict=True):
+        if not same_bits(buffer, before):
+            reason = "writes a buffer"
+            with torch.no_grad():
+                buffer.data.copy_(before)
+    return reason
+
+
+def why_not_again(function: type, args: tuple) -> str:
+    """What is against a second run of a call, by what it is given and refers to; "" where nothing is."""
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            if type(argument) not in PLAIN_TYPES:
+                return f"is given a {type(argument).__qualname__}"
+        elif not _is_immutable(argument):
+            return f"is given a {type(argument).__qualname__}, which may change before backward"
+    if any(_is_generator(value) for value in _referred_to(function)):
+        return "draws from a generator of its own"
+    return ""
+
+
+def _is_immutable(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_immutable, value))
+    return isinstance(value, _IMMUTABLE)
+
+
+def _is_generator(value: Any) -> bool:
+    numpy_random = sys.modules.get("numpy.random")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy_random is not None:
+        kinds += (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
+    return isinstance(value, kinds)
+
+
+def _referred_to(function: Any) -> Iterator[Any]:
+    """What the Function can draw from without being given it: what its class, closures, globals and helpers hold."""
+    todo: list[Any] = [function.forward, function.setup_context]
+    for base in function.__mro__:
+        if issubclass(base, Function) and base is not Function:
+            todo += vars(base).values()
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        value = inspect.unwrap(value) if callable(value) else value
+        if inspect.isfunction(value) and not value.__module__.startswith(("torch.", "numpy.")):
+            todo += value.__defaults__ or ()
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is empty yet
+                    todo.append(cell.cell_contents)
+            codes = [value.__code__]
+            while codes:  # that of lambdas inside, too
+                code = codes.pop()
+                todo += [value.__globals__[name] for name in code.co_names if name in value.__globals__]
+                codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+
+
+class HostGenerators:
+    """The states of Python's and NumPy's global generators, which no recipe holds."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = sys.modules.get("numpy.random")
+        self._numpy_state: Any = None if self._numpy is None else self._numpy.get_state()
+
+    def restore_if_moved(self) -> bool:
+        """Put them back; whether they had moved."""
+        moved = random.getstate() != self._python
+        if moved:
+            random.setstate(self._python)
+        if self._numpy is not None:
+            now, before = self._numpy.get_state(), self._numpy_state
+            if any((a != b).any() if hasattr(a, "shape") else a != b for a, b in zip(now, before)):
+                self._numpy.set_state(before)
+                moved = True
+        return moved
+
+
+def _kind_of(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.storage_offset() % 64, argument.dtype, argument.device
+    if isinstance(argument, tuple):
+        return tuple(map(_kind_of, argument))
+    by_value = isinstance(argument, _IMMUTABLE) and not isinstance(argument, (float, complex))
+    if type(argument) is int or not by_value:
+        return type(argument)
+    return type(argument), argument
