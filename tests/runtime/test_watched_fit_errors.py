@@ -290,34 +290,6 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
         loop(16)  # without the seals nothing tells
 
 
-@pytest.mark.parametrize("through_data", [False, True])
-@pytest.mark.parametrize("guarded", [True, False])
-def test_writes_between_forward_and_backward_that_a_rehearsal_has_not_seen(through_data, guarded, monkeypatch):
-    """The first real step under a batch's plan replays what is made of a parameter before it is written."""
-
-    def losses(model):
-        for _ in range(3):
-            loss = model(batch_of()).square().mean()
-            with torch.no_grad():
-                (model[0].shift.data if through_data else model[0].shift).add_(0.5)
-            loss.backward()
-            yield loss.item(), [p.grad.clone() for p in model.parameters()]
-            model.zero_grad()
-
-    model = nn.Sequential(Shifted(), Shifted())
-    twin = copy.deepcopy(model)
-    if not guarded:
-        monkeypatch.setattr("lowtide.tape.tape.replay_readers", lambda storage, recipes: 0)
-    with lowtide.fit(model, batch_of(), step=lambda m, x: m(x).square().mean(), method="full") as fit:
-        if guarded or through_data:
-            found = [(a == b and all(map(torch.equal, g, h))) for (a, g), (b, h) in zip(losses(model), losses(twin))]
-            assert all(found) == guarded
-            assert guarded <= (fit.status().planned_steps < 3)
-        else:
-            with pytest.raises(lowtide.ReplayError, match="changed in place"):
-                next(losses(model))
-
-
 def test_a_fitted_model_that_nobody_holds_is_freed(budget):
     model = Layered()
     fit = lowtide.fit(model, budget=budget)

@@ -202,7 +202,7 @@ class StepWatcher:
     def _has_failed(self) -> bool:
         """Whether a call of the present step has, and with it what observed the step as a whole."""
         step = self._step
-        return self._spoiled and (self._watch is not None or (step is not None and _is_taped_whole(step)))
+        return self._spoiled and (self._watch is not None or (step is not None and step.needs_whole_step))
 
     def _note_call_too_many(self) -> None:
         """A call beyond those planned: if nothing is left of those, another step begins."""
@@ -232,7 +232,7 @@ class StepWatcher:
         tape.on_divergence = self._go_online
         if step.keeps_everything and not tape.matches_all:
             return _Call(self, position)
-        if _is_taped_whole(step):
+        if step.needs_whole_step:
             if at == 0:
                 self._leave_plan()
                 self._plan_seam = self._opened(tape)
@@ -647,11 +647,6 @@ class _Call:
             self._region.__exit__(failure)
         module_calls.thread_state.fitted_calls -= 1
         self._watcher.end_call(self._position, range(self._first_node, num_nodes()), error)
-
-
-def _is_taped_whole(step: PlannedStep) -> bool:
-    """From the model's call to backward. A step that nobody has seen may write there what replays read."""
-    return step.needs_whole_step or not step.is_known
 
 
 def _close_all(seams: list[Seam]) -> None:

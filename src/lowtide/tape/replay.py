@@ -151,13 +151,8 @@ def recipes_of(run: ExecutionState) -> list[weakref.ref[Recipe]]:
     return [weakref.ref(o) for o in gc.get_objects() if type(o) is Recipe and o.run is run]
 
 
-def replay_readers(storage: torch.UntypedStorage, recipes: Iterable[weakref.ref[Recipe]]) -> int:
-    """``storage`` is about to be written as no plan knows: those of ``recipes`` that read it replay now, for good.
-
-    Returns:
-        How many did.
-    """
-    num_replayed = 0
+def replay_readers(storage: torch.UntypedStorage, recipes: Iterable[weakref.ref[Recipe]]) -> None:
+    """``storage`` is about to be written as no plan knows: those of ``recipes`` that read it replay now, for good."""
     for reference in recipes:
         recipe = reference()
         if recipe is not None and recipe.source is not None and recipe.reads(storage):
@@ -166,8 +161,6 @@ def replay_readers(storage: torch.UntypedStorage, recipes: Iterable[weakref.ref[
             for value, tensor in made:
                 value.tensor = tensor
                 value.make_final()
-            num_replayed += 1
-    return num_replayed
 
 
 def _source_of(value: Value) -> Source:

@@ -404,25 +404,20 @@ class Tape(SwitchedMode):
                 self._diverge()
                 self._close(call)  # the rest of this module call is saved
         self.counts.unplanned += 1
-        if self._diverged_after is not None or self.matches_all:
-            written = written_tensors(func, args, kwargs or {}) if written_arguments(func) else []
-            if self._replay_what_reads(written):
-                self._diverge()
         if self._diverged_after is not None:
             self._leave_plan()
+            if written_arguments(func):
+                self._replay_what_reads(written_tensors(func, args, kwargs or {}))
         unmark_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _replay_what_reads(self, targets: list[torch.Tensor]) -> bool:
-        """``targets`` are about to be written, of which the plan knows nothing: what it dropped may be made of them.
-
-        Returns:
-            Whether anything was.
-        """
-        if targets and self._recipes is None:
+    def _replay_what_reads(self, targets: list[torch.Tensor]) -> None:
+        """``targets`` are about to be written, of which the plan knows nothing: what it dropped may be made of them."""
+        if self._recipes is None:
             self._recipes = recipes_of(self._run)
-        storages = [s for target in targets if (s := storage_of(target)) is not None]
-        return any([replay_readers(storage, self._recipes or ()) for storage in storages])
+        for target in targets:
+            if (storage := storage_of(target)) is not None:
+                replay_readers(storage, self._recipes)
 
     def _record(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op`` and leave a recipe in place of the outputs to drop."""
