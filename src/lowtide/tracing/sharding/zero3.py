@@ -150,7 +150,7 @@ def order_is_known(model: nn.Module) -> bool:
 
 def observe_windows(model: nn.Module, thread_state: Any) -> Callable[[], None]:
     """Tell ``thread_state.observer`` (see ``module_calls``) of DeepSpeed's work on ``model``; returns the undo."""
-    coordinators = coordinators_of(model)
+    coordinators, owner = coordinators_of(model), weakref.ref(model)  # whoever holds the undo does not hold the model
     for coordinator in coordinators:
         if isinstance(coordinator, _ObservedCoordinator):
             coordinator._lowtide_observers += 1
@@ -164,7 +164,8 @@ def observe_windows(model: nn.Module, thread_state: Any) -> Callable[[], None]:
         _gathered[model].note(p for p in model.parameters() if hasattr(p, "ds_status"))
 
     def undo() -> None:
-        _gathered.pop(model, None)
+        if (observed := owner()) is not None:
+            _gathered.pop(observed, None)
         while coordinators:  # a second call does nothing
             coordinator = coordinators.pop()
             coordinator._lowtide_observers -= 1
