@@ -5,9 +5,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.sick_setups import SICK, Case
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
+from lowtide.doctor import setup
 from lowtide.doctor.registry import all_checks
+from lowtide.doctor.setup import Setup
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,37 @@ def test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended(name):
 
     healthy = diagnosed(mended(), code)
     assert not healthy and not healthy.notes, healthy
+
+
+def _by_work(fn, calls, device, now):
+    with FlopCounterMode(display=False) as counter:
+        fn()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("code", "less_memory"), [("LT107", False), ("LT201", False), ("LT103", None), ("LT101", True), ("LT210", True)]
+)
+def test_what_a_mend_gains_is_measured_on_the_step(code, less_memory, monkeypatch):
+    monkeypatch.setattr(setup, "calls_ms", _by_work)  # a clock that no neighbour slows down
+
+    (found,) = diagnosed(SICK[code][0](), code)
+
+    if less_memory is None:
+        assert found.gain_ms > 0 > found.gain_bytes, found  # what is recomputed for nothing is stored instead
+    elif less_memory:
+        assert found.gain_bytes > 0 and not (found.gain_ms or 0) > 0, found
+    else:
+        assert found.gain_ms > 0, found
+    assert "of the peak" in found.gain or "ms a step" in found.gain
+
+
+def test_times_that_overlap_are_no_gain(monkeypatch):
+    clock = iter([9, 9, 10, 8, 12, 9, 11, 11])
+    monkeypatch.setattr(setup, "calls_ms", lambda *_: next(clock))
+    case = SICK["LT201"][0]()
+
+    assert Setup(case.model, case.batch).gain(nullcontext).ms is None
 
 
 def test_every_check_is_shown():

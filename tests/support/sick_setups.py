@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -299,9 +299,10 @@ def selective(op: Any) -> Case:
     return Case(Stack(mlp, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)))
 
 
-def wrapped_twice(twice: bool) -> Case:
-    block = (lambda: checkpoint_wrapper(mlp())) if twice else mlp
-    return Case(Stack(block))
+def wrapped_twice(reentrant: bool) -> Case:
+    """Of two that are not reentrant the inner one costs nothing: the recomputation stops before it."""
+    how = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    return Case(Stack(lambda: checkpoint_wrapper(mlp(), checkpoint_impl=how)))
 
 
 def replicated(model: nn.Module, *, asked: bool = False, **settings: Any) -> Case:

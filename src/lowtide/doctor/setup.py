@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lowtide.device.timing import calls_ms
 from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.finding import Gain
 from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
 from lowtide.errors import StepError
+from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.timing import compare_times
+from lowtide.measurement.timing import Times
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import walk
 from lowtide.tracing.batches import batch_tensors, call_model, without_history
@@ -111,21 +115,35 @@ class Setup:
         """Peak and floating-point operations of a step inside ``change()``. Gradients are there before, as in every
         step that accumulates."""
 
-        def once() -> None:
-            loss, _output = run_step(self.model, self.batch, self.step)  # held while backward runs
-            loss.backward()
-
         with self.preserved("zeroed"), change():
-            peak = peak_bytes(once, self.device)
+            peak = peak_bytes(self._once, self.device)
         with self.preserved(), change(), FlopCounterMode(display=False) as counter:
-            once()
+            self._once()
         return Measured(peak, counter.get_total_flops())
 
-    def time_ratio(self, change: Callable[[], AbstractContextManager[Any]], rounds: int = 3) -> tuple[float, float]:
-        """Milliseconds of a step as it is, and inside ``change()``: medians of steps in turns."""
-        ways = {"as it is": lambda: self.run(), "changed": lambda: self.run(change())}
-        times = compare_times(ways, rounds=rounds, device=self.device)
-        return times["as it is"].median_ms, times["changed"].median_ms
+    def _once(self) -> None:
+        loss, _output = run_step(self.model, self.batch, self.step)  # held while backward runs
+        loss.backward()
+
+    def gain(
+        self,
+        mended: Callable[[], AbstractContextManager[Any]],
+        sick: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        rounds: int = 3,
+    ) -> Gain:
+        """What a step inside ``mended()`` needs less than one inside ``sick()``, the step as it is. Times are taken in
+        turns, and are no gain unless every sample of one is below every sample of the other."""
+        before = self.measured if sick is nullcontext else self.measured_under(sick)
+        less = before.peak_bytes - self.measured_under(mended).peak_bytes
+        samples: tuple[list[float], list[float]] = [], []
+        for turn in range(1 + rounds):
+            for way, taken in zip((sick, mended), samples):
+                with self.preserved(), way(), gc_disabled():
+                    ms = calls_ms(self._once, 1, self.device, time.process_time)
+                taken += [ms] if turn else []  # the first ones warm up
+        slow, fast = map(Times.of, samples)
+        apart = min(samples[0]) > max(samples[1]) or max(samples[0]) < min(samples[1])
+        return Gain(less, slow.median_ms - fast.median_ms if apart else None, slow.median_ms)
 
     # -- what is found once ---------------------------------------------------------------------------------
 

@@ -2,10 +2,13 @@
 
 import functools
 import inspect
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.finding import Check, Finding, Gain
+from lowtide.doctor.observer import CheckpointCall
 from lowtide.doctor.setup import Setup
 
 CHECK = Check(
@@ -31,6 +34,15 @@ def look(setup: Setup) -> Finding | None:
             return CHECK.found(
                 f"{told} went into the options of torch.utils.checkpoint, which does not know it; {len(layers)} calls "
                 "are checkpointed all the same",
+                gain=_gain(setup, layers, unknown.get("every_n_layers")),
                 fix=f"model.activation_checkpointing_enable({told})",
             )
     return None
+
+
+def _gain(setup: Setup, layers: list[CheckpointCall], every: Any) -> Gain:
+    """Of the layers that were to be plain; of ``offload`` there is none to be had here."""
+    if not isinstance(every, int) or every < 2 or len(layers) != len(setup.calls) or setup.failure is not None:
+        return Gain()
+    spared = {c.number for i, c in enumerate(layers) if i % every}
+    return setup.gain(lambda: checkpoint_seam.plain_calls(spared))

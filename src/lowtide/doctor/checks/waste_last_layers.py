@@ -27,5 +27,5 @@ def look(setup: Setup) -> Finding | None:
         f"with a plain call of {outer[-1].path} the peak is {format_bytes(without.peak_bytes)}, with a checkpointed "
         f"one {format_bytes(now.peak_bytes)}",
         module=outer[-1].path,
-        gain=f"{100 * (1 - without.flops / now.flops):.1f} % of the floating-point operations",
+        gain=setup.gain(lambda: checkpoint_seam.plain_calls(last)),
     )
