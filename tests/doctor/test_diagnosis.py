@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
 import random
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -119,6 +122,16 @@ def test_an_unknown_code_is_refused():
         lowtide.diagnose(nn.Linear(64, 64), ROWS, only=["LT999"])
 
 
+RANKS = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel
+from support.sick_setups import batch_norm
+
+def setup():
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["R"]), world_size=2)
+    case = batch_norm(True)
+    return DistributedDataParallel(case.model), case.batch
+"""
 SCRIPT = """
 from support.sick_setups import batch_norm, llama, TOKENS
 
@@ -160,11 +173,26 @@ def test_the_command_line_refuses_an_unknown_code_before_the_script_runs(tmp_pat
     assert "there is no check 'LT999'" in capsys.readouterr().err
 
 
-def test_the_command_line_is_silent_on_other_ranks(script, capsys, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--json"], ["--fix"]], ids=str)
+def test_the_command_line_is_silent_on_other_ranks(options, script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
 
-    assert main(["doctor", f"{script}:sick", "--only", "LT002"]) == 1
+    assert main(["doctor", f"{script}:sick", "--only", "LT002", *options]) == 1
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_of_two_ranks_one_speaks(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(RANKS)
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_600 + os.getpid() % 300)}
+    command = [sys.executable, "-m", "lowtide.cli", "doctor", f"{path}:setup", "--only", "LT002", "--json"]
+
+    ranks = [subprocess.Popen(command, env=environment | {"R": str(r)}, stdout=subprocess.PIPE) for r in range(2)]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert json.loads(outputs[0])["findings"][0]["code"] == "LT002" and outputs[1] == b""
 
 
 def test_a_test_of_a_users_own_fails_with_the_diagnosis():
