@@ -4,13 +4,25 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.sick_setups import SICK, Case
+from support.sick_setups import ROWS, SICK, Case
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide.doctor import setup
 from lowtide.doctor.registry import all_checks
 from lowtide.doctor.setup import Setup
+
+
+class Partly(nn.Module):
+    """Of two layers and a parameter of its own, one layer reaches the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.layer, self.idle = nn.Parameter(torch.zeros(64)), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +39,10 @@ def diagnosed(case: Case, code: str) -> lowtide.Diagnosis:
         return lowtide.diagnose(case.model, case.batch, case.step, only=[code], **case.options)
 
 
+# Mended by other code, not by a setting. LT203 has one where layers have flags.
+NO_SETTING = {"LT001", "LT004", "LT009", "LT011", "LT102", "LT108", "LT203", "LT207", "LT302", "LT305", "LT307"}
+
+
 @pytest.mark.parametrize("name", SICK)
 def test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended(name):
     code = name.split()[0]
@@ -35,9 +51,30 @@ def test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended(name):
     found = diagnosed(sick(), code)
     assert found.codes == (code,) and not found.notes, found
     assert found[0].evidence and found[0].mend
+    assert bool(found[0].fix) == (code not in NO_SETTING)
+    compile(found[0].fix, code, "exec")
 
     healthy = diagnosed(mended(), code)
     assert not healthy and not healthy.notes, healthy
+
+
+def test_what_gets_no_gradient_is_frozen_by_the_fix_and_nothing_else():
+    model = Partly()
+
+    (found,) = lowtide.diagnose(model, ROWS, only=["LT006"])
+    exec(found.fix, {"model": model})
+
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} == {"bias", "idle.weight", "idle.bias"}
+    assert not lowtide.diagnose(model, ROWS, only=["LT006"])
+
+
+def test_a_look_at_what_trl_does_leaves_checkpointing_as_it_is_set():
+    case = SICK["LT110"][0]()
+    before = [(dict(vars(m)), list(m._forward_hooks)) for m in case.model.modules()]
+
+    assert diagnosed(case, "LT110")
+
+    assert before == [(dict(vars(m)), list(m._forward_hooks)) for m in case.model.modules()]
 
 
 def _by_work(fn, calls, device, now):

@@ -281,6 +281,22 @@ def every_third(told: bool) -> Case:
     return case
 
 
+def generates(mended: bool) -> Case:
+    """TRL's GRPO, which generates in every step."""
+    from trl import GRPOConfig
+
+    options = {"use_reentrant": False} if mended else {"use_reentrant": False, "every_n_layers": 2}
+    case = Case(llama(), TOKENS)
+    if mended:
+        enable = case.model.activation_checkpointing_enable
+        case.model.activation_checkpointing_enable = lambda *_, **__: enable(options, every_n_layers=2)
+    settings = {"output_dir": "o", "use_cpu": True, "report_to": [], "bf16": False}
+    case.options["arguments"] = GRPOConfig(
+        **settings, activation_checkpointing=True, activation_checkpointing_kwargs=options
+    )
+    return case
+
+
 def old_name(wrong: bool) -> Case:
     case = llama_case()
     arguments = case.options["arguments"] = training_arguments()
@@ -524,6 +540,7 @@ SICK: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "LT106": (lambda: selective(torch.ops.aten.addmm), lambda: selective(torch.ops.aten.addmm.default)),
     "LT107": (lambda: wrapped_twice(True), lambda: wrapped_twice(False)),
     "LT108": (lambda: replicated(Stack(mlp, plain), asked=True), lambda: replicated(Stack(mlp, plain))),
+    "LT110": (lambda: generates(False), lambda: generates(True)),
     "LT201": (lambda: one_checkpoint(True), lambda: one_checkpoint(False)),
     "LT202": (lambda: last_layer_trains(True), lambda: last_layer_trains(False)),
     "LT203": (lambda: end_stays_plain(False), lambda: end_stays_plain(True)),
