@@ -10,7 +10,7 @@ import sys
 import numpy
 import pytest
 import torch
-from support.sick_setups import ROWS, TOKENS, Case, Jitter, Recorder, Stack, batch_norm, jitter, llama, mlp, plain
+from support.sick_setups import ROWS, Case, Jitter, Recorder, Stack, batch_norm, jitter, mlp, plain
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import checkpoint as torch_checkpoint
@@ -201,31 +201,3 @@ def test_a_test_of_a_users_own_fails_with_the_diagnosis():
 
     with pytest.raises(AssertionError, match="WRONG LT002"):
         assert_healthy(case.model, case.batch)
-
-
-def test_a_trainer_looks_when_training_begins(tmp_path, monkeypatch):
-    from transformers import Trainer, TrainingArguments
-
-    from lowtide.integrations import transformers_doctor
-    from lowtide.integrations.transformers_doctor import DoctorCallback
-
-    said = []
-    monkeypatch.setattr(transformers_doctor.logger, "warning", said.append)
-
-    def losses(*callbacks):
-        model = llama(attention_dropout=0.1)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
-            activation_checkpointing=True, disable_tqdm=True,
-            activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False},
-        )  # fmt: skip
-        rows = [{"input_ids": row, "labels": row} for row in TOKENS["input_ids"]] * 8
-        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    callback = DoctorCallback(only=["LT001", "LT003"])
-
-    assert losses(callback) == losses()
-    assert callback.found.codes == ("LT001", "LT003")
-    assert len(said) == 1 and "WRONG LT003" in said[0]
