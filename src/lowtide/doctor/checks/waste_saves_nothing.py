@@ -18,7 +18,7 @@ _FEW = 0.02
 
 
 def look(setup: Setup) -> Finding | None:
-    if not setup.calls or setup.failure is not None:
+    if not setup.calls or setup.failure is not None or not setup.plain_fits:
         return None
     now, plain = setup.measured, setup.measured_plain
     if now.peak_bytes < (1 - _FEW) * plain.peak_bytes or now.flops <= plain.flops:
