@@ -100,12 +100,14 @@ def test_what_a_mend_gains_is_measured_on_the_step(code, less_memory, monkeypatc
     assert "of the peak" in found.gain or "ms a step" in found.gain
 
 
-def test_times_that_overlap_are_no_gain(monkeypatch):
-    clock = iter([9, 9, 10, 8, 12, 9, 11, 11])
+@pytest.mark.parametrize(("last_turn", "gained"), [((11, 11), None), ((11, 10), 2)])
+def test_time_is_a_gain_where_every_turn_says_so(last_turn, gained, monkeypatch):
+    turns = [(9, 9), (10, 8), (12, 9), (10, 8), (9, 8), last_turn]  # without the mend, and with it
+    clock = iter([ms for i, turn in enumerate(turns) for ms in (turn if i % 2 else reversed(turn))])
     monkeypatch.setattr(setup, "calls_ms", lambda *_: next(clock))
     case = SICK["LT201"][0]()
 
-    assert Setup(case.model, case.batch).gain(nullcontext).ms is None
+    assert Setup(case.model, case.batch).gain(nullcontext).ms == gained
 
 
 def test_every_check_is_shown():

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,6 @@ from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
 from lowtide.errors import StepError
 from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.timing import Times
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import walk
 from lowtide.tracing.batches import batch_tensors, call_model, first_rows, rows, without_history
@@ -129,21 +129,21 @@ class Setup:
         self,
         mended: Callable[[], AbstractContextManager[Any]],
         sick: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        rounds: int = 3,
+        rounds: int = 5,
     ) -> Gain:
         """What a step inside ``mended()`` needs less than one inside ``sick()``, the step as it is. Times are taken in
-        turns, and are no gain unless every sample of one is below every sample of the other."""
+        turns, and are no gain unless every turn says the same."""
         before = self.measured if sick is nullcontext else self.measured_under(sick)
         less = before.peak_bytes - self.measured_under(mended).peak_bytes
         samples: tuple[list[float], list[float]] = [], []
         for turn in range(1 + rounds):
-            for way, taken in zip((sick, mended), samples):
+            for way, taken in list(zip((sick, mended), samples))[:: 1 if turn % 2 else -1]:
                 with self.preserved(), way(), gc_disabled():
                     ms = calls_ms(self._once, 1, self.device, time.process_time)
                 taken += [ms] if turn else []  # the first ones warm up
-        slow, fast = map(Times.of, samples)
-        apart = min(samples[0]) > max(samples[1]) or max(samples[0]) < min(samples[1])
-        return Gain(less, slow.median_ms - fast.median_ms if apart else None, slow.median_ms)
+        gained = [a - b for a, b in zip(*samples)]
+        agree = min(gained) > 0 or max(gained) < 0
+        return Gain(less, statistics.median(gained) if agree else None, statistics.median(samples[0]))
 
     # -- what is found once ---------------------------------------------------------------------------------
 

@@ -29,13 +29,14 @@ def look(setup: Setup) -> Finding | None:
             continue
         unknown = {k: v for k, v in function.keywords.items() if k not in _KNOWN}
         if unknown and setup.calls:
+            known = {k: v for k, v in function.keywords.items() if k in _KNOWN}
             told = ", ".join(f"{k}={v!r}" for k, v in unknown.items())
             layers = [c for c in setup.calls if c.parent is None]
             return CHECK.found(
                 f"{told} went into the options of torch.utils.checkpoint, which does not know it; {len(layers)} calls "
                 "are checkpointed all the same",
                 gain=_gain(setup, layers, unknown.get("every_n_layers")),
-                fix=f"model.activation_checkpointing_enable({told})",
+                fix=f"model.activation_checkpointing_enable({known!r}, {told})",
             )
     return None
 
