@@ -39,6 +39,7 @@ def diagnosed(case: Case, code: str) -> lowtide.Diagnosis:
         return lowtide.diagnose(case.model, case.batch, case.step, only=[code], **case.options)
 
 
+SLOW = pytest.mark.slow
 # Mended by other code, not by a setting. LT203 has one where layers have flags.
 NO_SETTING = {"LT001", "LT004", "LT009", "LT011", "LT102", "LT108", "LT203", "LT207", "LT302", "LT305", "LT307"}
 
@@ -84,7 +85,14 @@ def _by_work(fn, calls, device, now):
 
 
 @pytest.mark.parametrize(
-    ("code", "less_memory"), [("LT107", False), ("LT201", False), ("LT103", None), ("LT101", True), ("LT210", True)]
+    ("code", "less_memory"),
+    [
+        ("LT107", False),
+        ("LT201", False),
+        ("LT101", True),
+        pytest.param("LT103", None, marks=SLOW),
+        pytest.param("LT210", True, marks=SLOW),
+    ],
 )
 def test_what_a_mend_gains_is_measured_on_the_step(code, less_memory, monkeypatch):
     monkeypatch.setattr(setup, "calls_ms", _by_work)  # a clock that no neighbour slows down

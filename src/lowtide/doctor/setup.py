@@ -200,7 +200,7 @@ class Setup:
     def fits(self) -> bool:
         """Whether the step, and what it is compared with, run in the memory that there is."""
         try:
-            _ = self.as_it_is, self.calls and self.plain
+            _ = self.as_it_is, not self.is_compiled and self.calls and self.plain
         except Exception as error:
             if _can_do_with_less(error):
                 let_go_of_frames(error)
