@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ablation
+from doctor_table import examples_table, zoo_table
 from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table
 from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
@@ -59,6 +60,8 @@ def main() -> int:
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
+        Page(ROOT / "docs" / "doctor.md", "zoo", RESULTS / "doctor_zoo_cpu.jsonl", zoo_table),
+        Page(ROOT / "docs" / "doctor.md", "examples", RESULTS / "doctor_examples_cpu.jsonl", examples_table),
         Page(ROOT / "docs" / "claims.md", "claims", RESULTS / "claims.jsonl", claims_table),
         Page(ROOT / "docs" / "foresight.md", "peaks", RESULTS / "foresight_cpu.jsonl", peaks_table),
         Page(ROOT / "docs" / "foresight.md", "plans", RESULTS / "foresight_cpu.jsonl", plans_table),

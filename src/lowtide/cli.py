@@ -76,6 +76,8 @@ def _main(argv: Sequence[str] | None) -> int:
     # With --json nothing else may reach stdout, whatever a user's script prints.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         code, text, body = _run(args)
+    if not args.speaks():
+        return code
     if args.json:
         print(json.dumps(_plain_numbers(body), allow_nan=False), file=shown)
     elif text:
@@ -112,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
-    parser.set_defaults(verb=None)
+    parser.set_defaults(verb=None, speaks=lambda: True)
     verbs = parser.add_subparsers(metavar="VERB")
 
     demo = verbs.add_parser("demo", help="the main job on real models and text, on this machine (minutes)")

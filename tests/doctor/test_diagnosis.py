@@ -2,12 +2,15 @@
 
 import functools
 import json
+import os
 import random
+import subprocess
+import sys
 
 import numpy
 import pytest
 import torch
-from support.sick_setups import ROWS, TOKENS, Case, Jitter, Recorder, Stack, batch_norm, jitter, llama, mlp, plain
+from support.sick_setups import ROWS, Case, Jitter, Recorder, Stack, batch_norm, jitter, mlp, plain
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import checkpoint as torch_checkpoint
@@ -119,6 +122,16 @@ def test_an_unknown_code_is_refused():
         lowtide.diagnose(nn.Linear(64, 64), ROWS, only=["LT999"])
 
 
+RANKS = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel
+from support.sick_setups import batch_norm
+
+def setup():
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["R"]), world_size=2)
+    case = batch_norm(True)
+    return DistributedDataParallel(case.model), case.batch
+"""
 SCRIPT = """
 from support.sick_setups import batch_norm, llama, TOKENS
 
@@ -160,11 +173,26 @@ def test_the_command_line_refuses_an_unknown_code_before_the_script_runs(tmp_pat
     assert "there is no check 'LT999'" in capsys.readouterr().err
 
 
-def test_the_command_line_is_silent_on_other_ranks(script, capsys, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--json"], ["--fix"]], ids=str)
+def test_the_command_line_is_silent_on_other_ranks(options, script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
 
-    assert main(["doctor", f"{script}:sick", "--only", "LT002"]) == 1
+    assert main(["doctor", f"{script}:sick", "--only", "LT002", *options]) == 1
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_of_two_ranks_one_speaks(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(RANKS)
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_600 + os.getpid() % 300)}
+    command = [sys.executable, "-m", "lowtide.cli", "doctor", f"{path}:setup", "--only", "LT002", "--json"]
+
+    ranks = [subprocess.Popen(command, env=environment | {"R": str(r)}, stdout=subprocess.PIPE) for r in range(2)]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert json.loads(outputs[0])["findings"][0]["code"] == "LT002" and outputs[1] == b""
 
 
 def test_a_test_of_a_users_own_fails_with_the_diagnosis():
@@ -173,31 +201,3 @@ def test_a_test_of_a_users_own_fails_with_the_diagnosis():
 
     with pytest.raises(AssertionError, match="WRONG LT002"):
         assert_healthy(case.model, case.batch)
-
-
-def test_a_trainer_looks_when_training_begins(tmp_path, monkeypatch):
-    from transformers import Trainer, TrainingArguments
-
-    from lowtide.integrations import transformers_doctor
-    from lowtide.integrations.transformers_doctor import DoctorCallback
-
-    said = []
-    monkeypatch.setattr(transformers_doctor.logger, "warning", said.append)
-
-    def losses(*callbacks):
-        model = llama(attention_dropout=0.1)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
-            activation_checkpointing=True, disable_tqdm=True,
-            activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False},
-        )  # fmt: skip
-        rows = [{"input_ids": row, "labels": row} for row in TOKENS["input_ids"]] * 8
-        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    callback = DoctorCallback(only=["LT001", "LT003"])
-
-    assert losses(callback) == losses()
-    assert callback.found.codes == ("LT001", "LT003")
-    assert len(said) == 1 and "WRONG LT003" in said[0]

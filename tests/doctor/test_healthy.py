@@ -89,7 +89,11 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+# What they have in common with the others is looked at often enough.
+SELDOM = ("decoder, every second layer", "adapter", "encoder and decoder", "reentrant, well used")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in HEALTHY])
 def test_nothing_is_said_of_a_healthy_set_up(name):
     case = HEALTHY[name]()
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -281,6 +281,22 @@ def every_third(told: bool) -> Case:
     return case
 
 
+def generates(mended: bool) -> Case:
+    """TRL's GRPO, which generates in every step."""
+    from trl import GRPOConfig
+
+    options = {"use_reentrant": False} if mended else {"use_reentrant": False, "every_n_layers": 2}
+    case = Case(llama(), TOKENS)
+    if mended:
+        enable = case.model.activation_checkpointing_enable
+        case.model.activation_checkpointing_enable = lambda *_, **__: enable(options, every_n_layers=2)
+    settings = {"output_dir": "o", "use_cpu": True, "report_to": [], "bf16": False}
+    case.options["arguments"] = GRPOConfig(
+        **settings, activation_checkpointing=True, activation_checkpointing_kwargs=options
+    )
+    return case
+
+
 def old_name(wrong: bool) -> Case:
     case = llama_case()
     arguments = case.options["arguments"] = training_arguments()
@@ -299,9 +315,10 @@ def selective(op: Any) -> Case:
     return Case(Stack(mlp, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)))
 
 
-def wrapped_twice(twice: bool) -> Case:
-    block = (lambda: checkpoint_wrapper(mlp())) if twice else mlp
-    return Case(Stack(block))
+def wrapped_twice(reentrant: bool) -> Case:
+    """Of two that are not reentrant the inner one costs nothing: the recomputation stops before it."""
+    how = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    return Case(Stack(lambda: checkpoint_wrapper(mlp(), checkpoint_impl=how)))
 
 
 def replicated(model: nn.Module, *, asked: bool = False, **settings: Any) -> Case:
@@ -523,6 +540,7 @@ SICK: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "LT106": (lambda: selective(torch.ops.aten.addmm), lambda: selective(torch.ops.aten.addmm.default)),
     "LT107": (lambda: wrapped_twice(True), lambda: wrapped_twice(False)),
     "LT108": (lambda: replicated(Stack(mlp, plain), asked=True), lambda: replicated(Stack(mlp, plain))),
+    "LT110": (lambda: generates(False), lambda: generates(True)),
     "LT201": (lambda: one_checkpoint(True), lambda: one_checkpoint(False)),
     "LT202": (lambda: last_layer_trains(True), lambda: last_layer_trains(False)),
     "LT203": (lambda: end_stays_plain(False), lambda: end_stays_plain(True)),

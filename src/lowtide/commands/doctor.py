@@ -29,7 +29,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--skip", metavar="CODES", help="leave these checks out")
     parser.add_argument("--fix", action="store_true", help="print the changed settings; no file is edited")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
+    parser.set_defaults(verb=run, speaks=is_first_rank)
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict]:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict]:
         raise BadUsageError(str(error)) from error
     found = diagnose(*load_step(args.target), only=only, skip=skip)
     body = {"status": "finding" if found.fails else "ok", **found.to_dict()}
-    return int(found.fails), _text(found, fix=args.fix) if is_first_rank() else "", body
+    return int(found.fails), _text(found, fix=args.fix), body
 
 
 def is_first_rank() -> bool:

@@ -84,6 +84,7 @@ def diagnose(
     looking = checks_named(only, skip)
     checked(model, batch, step)
     setup = Setup(model, batch, step, arguments=arguments, optimizer=optimizer)
+    setup = setup.fitting()
     if setup.failure is not None:
         setup.plain  # noqa: B018 -- raises what the user's own step raises
     findings, done = [], []

@@ -3,9 +3,37 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lowtide.units import format_bytes
+
 Severity = Literal["wrong", "waste", "risk", "info"]
 SEVERITIES: tuple[Severity, ...] = ("wrong", "waste", "risk", "info")
 FAILING: tuple[Severity, ...] = ("wrong", "waste")  # the command line exits with 1
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a mend brings to the user's step: how much less of the peak, how much less time; negative where it costs.
+
+    Attributes:
+        peak_bytes: None where it was not measured.
+        ms: None where it was not measured, or is within what steps differ from turn to turn.
+        step_ms: The step without the mend.
+    """
+
+    peak_bytes: int | None = None
+    ms: float | None = None
+    step_ms: float = 0.0
+
+    def __str__(self) -> str:
+        gained: list[str] = []
+        paid: list[str] = []
+        if self.peak_bytes:
+            (gained if self.peak_bytes > 0 else paid).append(f"{format_bytes(abs(self.peak_bytes))} of the peak")
+        if self.ms:
+            (gained if self.ms > 0 else paid).append(
+                f"{abs(self.ms):.3g} ms a step (which takes {self.step_ms:.3g} ms)"
+            )
+        return ", ".join(gained) + (f", for {' and '.join(paid)} more" if gained and paid else "")
 
 
 @dataclass(frozen=True)
@@ -19,6 +47,7 @@ class Finding:
         evidence: What was seen and measured, with values.
         mend: What to change.
         gain: What the mend brings, measured; "" where nothing was measured.
+        gain_bytes, gain_ms: The same as numbers, of the peak and a step; None where not measured.
         module: Path of the module it is about, "" for the whole model.
         fix: The changed settings, as lines of code; "" where there is no single change.
         source: The thread, or the file and line, where it is known from.
@@ -33,6 +62,8 @@ class Finding:
     module: str = ""
     fix: str = ""
     source: str = ""
+    gain_bytes: int | None = None
+    gain_ms: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -64,11 +95,12 @@ class Check:
     fix: str = ""
 
     def found(
-        self, evidence: str, *, module: str = "", gain: str = "", mend: str = "", fix: str = "",
+        self, evidence: str, *, module: str = "", gain: Gain | str = "", mend: str = "", fix: str = "",
         severity: Severity | None = None,
     ) -> Finding:  # fmt: skip
         """A finding of this check."""
+        measured = gain if isinstance(gain, Gain) else Gain()
         return Finding(
-            self.code, severity or self.severity, self.title, evidence, mend or self.mend, gain, module,
-            fix or self.fix, self.source,
+            self.code, severity or self.severity, self.title, evidence, mend or self.mend, str(gain), module,
+            fix or self.fix, self.source, measured.peak_bytes, measured.ms,
         )  # fmt: skip

@@ -1,34 +1,36 @@
 """The user's training step, run a few times and put back as it was: what the checks look at."""
 
-import copy
 import functools
 import gc
-import random
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
+from lowtide.device.timing import calls_ms
 from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.finding import Gain
+from lowtide.doctor.kept_state import attributes_kept, generators_kept, generators_of
 from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
 from lowtide.errors import StepError
+from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.timing import compare_times
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import walk
-from lowtide.tracing.batches import batch_tensors, call_model, without_history
+from lowtide.tracing.batches import batch_tensors, call_model, first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
 from lowtide.tracing.tracer import Step, default_loss, run_step
 from lowtide.verifier import suspended
 
-_CONSTANTS = (bool, int, float, str, type(None))
 _EQUAL_EPS = 16  # distances below so many units of the coarsest precision in the step are rounding
 _MOST_NOISE = 1e-3
 _TIMES_NOISE = 10  # a distance has to be, to be no noise
@@ -66,6 +68,7 @@ class Setup:
         model: The module inside DDP or an engine. wrapper: What the user has.
         arguments: A Trainer's arguments, if given. optimizer: Likewise.
         notes: What could not be looked at, and why.
+        plain_fits: False where ``plain`` had to be put together from several steps.
     """
 
     def __init__(
@@ -75,8 +78,9 @@ class Setup:
         self.batch, self.step = without_history(batch), step
         self.arguments, self.optimizer = arguments, optimizer
         self.notes: list[str] = []
+        self.plain_fits = True
         self.is_compiled = bool(module_calls.compiled_parts(self.model))
-        self._generators = list(_generators_of(self.model))
+        self._generators = list(generators_of(self.model))
 
     # -- runs -----------------------------------------------------------------------------------------------
 
@@ -85,8 +89,8 @@ class Setup:
         """Inside, steps may run; afterwards all is as before, Python attributes of modules and own generators too."""
         with ExitStack() as stack:
             stack.enter_context(suspended(self.model))
-            stack.enter_context(_attributes_kept(self.model))
-            stack.enter_context(_generators_kept(self._generators))
+            stack.enter_context(attributes_kept(self.model))
+            stack.enter_context(generators_kept(self._generators))
             stack.enter_context(preserve_training_state(self.model, self.batch, gradients=gradients))
             stack.enter_context(torch.enable_grad())
             yield
@@ -101,9 +105,9 @@ class Setup:
 
     def _outcome(self, loss: torch.Tensor) -> Outcome:
         return Outcome(
-            loss.detach().clone(),
+            _on_host(loss),
             {n: _copied(p.grad) for n, p in self.model.named_parameters() if p.requires_grad},
-            {n: b.detach().clone() for n, b in self.model.named_buffers()},
+            {n: _on_host(b) for n, b in self.model.named_buffers()},
             torch.get_rng_state(),
         )
 
@@ -111,21 +115,35 @@ class Setup:
         """Peak and floating-point operations of a step inside ``change()``. Gradients are there before, as in every
         step that accumulates."""
 
-        def once() -> None:
-            loss, _output = run_step(self.model, self.batch, self.step)  # held while backward runs
-            loss.backward()
-
         with self.preserved("zeroed"), change():
-            peak = peak_bytes(once, self.device)
+            peak = peak_bytes(self._once, self.device)
         with self.preserved(), change(), FlopCounterMode(display=False) as counter:
-            once()
+            self._once()
         return Measured(peak, counter.get_total_flops())
 
-    def time_ratio(self, change: Callable[[], AbstractContextManager[Any]], rounds: int = 3) -> tuple[float, float]:
-        """Milliseconds of a step as it is, and inside ``change()``: medians of steps in turns."""
-        ways = {"as it is": lambda: self.run(), "changed": lambda: self.run(change())}
-        times = compare_times(ways, rounds=rounds, device=self.device)
-        return times["as it is"].median_ms, times["changed"].median_ms
+    def _once(self) -> None:
+        loss, _output = run_step(self.model, self.batch, self.step)  # held while backward runs
+        loss.backward()
+
+    def gain(
+        self,
+        mended: Callable[[], AbstractContextManager[Any]],
+        sick: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        rounds: int = 5,
+    ) -> Gain:
+        """What a step inside ``mended()`` needs less than one inside ``sick()``, the step as it is. Times are taken in
+        turns, and are no gain unless every turn says the same."""
+        before = self.measured if sick is nullcontext else self.measured_under(sick)
+        less = before.peak_bytes - self.measured_under(mended).peak_bytes
+        samples: tuple[list[float], list[float]] = [], []
+        for turn in range(1 + rounds):
+            for way, taken in list(zip((sick, mended), samples))[:: 1 if turn % 2 else -1]:
+                with self.preserved(), way(), gc_disabled():
+                    ms = calls_ms(self._once, 1, self.device, time.process_time)
+                taken += [ms] if turn else []  # the first ones warm up
+        gained = [a - b for a, b in zip(*samples)]
+        agree = min(gained) > 0 or max(gained) < 0
+        return Gain(less, statistics.median(gained) if agree else None, statistics.median(samples[0]))
 
     # -- what is found once ---------------------------------------------------------------------------------
 
@@ -148,8 +166,61 @@ class Setup:
 
     @functools.cached_property
     def plain(self) -> Outcome:
-        """The same step with every checkpointed call made plain."""
-        return self.run(checkpoint_seam.plain_calls())
+        """The same step with every checkpointed call made plain: at once, or each alone where that does not fit."""
+        one_by_one = self.failure is None and self.calls and not any(c.parent for c in self.calls)
+        try:
+            return self.run(checkpoint_seam.plain_calls())
+        except Exception as error:
+            if not one_by_one or not _can_do_with_less(error):
+                raise
+            let_go_of_frames(error)
+        found = self._plain_one_by_one()
+        self.plain_fits = False
+        self.notes.append("the plain step does not fit in memory: each checkpointed call was made plain alone")
+        return found
+
+    def _plain_one_by_one(self) -> Outcome:
+        """The step as it is, but for what is another value with one call or another made plain."""
+        now = self.as_it_is
+        found = Outcome(now.loss, {**now.gradients}, {**now.buffers}, now.generator)
+        for call in self.calls:
+            one = self.run(checkpoint_seam.plain_calls({call.number}))
+            for name, gradient in one.gradients.items():
+                if distance(now.gradients[name], gradient) > distance(now.gradients[name], found.gradients[name]):
+                    found.gradients[name] = gradient
+            found.buffers.update((n, b) for n, b in one.buffers.items() if not _same(b, now.buffers.get(n)))
+            found = replace(
+                found,
+                loss=found.loss if _same(one.loss, now.loss) else one.loss,
+                generator=found.generator if _same(one.generator, now.generator) else one.generator,
+            )
+        return found
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether the step, and what it is compared with, run in the memory that there is."""
+        try:
+            _ = self.as_it_is, not self.is_compiled and self.calls and self.plain
+        except Exception as error:
+            if _can_do_with_less(error):
+                let_go_of_frames(error)
+                return False
+        return True
+
+    def fitting(self) -> "Setup":
+        """This set-up with as many rows of the batch as fit, halved until they do; itself where none does."""
+        smaller, count = self, rows(self.batch)
+        while not smaller.fits:
+            count //= 2
+            if not count:
+                return self
+            cut = first_rows(self.batch, count)
+            smaller = Setup(self.wrapper, cut, self.step, arguments=self.arguments, optimizer=self.optimizer)
+        if smaller is not self:
+            smaller.notes.append(
+                f"the whole batch does not fit in memory: {count} of its {rows(self.batch)} rows were used"
+            )
+        return smaller
 
     @functools.cached_property
     def seen(self) -> StepObserver:
@@ -294,7 +365,19 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
-    return (gradient.to_dense() if gradient.layout is not torch.strided else gradient).detach().clone()
+    return _on_host(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that takes nothing of the memory that a step may just fit in."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _can_do_with_less(error: Exception) -> bool:
+    """Whether an allocator has refused this process alone: others would wait for steps that they do not run."""
+    refused = is_out_of_memory(error) or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return refused and not (several and torch.distributed.get_world_size() > 1)
 
 
 def _cache_bytes(output: Any) -> int:
@@ -302,49 +385,3 @@ def _cache_bytes(output: Any) -> int:
     layers = getattr(cache, "layers", ())
     tensors = [t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Counters, flags and lists that modules keep are afterwards as before."""
-    before = []
-    for module in model.modules():
-        values = {k: v for k, v in vars(module).items() if type(v) in _CONSTANTS or isinstance(v, torch.Tensor)}
-        lists = [(v, list(v)) for v in vars(module).values() if type(v) is list]
-        before.append((vars(module), values, lists, set(vars(module))))
-    try:
-        yield
-    finally:
-        for attributes, values, lists, names in before:
-            attributes.update(values)
-            for name in set(attributes) - names:
-                del attributes[name]
-            for kept, items in lists:
-                kept[:] = items
-
-
-def _generators_of(model: nn.Module) -> Iterator[Any]:
-    kinds = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
-    for module in model.modules():
-        yield from (v for v in vars(module).values() if isinstance(v, kinds))
-
-
-@contextmanager
-def _generators_kept(generators: list[Any]) -> Iterator[None]:
-    """Generators that modules own are afterwards as before."""
-    restore: list[Callable[[], Any]] = []
-    for g in generators:
-        if isinstance(g, torch.Generator):
-            restore.append(functools.partial(g.set_state, g.get_state()))
-        elif isinstance(g, random.Random):
-            restore.append(functools.partial(g.setstate, g.getstate()))
-        elif isinstance(g, numpy.random.Generator):
-            state = copy.deepcopy(g.bit_generator.state)
-            restore.append(functools.partial(setattr, g.bit_generator, "state", state))
-        else:
-            restore.append(functools.partial(g.set_state, g.get_state()))
-    try:
-        yield
-    finally:
-        for put_back in restore:
-            put_back()

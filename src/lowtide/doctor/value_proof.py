@@ -4,6 +4,8 @@ Checkpointed calls are made plain where they all pass (``checkpoint_seam``), so 
 they are. Both steps start from the same parameters, buffers and random state. The first divergence is looked for inside
 the step as it is: the first op whose second run, in the recomputation, gave other bits than its first.
 
+Where the plain step does not fit, each call is made plain alone, and where not even that fits the batch is cut down.
+
 What it cannot see: compiled regions, checkpointing that does not go through ``torch.utils.checkpoint``, and steps that
 differ from run to run by themselves.
 """

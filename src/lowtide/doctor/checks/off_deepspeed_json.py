@@ -11,6 +11,7 @@ CHECK = Check(
     source="DeepSpeed#5704, DeepSpeed#522, transformers#22099",
     mend="Call deepspeed.checkpointing.configure and deepspeed.checkpointing.checkpoint in the model's code, or switch "
     "checkpointing on by the model's own method and remove the section.",
+    fix='del config["activation_checkpointing"]',
 )
 
 

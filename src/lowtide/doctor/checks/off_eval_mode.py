@@ -1,5 +1,10 @@
 """Checkpointing is on, and the layers are in eval mode, where models do not checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
@@ -27,7 +32,19 @@ def look(setup: Setup) -> Finding | None:
         f"{len(idle)} modules have their flag on and run in eval mode, with gradients; the step stores "
         f"{format_bytes(stored)} for backward, and no call was checkpointed",
         module=idle[0],
+        gain=setup.gain(lambda: _training([setup.model.get_submodule(n) for n in idle])),
     )
+
+
+@contextmanager
+def _training(modules: list[nn.Module]) -> Iterator[None]:
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
 
 
 def _has_flagged_inside(setup: Setup, path: str) -> bool:

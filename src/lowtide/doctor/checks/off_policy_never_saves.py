@@ -26,5 +26,5 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"asked {number} times in {len(asked)} checkpointed calls, the policy said recompute every time{why}",
         module=asked[0].path,
-        fix="; ".join(f"torch.ops.{p} -> torch.ops.{p}.default" for p in packets),
+        fix="\n".join(f"torch.ops.{p}.default  # in place of torch.ops.{p}" for p in packets),
     )

@@ -2,10 +2,13 @@
 
 import functools
 import inspect
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.finding import Check, Finding, Gain
+from lowtide.doctor.observer import CheckpointCall
 from lowtide.doctor.setup import Setup
 
 CHECK = Check(
@@ -26,11 +29,21 @@ def look(setup: Setup) -> Finding | None:
             continue
         unknown = {k: v for k, v in function.keywords.items() if k not in _KNOWN}
         if unknown and setup.calls:
+            known = {k: v for k, v in function.keywords.items() if k in _KNOWN}
             told = ", ".join(f"{k}={v!r}" for k, v in unknown.items())
             layers = [c for c in setup.calls if c.parent is None]
             return CHECK.found(
                 f"{told} went into the options of torch.utils.checkpoint, which does not know it; {len(layers)} calls "
                 "are checkpointed all the same",
-                fix=f"model.activation_checkpointing_enable({told})",
+                gain=_gain(setup, layers, unknown.get("every_n_layers")),
+                fix=f"model.activation_checkpointing_enable({known!r}, {told})",
             )
     return None
+
+
+def _gain(setup: Setup, layers: list[CheckpointCall], every: Any) -> Gain:
+    """Of the layers that were to be plain; of ``offload`` there is none to be had here."""
+    if not isinstance(every, int) or every < 2 or len(layers) != len(setup.calls) or setup.failure is not None:
+        return Gain()
+    spared = {c.number for i, c in enumerate(layers) if i % every}
+    return setup.gain(lambda: checkpoint_seam.plain_calls(spared))

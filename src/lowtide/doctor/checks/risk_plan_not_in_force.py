@@ -10,6 +10,7 @@ CHECK = Check(
     symptom="steps run without a plan",
     source="fit.status()",
     mend="See fit.status().reasons; fit.wait() waits for the plan.",
+    fix="fit.wait()",
 )
 
 

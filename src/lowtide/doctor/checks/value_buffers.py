@@ -20,7 +20,7 @@ CHECK = Check(
 def look(setup: Setup) -> Finding | None:
     if not setup.calls or setup.failure is not None or setup.is_compiled or setup.unsteady:
         return None
-    before = {n: b.detach() for n, b in setup.model.named_buffers()}
+    before = {n: b.detach().cpu() for n, b in setup.model.named_buffers()}
     once, now = setup.plain.buffers, setup.as_it_is.buffers
     moved = [n for n in once if n in now and not torch.equal(once[n], now[n]) and n in before]
     moved = [n for n in moved if f"buffer {n}" not in setup.differing_again]

@@ -20,7 +20,9 @@ def look(setup: Setup) -> Finding | None:
     without = [n for n, g in plain.items() if g is None]
     if not without:
         return None
-    top = _outermost(without, set(plain) - set(without))
+    trained = set(plain) - set(without)
+    wholes = {n: _outermost(n, trained) for n in without}
+    top = wholes[without[0]]
     size = sum(setup.trainable[n].nbytes for n in without)
     never = not any(path == top or path.startswith(f"{top}.") for path in setup.seen.called) if top else False
     how = "is never called" if never else "gets no gradient"
@@ -28,15 +30,22 @@ def look(setup: Setup) -> Finding | None:
         f"{top or without[0]} {how}: {len(without)} of {len(plain)} trainable parameters, {size} bytes, and as many "
         "again for each state of the optimizer",
         module=top,
-        fix=f'model.get_submodule("{top}").requires_grad_(False)' if top else "",
+        fix="\n".join(_frozen(wholes)),
     )
 
 
-def _outermost(without: list[str], trained: set[str]) -> str:
-    """The outermost module of which no parameter has a gradient."""
-    parts = without[0].split(".")[:-1]
+def _frozen(wholes: dict[str, str]) -> list[str]:
+    modules = list(dict.fromkeys(path for path in wholes.values() if path))
+    alone = [name for name, path in wholes.items() if not path]
+    lines = [f"for path in {modules}:\n    model.get_submodule(path).requires_grad_(False)"] if modules else []
+    return lines + ([f"for name in {alone}:\n    model.get_parameter(name).requires_grad_(False)"] if alone else [])
+
+
+def _outermost(name: str, trained: set[str]) -> str:
+    """The outermost module around a parameter of which no parameter has a gradient; "" where there is none."""
+    parts = name.split(".")[:-1]
     for depth in range(1, len(parts) + 1):
         path = ".".join(parts[:depth])
         if not any(n.startswith(f"{path}.") for n in trained):
             return path
-    return ".".join(parts)
+    return ""

@@ -1,5 +1,11 @@
 """Copies of frozen float32 weights that autocast makes each step, and autograd stores."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
@@ -20,11 +26,24 @@ def look(setup: Setup) -> Finding | None:
         return None
     size = sum(s.size_bytes for s in copies)
     names = {s.cast_of for s in copies}
-    kept = sum(p.nbytes for n, p in setup.model.named_parameters() if n in names)
+    weights = [p for n, p in setup.model.named_parameters() if n in names]
+    kept = sum(p.nbytes for p in weights)
     return CHECK.found(
         f"{len(copies)} copies of frozen weights in {copies[0].dtype}, {format_bytes(size)}, are stored for backward; "
         f"the weights themselves take {format_bytes(kept)}",
         module=copies[0].path,
-        gain=f"{format_bytes(size)} of activations and {format_bytes(kept - size)} of weights",
+        gain=setup.gain(lambda: _cast(weights, copies[0].dtype)),
         fix=f"for p in model.parameters():\n    if not p.requires_grad:\n        p.data = p.data.to({copies[0].dtype})",
     )
+
+
+@contextmanager
+def _cast(weights: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
+    before = [p.data for p in weights]
+    for p in weights:
+        p.data = p.data.to(dtype)
+    try:
+        yield
+    finally:
+        for p, data in zip(weights, before):
+            p.data = data

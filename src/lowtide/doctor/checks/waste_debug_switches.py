@@ -1,9 +1,11 @@
 """Switches for finding errors that were left on."""
 
+from contextlib import nullcontext
+
 import torch
 from torch.utils import checkpoint
 
-from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.setup import Setup
 
 CHECK = Check(
@@ -18,11 +20,11 @@ CHECK = Check(
 
 
 def look(setup: Setup) -> Finding | None:
-    on = []
+    on, gain = [], Gain()
     if torch.is_anomaly_enabled():
         # Rehearsals switch it off by themselves: so the step inside this block is the one with it.
-        now, off = setup.time_ratio(lambda: torch.autograd.set_detect_anomaly(True))
-        on.append(f"anomaly detection is on: {off:.1f} ms a step instead of {now:.1f} ms")
+        gain = setup.gain(nullcontext, lambda: torch.autograd.set_detect_anomaly(True))
+        on.append("anomaly detection is on: every node keeps the traceback of its forward")
     if checkpoint._checkpoint_debug_enabled:
         on.append("checkpoint's debug mode is on: every operator is logged twice")
-    return CHECK.found("; ".join(on)) if on else None
+    return CHECK.found("; ".join(on), gain=gain) if on else None

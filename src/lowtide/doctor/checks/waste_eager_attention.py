@@ -32,7 +32,7 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"the peak of the step is {format_bytes(now.peak_bytes)}, with sdpa {format_bytes(change.peak_bytes)}; "
         f"gradients agree within {worst:.1e}",
-        gain=f"{format_bytes(now.peak_bytes - change.peak_bytes)} of the peak",
+        gain=setup.gain(lambda: _with(choose, "sdpa")),
     )
 
 

@@ -1,6 +1,6 @@
 """Gradients, or state of an optimizer, of parameters that do not train."""
 
-from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
 
@@ -22,5 +22,5 @@ def look(setup: Setup) -> Finding | None:
     size = sum(p.grad.nbytes for _, p in frozen if p.grad is not None)
     return CHECK.found(
         f"{len(frozen)} frozen parameters hold {format_bytes(size)} of gradients; the first is {frozen[0][0]}",
-        gain=format_bytes(size),
+        gain=Gain(size),
     )

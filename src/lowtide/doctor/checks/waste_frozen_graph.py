@@ -7,7 +7,6 @@ from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup, distance
-from lowtide.units import format_bytes
 
 CHECK = Check(
     code="LT202",
@@ -35,8 +34,7 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"the inputs of {type(hooked[0]).__name__} are made to need gradients; without that the same gradients take "
         f"{100 * (1 - change.flops / now.flops):.0f} % fewer floating-point operations",
-        gain=f"{100 * (1 - change.flops / now.flops):.0f} % of the floating-point operations, "
-        f"{format_bytes(max(0, now.peak_bytes - change.peak_bytes))} of the peak",
+        gain=setup.gain(lambda: _unhooked(hooked)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
 
@@ -31,5 +31,5 @@ def look(setup: Setup) -> Finding | None:
         f"after a step {format_bytes(first)} of it live on, after two {format_bytes(second)}; most of it, "
         f"{format_bytes(size)}, was made at {line}",
         module=path,
-        gain=f"{format_bytes(second - first)} a step",
+        gain=Gain(second - first),
     )

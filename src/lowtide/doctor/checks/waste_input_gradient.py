@@ -7,7 +7,6 @@ import torch
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
-from lowtide.units import format_bytes
 
 CHECK = Check(
     code="LT213",
@@ -30,8 +29,7 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"{len(leaves)} tensors of the batch require a gradient: {now.flops} floating-point operations a step, "
         f"{without.flops} without",
-        gain=f"{100 * (1 - without.flops / now.flops):.0f} % of the floating-point operations, "
-        f"{format_bytes(max(0, now.peak_bytes - without.peak_bytes))} of the peak",
+        gain=setup.gain(lambda: _off(leaves)),
     )
 
 

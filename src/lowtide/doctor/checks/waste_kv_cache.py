@@ -30,7 +30,7 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"the step returns a cache of {format_bytes(size)}; its peak is {format_bytes(now.peak_bytes)}, without the "
         f"cache {format_bytes(without.peak_bytes)}",
-        gain=f"{format_bytes(now.peak_bytes - without.peak_bytes)} of the peak",
+        gain=setup.gain(lambda: _off(config)),
     )
 
 

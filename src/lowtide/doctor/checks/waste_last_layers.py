@@ -19,13 +19,14 @@ def look(setup: Setup) -> Finding | None:
     outer = [c for c in setup.calls if c.parent is None and not c.has_context]
     if len(outer) < 2 or len(outer) != len(setup.calls) or setup.failure is not None:
         return None
-    last = {outer[-1].number}
+    last, path = {outer[-1].number}, outer[-1].path
     without, now = setup.measured_under(lambda: checkpoint_seam.plain_calls(last)), setup.measured
     if without.peak_bytes > now.peak_bytes or without.flops >= now.flops:
         return None
     return CHECK.found(
-        f"with a plain call of {outer[-1].path} the peak is {format_bytes(without.peak_bytes)}, with a checkpointed "
+        f"with a plain call of {path} the peak is {format_bytes(without.peak_bytes)}, with a checkpointed "
         f"one {format_bytes(now.peak_bytes)}",
-        module=outer[-1].path,
-        gain=f"{100 * (1 - without.flops / now.flops):.1f} % of the floating-point operations",
+        module=path,
+        fix=f"model.get_submodule({path!r}).gradient_checkpointing = False" if path in setup.flagged else "",
+        gain=setup.gain(lambda: checkpoint_seam.plain_calls(last)),
     )

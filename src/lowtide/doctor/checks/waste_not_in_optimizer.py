@@ -27,4 +27,5 @@ def look(setup: Setup) -> Finding | None:
         f"{len(missing)} of {len(setup.trainable)} parameters get gradients ({format_bytes(size)}) and stand in no "
         f"group of the optimizer; the first is {missing[0]}",
         module=missing[0].rpartition(".")[0],
+        fix=f"optimizer.add_param_group({{'params': [model.get_parameter(name) for name in {missing}]}})",
     )

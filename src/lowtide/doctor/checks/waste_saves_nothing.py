@@ -1,5 +1,6 @@
 """Checkpointing that lowers no peak, and costs time."""
 
+from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
@@ -17,7 +18,7 @@ _FEW = 0.02
 
 
 def look(setup: Setup) -> Finding | None:
-    if not setup.calls or setup.failure is not None:
+    if not setup.calls or setup.failure is not None or not setup.plain_fits:
         return None
     now, plain = setup.measured, setup.measured_plain
     if now.peak_bytes < (1 - _FEW) * plain.peak_bytes or now.flops <= plain.flops:
@@ -26,5 +27,5 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"peak of the step {format_bytes(now.peak_bytes)} with {len(setup.calls)} checkpointed calls, "
         f"{format_bytes(plain.peak_bytes)} without, for {100 * more:.0f} % more floating-point operations",
-        gain=f"{100 * (1 - plain.flops / now.flops):.0f} % of the floating-point operations",
+        gain=setup.gain(checkpoint_seam.plain_calls),
     )

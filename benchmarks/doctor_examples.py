@@ -1,0 +1,96 @@
+"""The doctor on the set-ups of ``examples/``: runs each file and looks at what it trains.
+
+cd benchmarks
+python doctor_examples.py     two minutes; writes results/doctor_examples_cpu.jsonl
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from provenance import provenance
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RESULTS = Path(__file__).parent / "results" / "doctor_examples_cpu.jsonl"
+
+
+def plain_loop(made: dict[str, Any]) -> lowtide.Diagnosis:
+    return lowtide.diagnose(
+        made["model"], made["batches"][0], lambda model, x: F.mse_loss(model.decoder(model.encoder(x)), x)
+    )
+
+
+def long_sequences(made: dict[str, Any]) -> lowtide.Diagnosis:
+    return lowtide.diagnose(made["model"], made["batch"], made["loss_of"])
+
+
+def classic_checkpoint(made: dict[str, Any]) -> lowtide.Diagnosis:
+    def step(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda h, block: checkpoint(block, h, use_reentrant=False), blocks, x).square().mean()
+
+    return lowtide.diagnose(made["blocks"], made["x"], step)
+
+
+LOOKS: dict[str, Callable[[dict[str, Any]], lowtide.Diagnosis] | None] = {
+    "plain_loop": plain_loop, "long_sequences": long_sequences, "classic_checkpoint": classic_checkpoint,
+    "transformers_trainer": None, "peft_lora": None, "trl_sft": None,
+}  # fmt: skip
+
+
+def from_a_trainer(path: Path) -> lowtide.Diagnosis:
+    """What the callback finds in the first trainer that the file makes: the plain one."""
+    from transformers import Trainer
+
+    from lowtide.integrations.transformers_doctor import DoctorCallback
+
+    callback, make = DoctorCallback(), Trainer.__init__
+    made = []
+
+    def with_doctor(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if not made:
+            self.add_callback(callback)
+        made.append(self)
+
+    with patch.object(Trainer, "__init__", with_doctor):
+        runpy.run_path(str(path))
+    assert callback.found is not None
+    return callback.found
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    lines = []
+    for name, look in LOOKS.items():
+        path, start = EXAMPLES / f"{name}.py", time.process_time()
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            found = look(runpy.run_path(str(path))) if look else from_a_trainer(path)
+        findings = {f.code: f"{f.severity}: {f.evidence}" for f in found}
+        line = {"example": path.name, "findings": findings, "notes": list(found.notes)}
+        print(json.dumps(line), file=sys.stderr, flush=True)
+        lines.append(
+            {"benchmark": "doctor_examples_cpu", **line, "cpu_s": round(time.process_time() - start, 1), **provenance()}
+        )
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""docs/doctor.md's table of what the doctor says of set-ups that nobody made sick."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+
+def zoo_table(lines: list[dict]) -> str:
+    """One row per code that spoke, over ``doctor_zoo.py``'s set-ups."""
+    spoke: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    for line in lines:
+        for code, told in line["findings"].items():
+            spoke[code, told.partition(":")[0]].append(line)
+    silent = sum(not line["findings"] and not line["notes"] for line in lines)
+    kinds = len({(line["task"], line["type"]) for line in lines})
+    checkpointed = sum(line["checkpointed"] for line in lines)
+    seconds = sorted(line["cpu_s"] for line in lines)
+    rows = [
+        f"{kinds} architectures of transformers {lines[0]['transformers']}, {checkpointed} of them checkpointed too: "
+        f"{silent} of {len(lines)} set-ups are passed in silence. A look takes {seconds[len(seconds) // 2]:.1f} s of "
+        f"one core, {seconds[-1]:.1f} s at most.",
+        "",
+        "| code | severity | set-ups | architectures |",
+        "|---|---|---:|---|",
+    ]
+    for (code, severity), found in sorted(spoke.items()):
+        names = ", ".join(dict.fromkeys(line["type"] for line in found))
+        rows.append(f"| {code} | {severity} | {len(found)} | {names} |")
+    return "\n".join(rows)
+
+
+def examples_table(lines: list[dict]) -> str:
+    """A sentence on ``doctor_examples.py``."""
+    told = [f"{line['example']}: {', '.join(line['findings'])}" for line in lines if line["findings"]]
+    others = [line["example"] for line in lines if not line["findings"] and not line["notes"]]
+    return f"Of `examples/`, {', '.join(others)} are passed in silence" + (f"; {'; '.join(told)}." if told else ".")
