@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lowtide.errors import BudgetInfeasibleError
@@ -37,6 +37,9 @@ FITS, UNCERTAIN, DOES_NOT_FIT = "fits", "uncertain", "does not fit"
 _FRAGMENTATION = (0.0, 0.03, 0.10)  # of what a step makes
 _CONTEXT = (0.7, 1.0, 1.3)
 _WORKSPACE = (0, 1, 2)  # streams that use the libraries' workspace
+# What changes nothing of what a rank holds through the step.
+_OF_THE_STEP: dict[str, Any] = {"seq_len": 1, "batch_size": 1, "accumulate": 1, "attention": "auto",
+                                "chunk_loss": False, "offload_activations": False}  # fmt: skip
 _COMMUNICATION_BYTES = 1 << 29  # of one group of ranks
 _COMMUNICATION = (0.5, 1.0, 2.0)
 
@@ -131,9 +134,10 @@ class Forecaster:
         return _allocator(setup, resident, resident).low > setup.device.usable_bytes
 
     def rank(self, setup: Setup) -> RankMemory:
-        if setup not in self._ranks:
-            self._ranks[setup] = rank_memory(self.subject.facts(setup), setup)
-        return self._ranks[setup]
+        key = replace(setup, **_OF_THE_STEP)
+        if key not in self._ranks:
+            self._ranks[key] = rank_memory(self.subject.facts(setup), setup)
+        return self._ranks[key]
 
     def costs(self, graph: StepGraph, device: Device) -> Costs:
         key = id(graph), device.name  # the subject keeps its graphs
