@@ -10,7 +10,7 @@ from lowtide.foresight.forecast import Forecaster, Room
 from lowtide.foresight.setup import Setup
 
 SEQ_LEN_STEP = 128
-_MOST_TRACES = 8
+_MOST_TRACES = 5
 _MOST = 1 << 22
 
 
