@@ -91,7 +91,7 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
     parameters = sum(map(parameter_bytes, held))
     state, step = _optimizer_bytes([p for p in held if p.trains], setup, 1 if sharded else count)
     gathered, host = 0, 0
-    rule = "one device holds everything"
+    rule = "one device holds everything" if count == 1 else f"{count} data parallel ranks"
     if setup.tensor_parallel > 1:
         rule = f"heads and MLPs are divided by {setup.tensor_parallel}; embeddings and head are whole on each rank"
     if count > 1:
