@@ -176,7 +176,7 @@ def _step_bytes(
 ) -> tuple[int, int]:
     """(state, temporaries) of one optimizer.
 
-    Of more than two equal blocks, two are run; what one more adds is multiplied. On CUDA kernels of whole lists add up
+    Of more than two equal blocks, two are run; what one more adds is multiplied. Kernels of whole lists add up
     over all parameters; elsewhere parameters take turns, and all of them run.
     """
 
@@ -187,7 +187,7 @@ def _step_bytes(
 
     blocks: dict[str, list[Parameter]] = defaultdict(list)
     for p in members:
-        found = _UNIT.match(p.name) if target.kernels == "cuda" else None
+        found = _UNIT.match(p.name) if target.has_list_kernels else None
         blocks[found[1] if found else ""].append(p)
     kept = blocks.pop("", [])
     alike: dict[tuple, list[list[Parameter]]] = defaultdict(list)
