@@ -8,6 +8,7 @@ import pytest
 import lowtide
 from lowtide import cli
 from lowtide.estimation.device_table import device_named
+from lowtide.foresight import rank_memory as rank_memory_module
 from lowtide.foresight.forecast import Forecaster
 from lowtide.foresight.rank_memory import rank_memory
 from lowtide.foresight.setup import Setup, SetupError, degrees
@@ -221,3 +222,22 @@ def test_models_have_their_published_number_of_parameters_embeddings_tied(name):
 
 def test_degrees_follow_from_any_two_numbers():
     assert degrees(8, None, 2) == (4, 2) and degrees(None, 4, 2) == (4, 2) and degrees(None, None, None) == (1, 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "adafactor", "muon"])
+def test_equal_blocks_are_multiplied_and_come_to_the_same_bytes(tmp_path, monkeypatch, optimizer):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 7}))
+    multiplied = parts(str(tmp_path), optimizer=optimizer)
+    monkeypatch.setattr(rank_memory_module, "_RUN_BLOCKS", 7)
+
+    assert parts(str(tmp_path), optimizer=optimizer) == multiplied
+
+
+def test_adapters_of_a_model_without_memory_take_none(model):
+    subject = subject_named(model)
+    setup = Setup(H100, seq_len=64, lora_rank=4)
+    with subject._without_memory(target_of(H100)):
+        built, _, _ = subject.build(setup)
+
+    assert all(p.is_meta for name, p in built.named_parameters() if "lora_" in name)
+    assert subject.trace(setup).ops

@@ -102,7 +102,7 @@ def _around(
                 data = gpus // tensor
                 if gpus % tensor or data < 1 or global_batch % data or (offload and base.optimizer == "none"):
                     continue
-                for sharding in _SHARDINGS if data > 1 else ("none",):
+                for sharding in _shardings(data, tensor):
                     try:
                         setup = replace(
                             base, precision=precision, tensor_parallel=tensor, data_parallel=data, sharding=sharding,
@@ -114,12 +114,19 @@ def _around(
                     yield setup
 
 
+def _shardings(data: int, tensor: int) -> tuple[str, ...]:
+    """Divided layers are combined with replicas and with everything divided; what lies between is tried without."""
+    if data == 1:
+        return ("none",)
+    return _SHARDINGS if tensor == 1 else ("none", "fsdp")
+
+
 def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> Iterator[Setup]:
     """From the largest micro-batch down, and chunks of the loss where the plain loss does not do without a price."""
     each = global_batch // setup.data_parallel
     sizes = {max(1, min(each, tokens // setup.seq_len)) for tokens in _TOKENS}
     if forecaster.refuses(setup):
-        yield setup
+        yield replace(setup, accumulate=each)
         return
     for size in sorted(sizes, reverse=True):
         while each % size:

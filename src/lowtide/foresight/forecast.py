@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lowtide.errors import BudgetInfeasibleError
@@ -37,6 +37,9 @@ FITS, UNCERTAIN, DOES_NOT_FIT = "fits", "uncertain", "does not fit"
 _FRAGMENTATION = (0.0, 0.03, 0.10)  # of what a step makes
 _CONTEXT = (0.7, 1.0, 1.3)
 _WORKSPACE = (0, 1, 2)  # streams that use the libraries' workspace
+# What changes nothing of what a rank holds through the step.
+_OF_THE_STEP: dict[str, Any] = {"seq_len": 1, "batch_size": 1, "accumulate": 1, "attention": "auto",
+                                "chunk_loss": False, "offload_activations": False}  # fmt: skip
 _COMMUNICATION_BYTES = 1 << 29  # of one group of ranks
 _COMMUNICATION = (0.5, 1.0, 2.0)
 
@@ -79,7 +82,7 @@ class Forecast:
 
 
 class Room(NamedTuple):
-    """Whether a step fits, and what the leanest plan lacks, by a lower bound; less than 0 where there is room."""
+    """Whether a step fits, and what the leanest published plan lacks; less than 0 where there is room."""
 
     fits: bool
     missing_bytes: float
@@ -131,9 +134,10 @@ class Forecaster:
         return _allocator(setup, resident, resident).low > setup.device.usable_bytes
 
     def rank(self, setup: Setup) -> RankMemory:
-        if setup not in self._ranks:
-            self._ranks[setup] = rank_memory(self.subject.facts(setup), setup)
-        return self._ranks[setup]
+        key = replace(setup, **_OF_THE_STEP)
+        if key not in self._ranks:
+            self._ranks[key] = rank_memory(self.subject.facts(setup), setup)
+        return self._ranks[key]
 
     def costs(self, graph: StepGraph, device: Device) -> Costs:
         key = id(graph), device.name  # the subject keeps its graphs
@@ -157,12 +161,12 @@ class Forecaster:
         resident = rank.resident_bytes + graph.resident["batch"]
         search, shift = self.search(graph, setup.device), resident - graph.resident_bytes
         most = _most_allocated(setup, resident) - shift
-        lacking = (search.plain.peak_bytes if plain else bound_peak(graph)) - most
-        if missing > 0 or lacking > 0 or plain:
-            return Room(missing <= 0 and lacking <= 0, lacking)
-        # The bound is no plan: where none of the published ones is small enough, one is looked for.
-        found = any(e.peak_bytes <= most for e in (search.plain, *search.published)) or search.first(most) is not None
-        return Room(found, lacking)
+        known = [search.plain] if plain else [search.plain, *search.published]
+        lacking = min(e.peak_bytes for e in known) - most
+        if missing > 0 or lacking <= 0 or plain:
+            return Room(missing <= 0 and lacking <= 0, max(missing, lacking))
+        # Where none of the published plans is small enough, one is looked for.
+        return Room(bound_peak(graph) <= most and search.first(most, near_least=False) is not None, lacking)
 
     def _planned(
         self, graph: StepGraph, costs: Costs, setup: Setup, budget: int | str | None, resident: int, shift: int,
@@ -190,7 +194,7 @@ class Forecaster:
                     return plan, plan.predicted_peak_bytes
                 except BudgetInfeasibleError as error:
                     least = max(least, error.least_bytes)
-            elif found := search.first(budget_bytes):
+            elif found := search.first(budget_bytes, near_least=False):
                 plan = build_plan(graph, costs, found, method="exact", budget_bytes=budget_bytes, start_s=0,
                                   bounded=False)  # fmt: skip
                 return plan, plan.predicted_peak_bytes

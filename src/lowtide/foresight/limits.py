@@ -10,17 +10,21 @@ from lowtide.foresight.forecast import Forecaster, Room
 from lowtide.foresight.setup import Setup
 
 SEQ_LEN_STEP = 128
-_MOST_TRACES = 8
+_MOST_TRACES = 5
 _MOST = 1 << 22
 
 
 def max_batch_size(forecaster: Forecaster, setup: Setup, *, plain: bool = False) -> int:
     """Sequences of one micro-batch of one rank; 0: not one."""
+    if forecaster.refuses(setup):
+        return 0
     return _largest(lambda n: forecaster.room(replace(setup, batch_size=n), plain=plain), setup.batch_size, _MOST)
 
 
 def max_seq_len(forecaster: Forecaster, setup: Setup, *, plain: bool = False) -> int:
     """Tokens of each sequence, a multiple of 128 (or as many as asked for); 0: none."""
+    if forecaster.refuses(setup):
+        return 0
     most = forecaster.subject.seq_len_most or _MOST
     step = SEQ_LEN_STEP if setup.seq_len >= SEQ_LEN_STEP else 1
 

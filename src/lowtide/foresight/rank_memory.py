@@ -32,7 +32,7 @@ import torch
 
 from lowtide.foresight.setup import PRECISIONS, Setup
 from lowtide.foresight.subjects import Facts, Parameter
-from lowtide.hollow.devices import target_of
+from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.memory import hollow
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.optimizer import hollow_optimizer_bytes
@@ -42,6 +42,7 @@ _LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 _QUANTIZED_BYTES = (4 + 0.127) / 8
 _SCALED_ELEMENTS, _LEAST_QUANTIZED = 256, 4096
 _UNIT = re.compile(r"^(.*?\.\d+)\.")
+_RUN_BLOCKS = 2
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
@@ -90,7 +91,7 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
     parameters = sum(map(parameter_bytes, held))
     state, step = _optimizer_bytes([p for p in held if p.trains], setup, 1 if sharded else count)
     gathered, host = 0, 0
-    rule = "one device holds everything"
+    rule = "one device holds everything" if count == 1 else f"{count} data parallel ranks"
     if setup.tensor_parallel > 1:
         rule = f"heads and MLPs are divided by {setup.tensor_parallel}; embeddings and head are whole on each rank"
     if count > 1:
@@ -165,13 +166,42 @@ def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, parts: int) -> 
     target, state, step = target_of(setup.device), copies, 0
     with HollowMode(target.kernels):
         for kind, settings, members in groups:
-            dtypes = {2: torch.bfloat16, 4: torch.float32}
-            own = [torch.nn.Parameter(hollow(p.shape, _strides(p.shape), dtypes[p.itemsize])) for p in members]
-            kept, during = hollow_optimizer_bytes(
-                kind, settings, own, kernels=target.kernels, block_bytes=target.block_bytes
-            )
+            kept, during = _step_bytes(kind, settings, members, target)
             state, step = state + kept, max(step, during)
     return state, step + (copies if setup.master_weights else 0)  # gradients in float32, for a moment
+
+
+def _step_bytes(
+    kind: type[torch.optim.Optimizer], settings: dict, members: Sequence[Parameter], target: TargetDevice
+) -> tuple[int, int]:
+    """(state, temporaries) of one optimizer.
+
+    Of more than two equal blocks, two are run; what one more adds is multiplied. Kernels of whole lists add up
+    over all parameters; elsewhere parameters take turns, and all of them run.
+    """
+
+    def of(left: Iterable[Parameter]) -> tuple[int, int]:
+        dtypes = {2: torch.bfloat16, 4: torch.float32}
+        own = [torch.nn.Parameter(hollow(p.shape, _strides(p.shape), dtypes[p.itemsize])) for p in left]
+        return hollow_optimizer_bytes(kind, settings, own, kernels=target.kernels, block_bytes=target.block_bytes)
+
+    blocks: dict[str, list[Parameter]] = defaultdict(list)
+    for p in members:
+        found = _UNIT.match(p.name) if target.has_list_kernels else None
+        blocks[found[1] if found else ""].append(p)
+    kept = blocks.pop("", [])
+    alike: dict[tuple, list[list[Parameter]]] = defaultdict(list)
+    for block in blocks.values():
+        alike[tuple((p.shape, p.itemsize) for p in block)].append(block)
+    for same in alike.values():
+        kept += [p for block in same[:_RUN_BLOCKS] for p in block]
+    base = of(kept)
+    totals = list(base)
+    for same in alike.values():
+        if len(same) > _RUN_BLOCKS:
+            one_more = of([*kept, *same[-1]])
+            totals = [t + (len(same) - _RUN_BLOCKS) * (n - b) for t, n, b in zip(totals, one_more, base, strict=True)]
+    return totals[0], totals[1]
 
 
 def _is_embedding(parameter: Parameter) -> bool:

@@ -26,6 +26,11 @@ class TargetDevice:
             raise ValueError(f"kernels={self.kernels!r} is not known. Use 'cpu' or 'cuda'.")
 
     @property
+    def has_list_kernels(self) -> bool:
+        """An optimizer takes all parameters at once (``foreach``) unless it is told otherwise."""
+        return self.kernels == "cuda"
+
+    @property
     def block_bytes(self) -> int:
         """The allocator gives whole blocks."""
         return _CUDA_BLOCK_BYTES if self.kernels == "cuda" else 1

@@ -138,11 +138,12 @@ class ExactSearch:
             best, "optimal" if result.proven else "feasible", min(result.bound_ms, best.timeline.step_ms)
         )
 
-    def first(self, budget_bytes: int) -> Candidate | None:
+    def first(self, budget_bytes: int, *, near_least: bool = True) -> Candidate | None:
         """A good candidate in a small part of the time of ``within``, which then goes on from there; None: none found.
 
         The fastest of what the published methods and the first columns, or the rounded relaxation, give. Where they
         give nothing, the budget is near the least peak: the first on the way there, or a schedule of the chain methods.
+        That takes longest and gives the slowest plans; without ``near_least`` it is left out.
         """
         found = [e for e in (self.plain, *self.published) if e.peak_bytes <= budget_bytes]
         if self.plain not in found:
@@ -154,7 +155,7 @@ class ExactSearch:
                 found += [] if best is None else [best]
         if not found and (lean := self._least.found_within(budget_bytes)):  # an error has said that this is the least
             found = [self.context.evaluate(lean.actions, lean.replays)]
-        elif not found and budget_bytes >= bound_peak(self.graph):
+        elif not found and near_least and budget_bytes >= bound_peak(self.graph):
             found = self._chain_within(budget_bytes)
             # With a schedule at hand, only what is found without a descent; where the step is one model, not even that.
             most_steps = 1 if found else None
