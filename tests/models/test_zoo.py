@@ -18,7 +18,14 @@ SLICE = [
 ]
 
 
-@pytest.mark.parametrize(("task", "kind"), SLICE, ids=[kind for _, kind in SLICE])
+SLOW = {"mobilevit", "whisper"}  # of many small ops
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case[1] in SLOW else case for case in SLICE],
+    ids=[kind for _, kind in SLICE],
+)
 def test_an_architecture_trains_bitwise_as_plainly(task, kind):
     told = {line["variant"]: line for line in examine(task, kind, searched=False, published=True)}
 

@@ -60,7 +60,11 @@ def test_what_fits_plain_is_left_alone(step):
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [("toy", {"method": "exact"}), ("decoder8_512", {"method": "every_n", "n": 3}), ("unet", {"method": "knapsack"})],
+    [
+        pytest.param("toy", {"method": "exact"}, marks=pytest.mark.slow),
+        ("decoder8_512", {"method": "every_n", "n": 3}),
+        ("unet", {"method": "knapsack"}),
+    ],
 )
 def test_the_least_that_an_error_names_succeeds_and_a_byte_less_does_not(case, options):
     graph, costs = load_case(case)

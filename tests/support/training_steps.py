@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils._device
 from torch import nn
 
 import lowtide

@@ -56,6 +56,7 @@ def no_list(patch: pytest.MonkeyPatch) -> None:
 
 def no_first_sight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recorder, "fingerprint", lambda tensor: ())
+    patch.setattr(recorder, "_undeclared_writes", {})  # what other tests have seen
 
 
 BATCH_NORM_GUARDS = {
