@@ -19,6 +19,7 @@ from doctor_table import examples_table, zoo_table
 from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table
 from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
+from real_steps_table import real_steps_table
 
 from lowtide.doctor import registry
 
@@ -58,6 +59,7 @@ def main() -> int:
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(ROOT / "docs" / "benchmarks.md", "gpu", measured_gpu if measured_gpu.exists() else None, gpu_table),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
+        Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
         Page(ROOT / "docs" / "doctor.md", "zoo", RESULTS / "doctor_zoo_cpu.jsonl", zoo_table),
