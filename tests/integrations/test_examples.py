@@ -11,8 +11,13 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+SLOW = {"accelerate_loop", "deepspeed_zero2"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in EXAMPLES],
+)
 def test_an_example_ends_with_a_lower_peak(script, tmp_path):
     # A folder of its own: what a killed run of DeepSpeed leaves in the usual one makes the next wait for ever.
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "LOWTIDE_CACHE_DIR": str(tmp_path / "plans")}
