@@ -14,6 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.plan_shelf import PlanShelf
+from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape.online.tape import OnlineTape
@@ -288,6 +289,22 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
         monkeypatch.setattr("lowtide.tape.tape.sum_of_words", lambda tensor: 0)
         monkeypatch.setattr("lowtide.tape.storage_bits.sum_of_words", lambda tensor: 0)
         loop(16)  # without the seals nothing tells
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_call_that_fails_under_a_plan_of_the_whole_step_leaves_nothing_in_place(guarded, monkeypatch):
+    monkeypatch.setattr(PlannedStep, "needs_whole_step", True)
+    if not guarded:
+        monkeypatch.setattr(StepWatcher, "_leave_plan", lambda self, failed=False: None)
+    model = nn.Sequential(Shifted(), Shifted())
+    with lowtide.fit(model, batch_of(), method="full"):
+        hook = model[1].register_forward_hook(lambda *_: [][0])
+        with pytest.raises(IndexError):
+            model(batch_of())
+        hook.remove()
+        modes = torch._C._len_torch_dispatch_stack()
+        assert (modes == 0) == guarded
+        monkeypatch.undo()
 
 
 def test_a_fitted_model_that_nobody_holds_is_freed(budget):
