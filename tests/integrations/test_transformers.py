@@ -242,9 +242,10 @@ def test_compiled_code_runs_as_it_is_and_that_is_told(tmp_path, caplog):
 
 
 @pytest.fixture
-def lines(caplog):
-    """Of the Trainer's own logger, which does not propagate."""
+def lines(caplog, monkeypatch):
+    """Of the Trainer's own logger. It propagates where the environment sets CI, and nowhere else."""
     logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
     yield lambda: [r.getMessage() for r in caplog.records if r.name == "transformers.trainer" and "lowtide" in r.msg]
     logger.removeHandler(caplog.handler)

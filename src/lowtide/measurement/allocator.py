@@ -6,8 +6,9 @@ them), but it costs about 0.1 ms a call instead of 1 ms, and prints nothing. On 
 accelerator it is the caching allocator's own peak (``device/memory.py``).
 
 Known weaknesses, on CPU. Memory that native libraries take past PyTorch's allocator is not seen. Memory that was
-allocated before a measurement and is freed inside it has no known size, so a peak can err high. Only this thread and
-the threads that autograd starts for it count.
+allocated before a measurement and is freed inside it has no known size, so a peak can err high; or it has the size of
+the block that an earlier measurement saw at its address. Only this thread and the threads that autograd starts for it
+count.
 """
 
 import gc
