@@ -38,7 +38,8 @@ SCATTERS = frozenset({
     torch.ops.aten.index_put.default,
 })  # fmt: skip
 _CHUNK = 1 << 16  # words of a tensor that are weighted at a time
-_CPU_CHUNK = 1 << 13  # the same where no kernel has to be launched: rehearsals stay within small budgets
+# The same where no kernel has to be launched: few, and made once, since a step that is within its budget has no room.
+_CPU_WEIGHTS = torch.arange(1, 1 << 14, 2, dtype=torch.int64, device="cpu")
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
@@ -180,10 +181,12 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    chunk = _CPU_CHUNK if raw.device.type == "cpu" else _CHUNK
-    weights = torch.arange(1, 2 * min(chunk, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
+    if raw.device.type == "cpu":
+        weights = _CPU_WEIGHTS
+    else:
+        weights = torch.arange(1, 2 * min(_CHUNK, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
     sums: list[torch.Tensor] = [raw[whole.numel() * 8 :].to(torch.int64).sum()]
-    for i, part in enumerate(whole.split(chunk)):
+    for i, part in enumerate(whole.split(weights.numel())):
         matching = weights[: part.numel()]
         # A CPU has no temporary in ``dot`` and is ten times faster; other devices have no integer ``dot``.
         total = torch.dot(part, matching) if part.device.type == "cpu" else (part * matching).sum()
