@@ -2,11 +2,13 @@
 
 import copy
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 from support.watched_training import activation_bytes, batch_of, reasons_of, resident_bytes, same, train
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
@@ -44,6 +46,31 @@ def test_every_step_keeps_the_budget(model, budget):
 
     assert max(peaks) <= 1.1 * allowed  # steps of these toys are a few tensors large
     assert max(peaks[3:]) <= allowed
+
+
+def num_runs(name: str, step: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    return sum(event.name == name for event in profiler.events())
+
+
+def test_what_the_watched_step_has_proven_is_not_proven_again_under_the_plan(model, budget):
+    x = batch_of()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    with lowtide.fit(model, budget=budget) as fit:
+        step()
+        fit.wait()
+        (planned,) = fit._watcher.shelf.plans
+        dropped = [op for op in planned.tape.program.ops if op.drops and op.name == "aten.addmm.default"]
+        unproven = [op for op in dropped if not op.proven]
+        first, second = num_runs("aten::addmm", step), num_runs("aten::addmm", step)
+        assert fit.status().planned_steps == 2
+
+    assert len(unproven) < len(dropped)
+    assert first - second == len(unproven)
 
 
 def test_the_batch_is_in_the_budget_of_a_watched_step(model):

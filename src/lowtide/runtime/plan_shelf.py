@@ -84,6 +84,8 @@ class PlanShelf:
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
         self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
+        # The last watched graph of these shapes, and those of its ops that need no other proof.
+        self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, frozenset[int]]] = {}
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
@@ -228,7 +230,10 @@ class PlanShelf:
                 f"sizes of {op.name} in {where} depend on data: a planned step in which they are larger than in the "
                 "planned one takes more than the budget. Leave room for that"
             )
-        self.plans = [p for p in self.plans if p.shapes != planned.shapes]
+        for replaced in [p for p in self.plans if p.shapes == planned.shapes]:
+            if replaced.graph is planned.graph:
+                planned.tape.program.note_proven(replaced.tape.program.proven_ops)
+            self.plans.remove(replaced)
         self.plans.append(planned)
         self._make_room()
 
@@ -314,13 +319,16 @@ class PlanShelf:
         costs: Costs,
         budget_bytes: int,
         num_nodes: Mapping[int, int],
+        proven_ops: frozenset[int],
     ) -> None:
         """A step was watched whose calls have these shapes: have it planned, unless a plan for it is on its way.
 
         Args:
             num_nodes: How many autograd nodes each call made.
+            proven_ops: Those of the graph that need no other proof.
         """
         self._num_nodes[shapes] = num_nodes
+        self._proven[shapes] = graph, proven_ops
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
         if reason := self._book.note(shapes, graph, costs):
@@ -423,6 +431,9 @@ class PlanShelf:
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
         tape.matches_all = any(self._diverged[shapes[0].pattern])
         planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=self._num_nodes.get(shapes, {}))
+        watched, proven_ops = self._proven.get(shapes, (None, frozenset()))
+        if watched is graph:
+            planned.tape.program.note_proven(proven_ops)
         self.put(planned)
         return planned
 

@@ -543,7 +543,8 @@ class StepWatcher:
             return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
         self._reasons.say_kept(graph)
-        self.shelf.request(shapes, graph, costs, self._budget.fixed_for(graph, costs), self._made_nodes)
+        budget_bytes = self._budget.fixed_for(graph, costs)
+        self.shelf.request(shapes, graph, costs, budget_bytes, self._made_nodes, watch.proven_ops)
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
         """Why ZeRO-3 will gather other parameters in later steps, which so take other memory; "" if it will not."""

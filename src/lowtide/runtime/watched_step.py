@@ -59,6 +59,7 @@ class WatchedStep(OnlineTape):
         self._builder, self._storages = self.recorder.builder, self.recorder.live
         self.recorder.functions.on_error = self.stop_recording
         self._assignments = None  # the recorder looks
+        self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
         self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature
@@ -134,6 +135,7 @@ class WatchedStep(OnlineTape):
             self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
             times = self._seconds if builder.ops[-1].signature < known else self._first_s  # watched, and slower
             times[builder.ops[-1].signature].append(self.op_s)
+            self._op_of[self._number] = len(builder.ops) - 1
         return result
 
     def stop_recording(self, error: Exception) -> None:
@@ -216,6 +218,11 @@ class WatchedStep(OnlineTape):
         self.recorder.sums.forget_nodes()
 
     # -- the end --------------------------------------------------------------------------------------------
+
+    @property
+    def proven_ops(self) -> frozenset[int]:
+        """Those ops of the graph whose outputs were made twice, with the same bits."""
+        return frozenset(self._op_of[n] for n in self.releaser.proven if n in self._op_of)
 
     def graph_and_costs(self, model: nn.Module, optimizer: Any) -> tuple[StepGraph, Costs]:
         """What was recorded, and what each op took. Call it when the step's backward has ended."""

@@ -4,6 +4,7 @@ What running ops twice has proven of them belongs to the program.
 """
 
 import weakref
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from lowtide.measurement.op_inputs import operator_named
@@ -147,6 +148,15 @@ class PlanProgram:
             call.reads_dropped_inside = reads or any(child.reads_dropped_inside for child in inside)
             whole = call.reads_dropped_inside and not call.has_actions_inside  # nobody looks at the calls inside
             call.needs_hooks = call.has_actions or reads or whole
+
+    @property
+    def proven_ops(self) -> frozenset[int]:
+        return frozenset(op.number for op in self.ops if op.proven)
+
+    def note_proven(self, ops: Collection[int]) -> None:
+        """These have given the same bits twice, in a step that ran without the plan."""
+        for number in ops:
+            self.ops[number].proven = True
 
     @property
     def keeps_everything(self) -> bool:

@@ -49,6 +49,7 @@ class Releaser:
         budget_bytes: For what the step makes: resident bytes are not in it.
         over_bytes: By how much room was missing, at most.
         num_released, num_replayed, num_proofs: Values and runs so far.
+        proven: Numbers of the ops of which another run gave the same bits.
         differed: Ops whose second run gave other bits; their outputs stay.
         thrashing: Replays have passed their ceiling; nothing is released any more in this step.
     """
@@ -58,6 +59,7 @@ class Releaser:
         self.budget_bytes = budget_bytes
         self.over_bytes = 0.0
         self.num_released = self.num_replayed = self.num_proofs = 0
+        self.proven: set[int] = set()
         self.differed: list[str] = []
         self.thrashing = False
         self.proof_s = self.replay_s = 0.0
@@ -249,6 +251,7 @@ class Releaser:
                 assert value.tensor is not None and value.recipe is not None
                 if same_storage_bits(tensor, value.tensor):
                     value.proven, value.seal = True, sum_of_words(tensor)
+                    self.proven.add(value.number)
                 else:
                     value.why_kept = "another run gives other bits"
                     self.differed.append(value.recipe.name)
