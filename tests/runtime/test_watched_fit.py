@@ -90,6 +90,8 @@ def test_a_percentage_is_of_the_first_step_and_fixed_once(model):
         assert fit.status().budget_bytes is None
         train(model, [batch_of()])
         first = fit.status().budget_bytes
+        assert fit.status().observed_peak_bytes > first
+        assert "the first step ran plain, since a percentage is of what it takes" in reasons_of(fit)
         train(model, [batch_of(200)])
         assert fit.status().budget_bytes == first
 

@@ -28,6 +28,11 @@ class Reasons:
             self.lines.append(reason)
             logger.warning("lowtide: %s", reason)
 
+    def note(self, reason: str) -> None:
+        """For those who ask; it is logged nowhere."""
+        if reason not in self.lines:
+            self.lines.append(reason)
+
     def say_latest(self, subject: str, reason: str) -> None:
         """As ``say``; what was said of ``subject`` before is no longer so."""
         before = self._latest.get(subject)

@@ -543,7 +543,13 @@ class StepWatcher:
             return
         graph, costs = watch.graph_and_costs(model, self._options.optimizer)
         self._reasons.say_kept(graph)
+        ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)
+        if ran_plain and (self.counters.observed_peak_bytes or 0) > budget_bytes:
+            self._reasons.note(
+                "the first step ran plain, since a percentage is of what it takes: the observed peak is that step's. "
+                "A budget in bytes holds from the first step on"
+            )
         self.shelf.request(shapes, graph, costs, budget_bytes, self._made_nodes, watch.proven_ops)
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
