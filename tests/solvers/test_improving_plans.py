@@ -57,6 +57,19 @@ def test_near_the_least_peak_there_is_a_first_plan_before_the_search_for_it_ends
     assert first.predicted_peak_bytes <= budget
 
 
+def test_the_least_that_an_error_named_has_its_plan_at_once(monkeypatch):
+    graph, costs = load_case("toy")
+    with pytest.raises(BudgetInfeasibleError) as error:
+        solve(graph, costs, graph.resident_bytes)
+    graph, costs = load_case("toy")
+    monkeypatch.setattr(ExactSearch, "within", None)
+    monkeypatch.setattr(ExactSearch, "_chain_within", lambda *_: pytest.fail("searched for what is known"))
+
+    first = next(improving_plans(graph, costs, error.value.least_bytes))
+
+    assert first.predicted_peak_bytes <= error.value.least_bytes
+
+
 def test_a_step_that_is_one_model_has_a_first_plan_within_two_percent(monkeypatch):
     graph, costs = load_case("unet")
     best_ms = solve(graph, costs, "40%").predicted_step_ms

@@ -16,6 +16,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import evaluate, reduce_peak
+from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.search_context import Limits
 
 
@@ -77,6 +78,14 @@ def test_a_graph_that_is_traced_again_is_not_searched_again(monkeypatch):
     monkeypatch.setattr(least_peak.LeastPeakSearch, "_search", lambda self: iter(()))
 
     assert least_of(*load_case("unet")) == least
+
+
+def test_the_search_ends_where_nothing_lower_is_possible(monkeypatch):
+    graph, _ = load_case("unet")
+    monkeypatch.setattr(least_peak.LeastPeakSearch, "_turned_over", lambda *_: pytest.fail("searched on"))
+    least_peak._least.clear()
+
+    assert least_peak.LeastPeakSearch(graph).least.peak_bytes == bound_peak(graph)
 
 
 @pytest.mark.parametrize("name", ("unet", "chain48"))
