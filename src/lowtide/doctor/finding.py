@@ -1,5 +1,6 @@
 """What a check says of itself, and what it finds."""
 
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ from lowtide.units import format_bytes
 
 Severity = Literal["wrong", "waste", "risk", "info"]
 SEVERITIES: tuple[Severity, ...] = ("wrong", "waste", "risk", "info")
+_COLUMNS = 100
 FAILING: tuple[Severity, ...] = ("wrong", "waste")  # the command line exits with 1
 
 
@@ -88,9 +90,14 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" ({self.module})" if self.module else ""
-        lines = [f"{self.severity.upper()} {self.code} {self.title}{where}", f"  seen  {self.evidence}"]
-        lines += [f"  gain  {self.gain}"] if self.gain else []
-        return "\n".join([*lines, f"  mend  {self.mend}", f"  known {self.source}"])
+        told = {"seen": self.evidence, "gain": self.gain, "mend": self.mend, "known": self.source}
+        lines = [wrapped(f"{self.severity.upper()} {self.code} {self.title}{where}")]
+        return "\n".join(lines + [wrapped(f"  {name:<5} {text}") for name, text in told.items() if text])
+
+
+def wrapped(text: str) -> str:
+    """``text`` in lines that fit a terminal; a path or an operator's name stays whole."""
+    return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
