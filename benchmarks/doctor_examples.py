@@ -1,7 +1,8 @@
 """The doctor on the set-ups of ``examples/``: runs each file and looks at what it trains.
 
 cd benchmarks
-python doctor_examples.py     two minutes; writes results/doctor_examples_cpu.jsonl
+python doctor_examples.py           some minutes; writes results/doctor_examples_cpu.jsonl
+python doctor_examples.py peft_lora  some of them, printed; their lines alone are written anew
 """
 
 from __future__ import annotations
@@ -47,8 +48,27 @@ def classic_checkpoint(made: dict[str, Any]) -> lowtide.Diagnosis:
     return lowtide.diagnose(made["blocks"], made["x"], step)
 
 
+def accelerate_loop(made: dict[str, Any]) -> lowtide.Diagnosis:
+    def step(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):  # as Accelerate's mixed_precision="bf16"
+            logits = model(tokens)
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+    return lowtide.diagnose(made["model"], made["dataset"][:16], step)
+
+
+def lightning_callback(made: dict[str, Any]) -> lowtide.Diagnosis:
+    from lowtide.integrations.lightning_doctor import DoctorCallback
+
+    callback = DoctorCallback()
+    made["train"](callback)
+    assert callback.found is not None
+    return callback.found
+
+
 LOOKS: dict[str, Callable[[dict[str, Any]], lowtide.Diagnosis] | None] = {
     "plain_loop": plain_loop, "long_sequences": long_sequences, "classic_checkpoint": classic_checkpoint,
+    "accelerate_loop": accelerate_loop, "lightning_callback": lightning_callback,
     "transformers_trainer": None, "peft_lora": None, "trl_sft": None,
 }  # fmt: skip
 
@@ -77,18 +97,19 @@ def from_a_trainer(path: Path) -> lowtide.Diagnosis:
 def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    lines = []
-    for name, look in LOOKS.items():
+    wanted = sys.argv[1:] or list(LOOKS)
+    lines = {line["example"]: line for line in map(json.loads, RESULTS.read_text().splitlines())}
+    for name in wanted:
+        look = LOOKS[name]
         path, start = EXAMPLES / f"{name}.py", time.process_time()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             found = look(runpy.run_path(str(path))) if look else from_a_trainer(path)
         findings = {f.code: f"{f.severity}: {f.evidence}" for f in found}
         line = {"example": path.name, "findings": findings, "notes": list(found.notes)}
         print(json.dumps(line), file=sys.stderr, flush=True)
-        lines.append(
-            {"benchmark": "doctor_examples_cpu", **line, "cpu_s": round(time.process_time() - start, 1), **provenance()}
-        )
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        cpu_s = round(time.process_time() - start, 1)
+        lines[path.name] = {"benchmark": "doctor_examples_cpu", **line, "cpu_s": cpu_s, **provenance()}
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
     return 0
 
 

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
     "models", "scratch_file", "device", "measurement", "estimation", "hollow", "tracing", "tape", "verifier",
-    "rank_consensus", "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
+    "rank_consensus", "long_sequences", "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "foresight", "commands")

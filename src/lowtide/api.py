@@ -6,9 +6,9 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from lowtide import long_sequences
 from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.integrations import long_sequences
 from lowtide.options import DeprecatedOffload, FitOptions, Offload, offload_policy
 from lowtide.plan import ALLOCATED
 from lowtide.rank_consensus import group_of

@@ -173,6 +173,24 @@ def test_the_command_line_refuses_an_unknown_code_before_the_script_runs(tmp_pat
     assert "there is no check 'LT999'" in capsys.readouterr().err
 
 
+def test_the_command_line_leaves_out_what_is_skipped(script, capsys):
+    assert main(["doctor", f"{script}:sick", "--only", "LT002,LT101", "--skip", "lt002"]) == 0
+    assert capsys.readouterr().out.startswith("0 findings; 1 check looked")
+
+
+def test_the_command_line_exits_with_2_where_there_is_no_such_function(script, capsys):
+    assert main(["doctor", f"{script}:absent"]) == 2
+    assert "absent" in capsys.readouterr().err
+
+
+def test_the_printed_page_fits_a_terminal_and_keeps_names_whole():
+    case = jitter("python")
+
+    page = str(lowtide.diagnose(case.model, case.batch, only=["LT001", "LT004"]))
+
+    assert max(map(len, page.splitlines())) <= 100 and "gradient-checkpointing#35" in page
+
+
 @pytest.mark.parametrize("options", [[], ["--json"], ["--fix"]], ids=str)
 def test_the_command_line_is_silent_on_other_ranks(options, script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")

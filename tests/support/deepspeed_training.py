@@ -186,14 +186,14 @@ def checkpointed(rank: int) -> tuple[dict, dict]:
     return train(rank, **how), train(rank, fitted="engine", budget="90%", **how)
 
 
-def diagnosed(rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def diagnosed(rank: int) -> tuple[lowtide.Diagnosis, lowtide.Diagnosis]:
     """What the doctor says of checkpointing settings without and with DeepSpeed's own checkpoint in the model."""
     settings = {"activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": True}}
     told = []
     for own in (False, True):
         engine = engine_of(rank, 1, net(own), **settings)
         found = lowtide.diagnose(engine, torch.randn(ROWS, 64), only=["LT109"])
-        told.append(found.codes + found.notes)
+        told.append(found)
         engine.destroy()
     return told[0], told[1]
 

@@ -40,6 +40,13 @@ class Case:
         self.batch = ROWS if self.batch is None else self.batch
 
 
+def diagnosed(case: Case, code: str) -> lowtide.Diagnosis:
+    """What one check finds."""
+    fit = case.options.pop("fit", None)
+    with case.around(), fit or contextlib.nullcontext():
+        return lowtide.diagnose(case.model, case.batch, case.step, only=[code], **case.options)
+
+
 def llama(layers: int = 4, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -497,14 +504,14 @@ def partitioned(uuid: str | None) -> Case:
     return Case(model, around=lambda: inductor.patch(custom_partitioner_fn=Partitioner(uuid)))
 
 
-def fitted(under_a_plan: bool) -> Case:
+def fitted(under_a_plan: bool, budget: str = "60%") -> Case:
     """Without waiting for the plan, the second step still runs without one."""
     case = Case(Stack(mlp, plain))
     batch = torch.randn(256, 64)
     if under_a_plan:
-        fit = lowtide.fit(case.model, (batch,), budget="60%")
+        fit = lowtide.fit(case.model, (batch,), budget=budget)
     else:
-        fit = lowtide.fit(case.model, budget="60%")
+        fit = lowtide.fit(case.model, budget=budget)
     case.model(batch).square().mean().backward()
     fit.status()
     case.options["fit"] = fit

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+Policy = Callable[..., Any]
+
 
 class CheckpointObserver(Protocol):
     """Is told of every call of a checkpoint and of every time that its function runs."""
@@ -52,6 +54,44 @@ def plain_calls(only: Collection[int] | None = None) -> Iterator[None]:
             return run(*args) if is_plain() else function.apply(run, preserve, *args)
 
     with _replaced(plain_generator, PlainFunction):
+        yield
+
+
+@contextmanager
+def checkpointed_modules(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Inside, a call of one of these modules is a checkpointed call."""
+    before = [(m, "forward" in vars(m), m.forward) for m in modules]
+    try:
+        for module, _, forward in before:
+            module.forward = functools.partial(torch_checkpoint.checkpoint, forward, use_reentrant=False)
+        yield
+    finally:
+        for module, has_own, forward in before:
+            if has_own:
+                module.forward = forward
+            else:
+                del module.forward
+
+
+@contextmanager
+def changed_policies(change: Callable[[Policy], Policy]) -> Iterator[None]:
+    """Inside, selective checkpointing asks ``change(policy)`` in place of the policy."""
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def asking_another(
+        run: Any, preserve: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        def contexts() -> Any:
+            made = context_fn()
+            for mode in made:
+                if isinstance(mode, torch_checkpoint._CachingTorchDispatchMode):
+                    mode.policy_fn = change(mode.policy_fn)
+            return made
+
+        seen = context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
+        yield from generator(run, preserve, seen, *args, **kwargs)
+
+    with _replaced(asking_another, function):
         yield
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.doctor.finding import FAILING, SEVERITIES, Finding
+from lowtide.doctor.finding import FAILING, SEVERITIES, Finding, wrapped
 from lowtide.doctor.registry import Registered, all_checks
 from lowtide.doctor.setup import Setup, checked
 from lowtide.tracing.tracer import Step
@@ -41,9 +41,10 @@ class Diagnosis(list[Finding]):
 
     def __str__(self) -> str:
         head = f"{len(self)} findings" if len(self) != 1 else "1 finding"
-        lines = [f"{head}; {len(self.checked)} checks looked at the step."]
+        looked = f"{len(self.checked)} checks" if len(self.checked) != 1 else "1 check"
+        lines = [f"{head}; {looked} looked at the step."]
         lines += [f"\n{finding}" for finding in self]
-        lines += [f"\nnot looked at: {note}" for note in self.notes]
+        lines += ["\n" + wrapped(f"not looked at: {note}") for note in self.notes]
         return "\n".join(lines)
 
 

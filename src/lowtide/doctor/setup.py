@@ -20,6 +20,7 @@ from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Gain
 from lowtide.doctor.kept_state import attributes_kept, generators_kept, generators_of
 from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
+from lowtide.doctor.outcome import Outcome, copied, distance, on_host, same
 from lowtide.errors import StepError
 from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
@@ -27,30 +28,15 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import walk
 from lowtide.tracing.batches import batch_tensors, call_model, first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
+from lowtide.tracing.restore import Gradients, preserve_training_state
 from lowtide.tracing.tracer import Step, default_loss, run_step
 from lowtide.verifier import suspended
 
+# Opens a change of the step. A module that it yields is called in the model's place.
+Change = Callable[[], AbstractContextManager[Any]]
 _EQUAL_EPS = 16  # distances below so many units of the coarsest precision in the step are rounding
 _MOST_NOISE = 1e-3
 _TIMES_NOISE = 10  # a distance has to be, to be no noise
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one step gave."""
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-    generator: torch.Tensor
-
-    def differing(self, other: "Outcome") -> list[str]:
-        """Names of what has other bits in ``other``: the loss, gradients, buffers, the generator."""
-        pairs = {"loss": (self.loss, other.loss), "random generator": (self.generator, other.generator)}
-        pairs |= {f"gradient of {n}": (g, other.gradients.get(n)) for n, g in self.gradients.items()}
-        pairs |= {f"buffer {n}": (b, other.buffers[n]) for n, b in self.buffers.items() if n in other.buffers}
-        return [name for name, (a, b) in pairs.items() if not _same(a, b)]
 
 
 @dataclass(frozen=True)
@@ -105,41 +91,43 @@ class Setup:
 
     def _outcome(self, loss: torch.Tensor) -> Outcome:
         return Outcome(
-            _on_host(loss),
-            {n: _copied(p.grad) for n, p in self.model.named_parameters() if p.requires_grad},
-            {n: _on_host(b) for n, b in self.model.named_buffers()},
+            on_host(loss),
+            {n: copied(p.grad) for n, p in self.model.named_parameters() if p.requires_grad},
+            {n: on_host(b) for n, b in self.model.named_buffers()},
             torch.get_rng_state(),
         )
 
-    def measured_under(self, change: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Measured:
+    def measured_under(self, change: Change = nullcontext) -> Measured:
         """Peak and floating-point operations of a step inside ``change()``. Gradients are there before, as in every
         step that accumulates."""
-
-        with self.preserved("zeroed"), change():
-            peak = peak_bytes(self._once, self.device)
-        with self.preserved(), change(), FlopCounterMode(display=False) as counter:
-            self._once()
+        with self.preserved("zeroed"), change() as changed:
+            peak = peak_bytes(lambda: self._once(changed), self.device)
+        with self.preserved(), change() as changed, FlopCounterMode(display=False) as counter:
+            self._once(changed)
         return Measured(peak, counter.get_total_flops())
 
-    def _once(self) -> None:
-        loss, _output = run_step(self.model, self.batch, self.step)  # held while backward runs
+    def _once(self, changed: Any) -> None:
+        model = changed if isinstance(changed, nn.Module) else self.model
+        loss, _output = run_step(model, self.batch, self.step)  # held while backward runs
         loss.backward()
 
-    def gain(
-        self,
-        mended: Callable[[], AbstractContextManager[Any]],
-        sick: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        rounds: int = 5,
-    ) -> Gain:
+    def gain(self, mended: Change, sick: Change = nullcontext, rounds: int = 5) -> Gain:
         """What a step inside ``mended()`` needs less than one inside ``sick()``, the step as it is. Times are taken in
-        turns, and are no gain unless every turn says the same."""
+        turns, and are no gain unless every turn says the same. A step that fails is told: what was found stays true."""
+        try:
+            return self._gain(mended, sick, rounds)
+        except Exception as error:
+            let_go_of_frames(error)
+            return Gain(why_not=f"the mended step fails: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+
+    def _gain(self, mended: Change, sick: Change, rounds: int) -> Gain:
         before = self.measured if sick is nullcontext else self.measured_under(sick)
         less = before.peak_bytes - self.measured_under(mended).peak_bytes
         samples: tuple[list[float], list[float]] = [], []
         for turn in range(1 + rounds):
             for way, taken in list(zip((sick, mended), samples))[:: 1 if turn % 2 else -1]:
-                with self.preserved(), way(), gc_disabled():
-                    ms = calls_ms(self._once, 1, self.device, time.process_time)
+                with self.preserved(), way() as changed, gc_disabled():
+                    ms = calls_ms(lambda: self._once(changed), 1, self.device, time.process_time)
                 taken += [ms] if turn else []  # the first ones warm up
         gained = [a - b for a, b in zip(*samples)]
         agree = min(gained) > 0 or max(gained) < 0
@@ -188,11 +176,11 @@ class Setup:
             for name, gradient in one.gradients.items():
                 if distance(now.gradients[name], gradient) > distance(now.gradients[name], found.gradients[name]):
                     found.gradients[name] = gradient
-            found.buffers.update((n, b) for n, b in one.buffers.items() if not _same(b, now.buffers.get(n)))
+            found.buffers.update((n, b) for n, b in one.buffers.items() if not same(b, now.buffers.get(n)))
             found = replace(
                 found,
-                loss=found.loss if _same(one.loss, now.loss) else one.loss,
-                generator=found.generator if _same(one.generator, now.generator) else one.generator,
+                loss=found.loss if same(one.loss, now.loss) else one.loss,
+                generator=found.generator if same(one.generator, now.generator) else one.generator,
             )
         return found
 
@@ -335,42 +323,12 @@ class Setup:
         return [t for t in batch_tensors(self.batch) if t.is_leaf and t.requires_grad]
 
 
-def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """Of a gradient ``a`` from ``b``, relative to ``b``."""
-    if a is None or b is None:
-        other = b if a is None else a
-        return 0.0 if other is None or not other.any() else float("inf")
-    a, b = a.detach().double(), b.detach().double()
-    if same_bits(a, b):
-        return 0.0
-    norm = float(b.norm())
-    found = float((a - b).norm()) / norm if norm else float("inf")
-    return found if found == found else float("inf")
-
-
 def checked(model: Any, batch: Any, step: Step | None) -> None:
     """Raises: TypeError, StepError: there is no step to look at."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module.")
     if not any(p.requires_grad for p in model.parameters()):
         raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return same_bits(a, b)
-
-
-def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    return _on_host(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that takes nothing of the memory that a step may just fit in."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _can_do_with_less(error: Exception) -> bool:

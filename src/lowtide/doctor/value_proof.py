@@ -13,7 +13,8 @@ differ from run to run by themselves.
 from dataclasses import dataclass
 
 from lowtide.doctor.observer import CheckpointCall, SeenOp
-from lowtide.doctor.setup import Setup, distance
+from lowtide.doctor.outcome import distance
+from lowtide.doctor.setup import Setup
 
 
 @dataclass(frozen=True)

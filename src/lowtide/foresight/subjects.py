@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide import long_sequences
 from lowtide.errors import LowtideError
 from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
 from lowtide.graph.step_graph import StepGraph
@@ -23,7 +24,6 @@ from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import language_batch, model_of
 from lowtide.inference.cache_plan import config_of
-from lowtide.integrations import long_sequences
 from lowtide.models.shipped import UnknownModelError, model_facts
 from lowtide.scripts import load_step
 from lowtide.tracing.sources import trace_hollow

@@ -34,7 +34,7 @@ from lowtide.tracing.tracer import Step, check_supported, device_of
 from lowtide.verifier import Verification, suspended, verify_in
 
 Result = TypeVar("Result")
-Prepare = Callable[..., Callable[[], None]]  # ``integrations.long_sequences.prepare``
+Prepare = Callable[..., Callable[[], None]]  # ``long_sequences.prepare``
 _HELD_BATCH = 0.01  # of the plain peak: a batch up to this size is kept for ``verify``
 
 

@@ -60,6 +60,7 @@ class StepWatcher:
     """The model's own call, and an observer of backward.
 
     Attributes:
+        options: What ``fit`` was asked for.
         shelf: The plans at hand.
         counters: What went by so far.
         memory: What steps may take, and took.
@@ -79,7 +80,7 @@ class StepWatcher:
     ) -> None:
         self._compiled = module_calls.compiled_call_of(model)
         self.before = None if self._compiled is None else self._compiled.before
-        self._model, self._options, self._budget = weakref.ref(model), options, budget
+        self._model, self.options, self._budget = weakref.ref(model), options, budget
         self._reasons, self._say = reasons, reasons.say
         self.shelf = PlanShelf(model, options, planner, tiers, reasons)
         self._was_sharded = self.shelf.is_sharded
@@ -541,7 +542,7 @@ class StepWatcher:
         if why := self._why_unlike_later_ones(watch, model):
             self.counters.why_not_planned = why
             return
-        graph, costs = watch.graph_and_costs(model, self._options.optimizer)
+        graph, costs = watch.graph_and_costs(model, self.options.optimizer)
         self._reasons.say_kept(graph)
         ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)

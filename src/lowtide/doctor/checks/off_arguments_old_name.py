@@ -1,6 +1,9 @@
 """Settings under a deprecated name that differ from the ones that are read."""
 
-from lowtide.doctor.finding import Check, Finding
+from typing import Any
+
+from lowtide.doctor.finding import Check, Finding, Gain
+from lowtide.doctor.layer_flags import enabled_by_train
 from lowtide.doctor.setup import Setup
 
 CHECK = Check(
@@ -11,16 +14,33 @@ CHECK = Check(
     source="transformers 5.23 training_args.py:1533, trainer.py:1507; trl 1.16 sft_trainer.py:895",
     mend="Set activation_checkpointing and activation_checkpointing_kwargs, before the arguments are made.",
 )
+_NAMES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
 
 
 def look(setup: Setup) -> Finding | None:
     arguments = setup.arguments
     if arguments is None or not hasattr(arguments, "activation_checkpointing_kwargs"):
         return None
-    pairs = [("gradient_checkpointing", "activation_checkpointing")]
-    pairs += [(f"{old}_kwargs", f"{new}_kwargs") for old, new in pairs]
-    for old, new in pairs:
+    for old, new in _NAMES.items():
         told, read = getattr(arguments, old, None), getattr(arguments, new)
         if told != read and told is not None:
-            return CHECK.found(f"{old}={told!r} was set; the Trainer reads {new}={read!r}", fix=f"{new}={told!r}")
+            return CHECK.found(
+                f"{old}={told!r} was set; the Trainer reads {new}={read!r}",
+                gain=_gain(setup, {new: told}),
+                fix=f"{new}={told!r}",
+            )
     return None
+
+
+def _gain(setup: Setup, told: dict[str, Any]) -> Gain:
+    """Of a step as train() would set it up with what was told, over one with what it reads."""
+    if not hasattr(setup.model, "activation_checkpointing_enable"):
+        return Gain(why_not=f"{type(setup.model).__name__} has no activation_checkpointing_enable")
+    read = {new: getattr(setup.arguments, new) for new in _NAMES.values()}
+    return setup.gain(
+        lambda: enabled_by_train(setup.model, *(read | told).values()),
+        lambda: enabled_by_train(setup.model, *read.values()),
+    )

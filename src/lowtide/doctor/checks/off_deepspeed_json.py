@@ -1,7 +1,10 @@
 """DeepSpeed's ``activation_checkpointing`` section, which takes effect only where code calls DeepSpeed's checkpoint."""
 
-from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.finding import Check, Finding, Gain
+from lowtide.doctor.layer_flags import enabled_by_train
 from lowtide.doctor.setup import Setup
+from lowtide.settings.blocks import blocks
 
 CHECK = Check(
     code="LT109",
@@ -25,4 +28,19 @@ def look(setup: Setup) -> Finding | None:
     if not asked or own:
         return None
     told = ", ".join(f"{k}={v!r}" for k, v in asked.items())
-    return CHECK.found(f"{told} in the configuration; no call of deepspeed.checkpointing.checkpoint in the step")
+    return CHECK.found(
+        f"{told} in the configuration; no call of deepspeed.checkpointing.checkpoint in the step", gain=_gain(setup)
+    )
+
+
+def _gain(setup: Setup) -> Gain | str:
+    """Of checkpointing the layers, which the section was meant to shape."""
+    model = setup.model
+    if setup.calls:
+        return "none: the layers are checkpointed by torch already"
+    if hasattr(model, "activation_checkpointing_enable"):
+        return setup.gain(lambda: enabled_by_train(model, True, None))
+    layers = [model.get_submodule(path) for path in blocks(model) if setup.seen.called[path]]
+    if not layers:
+        return Gain(why_not="no layers that repeat were found to checkpoint")
+    return setup.gain(lambda: checkpoint_seam.checkpointed_modules(layers))

@@ -1,14 +1,12 @@
 """TRL switches checkpointing off around a pass without gradients, and on again without ``every_n_layers``."""
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
 
-from lowtide.doctor.finding import Check, Finding, Gain
+from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.layer_flags import enabled_by_train, flags_set, layer_flags
 from lowtide.doctor.setup import Setup
 
 CHECK = Check(
@@ -31,59 +29,20 @@ def look(setup: Setup) -> Finding | None:
         return None
     utils = importlib.import_module("trl.models.utils")
     options = dict(arguments.activation_checkpointing_kwargs or {})
-    every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
-    with _settings_kept(model):
-        model.activation_checkpointing_enable(options or None, every_n_layers=every, offload=offload)  # as train() does
-        started = _on(model)
+    with enabled_by_train(model, True, options):
+        started = layer_flags(model)
         with torch.no_grad(), utils.disable_gradient_checkpointing(model, arguments.gradient_checkpointing_kwargs):
             pass
-        after = _on(model)
+        after = layer_flags(model)
     if after == started:
         return None
+    every = options.pop("every_n_layers", 1)
+    options.pop("offload", None)
     keep = options or {"use_reentrant": False}
     return CHECK.found(
         f"train() makes {sum(started.values())} of {len(after)} layers checkpointed; after TRL's own off and on it is "
         f"{sum(after.values())}",
-        gain=_gain(setup, started, after) if setup.failure is None else "",
+        gain=setup.gain(lambda: flags_set(model, started), lambda: flags_set(model, after)),
         fix="enable = model.activation_checkpointing_enable\n"
         f"model.activation_checkpointing_enable = lambda *_, **__: enable({keep!r}, every_n_layers={every})",
     )
-
-
-def _on(model: nn.Module) -> dict[str, bool]:
-    """The flags of the layers, by path."""
-    layers = (
-        (n, m) for n, m in model.named_modules()
-        if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)
-    )  # fmt: skip
-    return {n: bool(getattr(m, "gradient_checkpointing", False)) for n, m in layers}
-
-
-def _gain(setup: Setup, started: dict[str, bool], after: dict[str, bool]) -> Gain:
-    def flags(on: dict[str, bool]) -> Any:
-        return lambda: _flagged(setup.model, on)
-
-    return setup.gain(flags(started), flags(after))
-
-
-@contextmanager
-def _flagged(model: Any, on: dict[str, bool]) -> Iterator[None]:
-    with _settings_kept(model):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        for path, flag in on.items():
-            model.get_submodule(path).gradient_checkpointing = flag
-        yield
-
-
-@contextmanager
-def _settings_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards checkpointing is set as before: flags, functions, and the hooks that come with them."""
-    before = [(vars(m), dict(vars(m)), dict(m._forward_hooks)) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, values, hooks in before:
-            attributes.clear()
-            attributes.update(values)
-            attributes["_forward_hooks"].clear()
-            attributes["_forward_hooks"].update(hooks)

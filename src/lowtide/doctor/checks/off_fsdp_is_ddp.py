@@ -3,9 +3,12 @@
 import os
 import sys
 
+from torch.nn.parallel import DistributedDataParallel
+
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
 from lowtide.tracing.subclasses import wrapped_parameters
+from lowtide.units import format_bytes
 
 CHECK = Check(
     code="LT108",
@@ -24,7 +27,22 @@ def look(setup: Setup) -> Finding | None:
     if wrapped_parameters(setup.model) or any("FSDP" in type(m).__name__ for m in setup.model.modules()):
         return None
     size = sum(p.nbytes for p in setup.model.parameters())
-    return CHECK.found(f"{plugin}; the model is in DistributedDataParallel and each rank holds all {size} bytes of it")
+    return CHECK.found(
+        f"{plugin}; the model is in DistributedDataParallel and each rank holds all {format_bytes(size)} of it",
+        gain=_gain(setup, setup.ddp),
+    )
+
+
+def _gain(setup: Setup, ddp: DistributedDataParallel) -> str:
+    """By the sizes of what is sharded: to measure it, all ranks would have to build the model anew."""
+    ranks = ddp.process_group.size()
+    if ranks == 1:
+        return "none with one rank: there is nobody to share with"
+    size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in setup.model.parameters())
+    return (
+        f"not measured, since sharding takes all ranks at once: by their sizes {format_bytes(size - size // ranks)} of "
+        f"parameters and gradients on each of {ranks} ranks, and as much of each state of the optimizer"
+    )
 
 
 def _plugin() -> str:

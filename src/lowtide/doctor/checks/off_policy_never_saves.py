@@ -1,6 +1,10 @@
 """A selective policy that matches no operator: everything is recomputed."""
 
-from lowtide.doctor.finding import Check, Finding
+from collections.abc import Callable, Collection
+from typing import Any
+
+from lowtide.doctor import checkpoint_seam
+from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.setup import Setup
 
 CHECK = Check(
@@ -26,5 +30,22 @@ def look(setup: Setup) -> Finding | None:
     return CHECK.found(
         f"asked {number} times in {len(asked)} checkpointed calls, the policy said recompute every time{why}",
         module=asked[0].path,
+        gain=_gain(setup, packets),
         fix="\n".join(f"torch.ops.{p}.default  # in place of torch.ops.{p}" for p in packets),
     )
+
+
+def _gain(setup: Setup, packets: Collection[str]) -> Gain:
+    if not packets:
+        return Gain(why_not="the policy names no operator, so there is nothing to mend it with")
+    return setup.gain(lambda: checkpoint_seam.changed_policies(lambda policy: _of_packets(policy, packets)))
+
+
+def _of_packets(policy: Callable[..., Any], packets: Collection[str]) -> Callable[..., Any]:
+    """The policy as it was meant: it is asked of the packet where it names one, not of the packet's overload."""
+
+    def asked(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        packet = getattr(op, "overloadpacket", op)
+        return policy(ctx, packet if str(packet) in packets else op, *args, **kwargs)
+
+    return asked

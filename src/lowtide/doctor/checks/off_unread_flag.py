@@ -1,5 +1,6 @@
 """A module's flag is on, the module runs in train mode, and nothing is checkpointed."""
 
+from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
@@ -26,4 +27,5 @@ def look(setup: Setup) -> Finding | None:
         f"{len(leaves)} modules have gradient_checkpointing=True and ran in train mode; no call was checkpointed, and "
         f"the step stores {format_bytes(stored)} for backward",
         module=leaves[0],
+        gain=setup.gain(lambda: checkpoint_seam.checkpointed_modules([setup.model.get_submodule(n) for n in leaves])),
     )

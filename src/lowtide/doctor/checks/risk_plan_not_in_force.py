@@ -1,7 +1,17 @@
 """A fitted model whose last step did not run under a plan."""
 
-from lowtide.doctor.finding import Check, Finding
+from typing import Any
+
+from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.setup import Setup
+from lowtide.errors import LowtideError
+from lowtide.measurement.op_times import measure
+from lowtide.options import FitOptions
+from lowtide.plan import Plan
+from lowtide.runtime.budget import StepBudget
+from lowtide.solvers.dispatch import solve
+from lowtide.tape.attach import apply
+from lowtide.tracing.sources import trace
 
 CHECK = Check(
     code="LT303",
@@ -16,10 +26,29 @@ CHECK = Check(
 
 def look(setup: Setup) -> Finding | None:
     for model in (setup.wrapper, setup.model):
-        counters = getattr(model._compiled_call_impl, "counters", None)
+        watcher: Any = model._compiled_call_impl
+        counters = getattr(watcher, "counters", None)
         if counters is not None and counters.steps and counters.why_not_planned:
             return CHECK.found(
                 f"{counters.planned_steps} of {counters.steps} steps ran under a plan; the last one did not: "
-                f"{counters.why_not_planned}"
+                f"{counters.why_not_planned}",
+                gain=_gain(setup, watcher.options),
             )
     return None
+
+
+def _gain(setup: Setup, asked: FitOptions) -> Gain:
+    """Of a plan for this step within the budget that was asked for; the fit's own plans stay as they are."""
+    try:
+        with setup.preserved():
+            plan = _plan(setup, asked)
+    except LowtideError as error:
+        return Gain(why_not=f"there is no plan for this step: {str(error).splitlines()[0]}")
+    return setup.gain(lambda: apply(setup.model, plan))
+
+
+def _plan(setup: Setup, asked: FitOptions) -> Plan:
+    graph = trace(setup.model, setup.batch, step=setup.step, optimizer=asked.optimizer)
+    costs = measure(graph)
+    budget_bytes = StepBudget(setup.model, asked.budget, asked.optimizer).fixed_for(graph, costs)
+    return solve(graph, costs, budget_bytes, method=asked.method, **asked.solver)

@@ -7,7 +7,8 @@ import torch
 import torch._functorch.config as functorch
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup, distance
+from lowtide.doctor.outcome import distance
+from lowtide.doctor.setup import Setup
 
 CHECK = Check(
     code="LT010",

@@ -1,7 +1,8 @@
 """The value proof: gradients of the step as it is set up against those without checkpointing."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup, distance
+from lowtide.doctor.outcome import distance
+from lowtide.doctor.setup import Setup
 from lowtide.doctor.value_proof import prove
 
 CHECK = Check(

@@ -2,6 +2,7 @@
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
+from lowtide.units import format_bytes
 
 CHECK = Check(
     code="LT006",
@@ -27,8 +28,8 @@ def look(setup: Setup) -> Finding | None:
     never = not any(path == top or path.startswith(f"{top}.") for path in setup.seen.called) if top else False
     how = "is never called" if never else "gets no gradient"
     return CHECK.found(
-        f"{top or without[0]} {how}: {len(without)} of {len(plain)} trainable parameters, {size} bytes, and as many "
-        "again for each state of the optimizer",
+        f"{top or without[0]} {how}: {len(without)} of {len(plain)} trainable parameters, {format_bytes(size)}, and as "
+        "much again for each state of the optimizer",
         module=top,
         fix="\n".join(_frozen(wholes)),
     )

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup, distance
+from lowtide.doctor.outcome import distance
+from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
 
 CHECK = Check(

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup, distance
+from lowtide.doctor.outcome import distance
+from lowtide.doctor.setup import Setup
 
 CHECK = Check(
     code="LT202",

@@ -31,5 +31,5 @@ def look(setup: Setup) -> Finding | None:
         f"after a step {format_bytes(first)} of it live on, after two {format_bytes(second)}; most of it, "
         f"{format_bytes(size)}, was made at {line}",
         module=path,
-        gain=Gain(second - first),
+        gain=Gain(second - first, note="and as much again with every further step"),
     )

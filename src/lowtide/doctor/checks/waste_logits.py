@@ -1,7 +1,12 @@
 """Logits of a large vocabulary that set the peak, which no checkpointing of layers lowers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 from torch import nn
 
+from lowtide import long_sequences
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
 from lowtide.units import format_bytes
@@ -31,11 +36,21 @@ def look(setup: Setup) -> Finding | None:
     if setup.plain_fits:
         share = 100 * (1 - now / setup.measured_plain.peak_bytes)
         lowers = f"checkpointing {len(setup.calls)} calls lowers the peak by {share:.0f} %"
+    gain = setup.gain(lambda: _chunked(setup.model))
     return CHECK.found(
         f"at the peak of {format_bytes(now)} tensors of {head.out_features} columns take {format_bytes(logits)}; "
         f"{lowers}",
-        gain=f"up to {format_bytes(logits)} of the peak",
+        gain=replace(gain, note=f"at most {format_bytes(logits)} of the peak") if gain.why_not else gain,
     )
+
+
+@contextmanager
+def _chunked(model: nn.Module) -> Iterator[None]:
+    undo = long_sequences.chunk_the_loss(model, None)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def _head(model: nn.Module) -> nn.Linear | None:

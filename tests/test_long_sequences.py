@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.integrations.long_sequences import prepare
+from lowtide.long_sequences import prepare
 from lowtide.measurement.allocator import peak_bytes
 
 transformers = pytest.importorskip("transformers")

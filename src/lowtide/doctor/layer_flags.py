@@ -1,0 +1,56 @@
+"""How checkpointing of transformers' layers is switched on, for a while: by a flag in each layer."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def layer_flags(model: nn.Module) -> dict[str, bool]:
+    """Whether each layer is checkpointed, by its path, in the model's order."""
+    layers = (
+        (n, m) for n, m in model.named_modules()
+        if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)
+    )  # fmt: skip
+    return {n: bool(getattr(m, "gradient_checkpointing", False)) for n, m in layers}
+
+
+@contextmanager
+def flags_set(model: Any, flags: Mapping[str, bool]) -> Iterator[None]:
+    """Inside, the layers are checkpointed where ``flags`` says so."""
+    with settings_kept(model):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        for path, flag in flags.items():
+            model.get_submodule(path).gradient_checkpointing = flag
+        yield
+
+
+@contextmanager
+def enabled_by_train(model: Any, on: bool, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside, checkpointing is as ``Trainer.train()`` would set it (transformers 5.23 trainer.py:1503).
+
+    Args:
+        on: ``activation_checkpointing`` of the arguments; False leaves the model as it is.
+        options: ``activation_checkpointing_kwargs``.
+    """
+    with settings_kept(model):
+        if on:
+            given = dict(options or {})
+            every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
+            model.activation_checkpointing_enable(given or None, every_n_layers=every, offload=offload)
+        yield
+
+
+@contextmanager
+def settings_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards checkpointing is set as before: flags, functions, and the hooks that come with them."""
+    before = [(vars(m), dict(vars(m)), dict(m._forward_hooks)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values, hooks in before:
+            attributes.clear()
+            attributes.update(values)
+            attributes["_forward_hooks"].clear()
+            attributes["_forward_hooks"].update(hooks)
