@@ -76,6 +76,16 @@ def test_a_tensor_parallel_rank_holds_what_the_plan_of_transformers_leaves_it(ll
     assert peak_of_plain_step(graph) < peak_of_plain_step(llama.trace(setup()))
 
 
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"chunk_loss": True}])
+def test_an_embedding_that_is_the_head_is_divided_once(tmp_path, options):
+    subject = subject_named(written(tmp_path, LLAMA | {"tie_word_embeddings": True, "num_hidden_layers": 1}))
+    facts = subject.facts(setup(tensor_parallel=2, **options))
+
+    part = EMBEDDING if "chunk_loss" in options else EMBEDDING // 2
+    assert sum(p.elements for p in facts.parameters) == (ATTENTION + MLP) // 2 + part + 3 * 64
+    assert subject.trace(setup(tensor_parallel=2, **options)).ops
+
+
 def test_sequence_parallel_ranks_keep_a_part_of_the_tokens_between_layers(llama):
     tensor, tokens = (
         llama.trace(setup(tensor_parallel=2, sequence_parallel=divides, batch_size=4)) for divides in (False, True)

@@ -82,11 +82,15 @@ def wrap(model: Any, setup: Setup) -> None:
     if stages > 1:
         apply_pipeline_parallelism(model, dense["pp"])
         del model.forward  # theirs receives and sends without gradients
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(head, "weight", None) is not None and head.weight is getattr(embedding, "weight", None)
+    if tied:  # transformers divides both before it ties them
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
     asked = DistributedConfig(tp_size=tensor, fsdp_size=each // tensor, ep_size=experts)
     tensor_plan, expert_plan, _ = resolve(asked)
     tensor_plan = _of_this_stage(model, tensor_plan)
     if setup.chunk_loss:
-        tensor_plan = _without_head(model, tensor_plan)
+        tensor_plan = _without_head(model, tensor_plan, tied=tied)
     if tensor > 1 and setup.sequence_parallel:
         sequence_parallel.apply(model, dense["tp"], tensor_plan)
     elif tensor > 1:
@@ -94,6 +98,8 @@ def wrap(model: Any, setup: Setup) -> None:
     if experts > 1:
         owners = init_device_mesh("cpu", (stages, each // experts, experts), mesh_dim_names=("pp", "efsdp", "ep"))
         apply_expert_parallelism(model, owners["ep"], dense["tp"], expert_plan)
+    if tied:
+        head.weight = embedding.weight
 
 
 def expert_names(model: Any) -> set[str]:
@@ -133,10 +139,10 @@ def _of_this_stage(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     return {name: style for name, style in plan.items() if name not in others}
 
 
-def _without_head(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+def _without_head(model: Any, plan: dict[str, str], *, tied: bool) -> dict[str, str]:
     """Chunks of the loss need the head whole, and with it an embedding that is tied to it."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    whole = {id(head)} | ({id(embedding)} if embedding.weight is head.weight else set())
+    whole = {id(head)} | ({id(embedding)} if tied else set())
     names = {name for name, module in model.named_modules() if id(module) in whole}
     return {name: s for name, s in plan.items() if name not in names and name.rpartition(".")[0] not in names}
 
