@@ -221,7 +221,9 @@ def test_models_have_their_published_number_of_parameters_embeddings_tied(name):
 
 
 def test_degrees_follow_from_any_two_numbers():
-    assert degrees(8, None, 2) == (4, 2) and degrees(None, 4, 2) == (4, 2) and degrees(None, None, None) == (1, 1)
+    assert (
+        degrees(8, None, 2) == (4, 2, 1) and degrees(None, 4, 2) == (4, 2, 1) and degrees(None, None, None) == (1, 1, 1)
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "adafactor", "muon"])

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.reports.progress import counting
 
     device = device_named(args.device)
-    gpus, _ = degrees(args.gpus, None, None)
+    gpus = degrees(args.gpus, None, None).data
     global_batch = gpus if args.global_batch is None else args.global_batch
     if global_batch < 1:
         raise BadUsageError(f"--global-batch {global_batch} is not positive. Pass 1 or more.")

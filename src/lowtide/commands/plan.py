@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lowtide.foresight.changes import Change
     from lowtide.foresight.forecast import Forecast
     from lowtide.foresight.setup import Setup
+    from lowtide.foresight.subjects import Subject
 
 _EPILOG = """\
 Nothing is computed and no weights are loaded: the model's own code runs on tensors without memory.
@@ -22,6 +23,7 @@ examples:
   lowtide plan --model llama-3.1-8b --device h100 --seq-len 8192 --batch-size 2 --optimizer adamw --budget auto
   lowtide plan --model train.py:setup --device rtx4090
   lowtide plan --model llama-3.1-70b --device h100 --gpus 16 --sharding fsdp --seq-len 4096
+  lowtide plan --model llama-3.1-70b --device h100 --tensor-parallel 8 --pipeline-parallel 2 --accumulate 8
 """
 
 
@@ -39,6 +41,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of one optimizer's step (default 1)")
     parser.add_argument("--data-parallel", type=int, metavar="N", help="data parallel ranks")
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that share each layer")
+    parser.add_argument("--sequence-parallel", action="store_true", help="they share the tokens between layers, too")
+    parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="ranks that share experts")
+    parser.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages, each of a part of the layers")
     parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3 or fsdp (default none)")
     parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16, bf16-mixed or fp16-mixed (default bf16)")
     parser.add_argument("--master-weights", action="store_true", help="the optimizer keeps float32 copies")
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         "status": "ok" if forecast.fits else "finding",
         "model": subject.name,
         "device": setup.device.name,
-        **as_json(forecast, sum(p.elements for p in forecaster.subject.facts(setup).parameters)),
+        **as_json(forecast, _parameters(subject, setup)),
         "max_batch_size": None,
         "max_seq_len": None,
         "changes": [],
@@ -113,17 +118,27 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     return code, text, body
 
 
+def _parameters(subject: Subject, setup: Setup) -> int:
+    """Of the whole model."""
+    whole = replace(setup, tensor_parallel=1, sequence_parallel=False, expert_parallel=1, pipeline_parallel=1)
+    if whole.sharding != "none" and whole.data_parallel == 1:
+        whole = replace(whole, sharding="none")
+    return sum(p.elements for p in subject.facts(whole).parameters)
+
+
 def _setup(args: argparse.Namespace) -> Setup:
     from lowtide.estimation.device_table import device_named
     from lowtide.foresight.setup import Setup, degrees
 
-    data, tensor = degrees(args.gpus, args.data_parallel, args.tensor_parallel)
+    found = degrees(args.gpus, args.data_parallel, args.tensor_parallel, args.pipeline_parallel)
     return Setup(
         device_named(args.device), seq_len=1 if args.seq_len is None else args.seq_len,
         batch_size=args.batch_size, accumulate=args.accumulate,
         optimizer=args.optimizer, precision=args.precision, master_weights=args.master_weights,
         attention=args.attention, chunk_loss=args.chunk_loss, lora_rank=args.lora, quantized=args.quantized,
-        sharding=args.sharding, data_parallel=data, tensor_parallel=tensor,
+        sharding=args.sharding, data_parallel=found.data, tensor_parallel=found.tensor,
+        sequence_parallel=args.sequence_parallel, expert_parallel=args.expert_parallel,
+        pipeline_parallel=found.pipeline,
         offload_optimizer=args.offload_optimizer, offload_activations=args.offload_activations,
     )  # fmt: skip
 
@@ -154,6 +169,7 @@ def _change_json(change: Change) -> dict[str, Any]:
 
 
 def _text(name: str, forecast: Forecast, body: dict[str, Any], found: list[Change]) -> str:
+    from lowtide.foresight.forecast import worst_rank
     from lowtide.units import format_bytes
 
     setup, peak = forecast.setup, forecast.peak_bytes
@@ -165,6 +181,13 @@ def _text(name: str, forecast: Forecast, body: dict[str, Any], found: list[Chang
         f"{format_bytes(setup.device.usable_bytes)}",
     ]
     lines += [f"    {part:<14} {format_bytes(count)}" for part, count in forecast.by_part.items() if count]
+    if setup.ranks > 1:
+        lines.append(f"  worst rank {worst_rank(forecast)}")
+    for number, stage in enumerate(forecast.stages):
+        of = "layer" if stage.layers[0] == stage.layers[1] else "layers"
+        numbers = " to ".join(str(n) for n in dict.fromkeys(stage.layers))
+        lines.append(f"    stage {number:<8} {format_bytes(stage.peak_bytes.expected)}: {of} {numbers}, "
+                     f"{stage.micro_batches} micro-batches at a time, {stage.verdict}")  # fmt: skip
     if forecast.host_bytes:
         lines.append(f"  host       {format_bytes(forecast.host_bytes)} for each rank")
     if forecast.step_ms is not None and forecast.plan is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import LowtideError
 from lowtide.foresight.forecast import DOES_NOT_FIT, UNCERTAIN, Forecast, Forecaster
+from lowtide.foresight.parallel_model import is_divided
 from lowtide.foresight.setup import Setup, SetupError
 
 _RANKS = (2, 4, 8, 16, 32, 64)
@@ -36,20 +37,23 @@ def toggles(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
         )
     if setup.attention == "eager":
         yield "--attention sdpa", "fused attention", replace(setup, attention="sdpa")
-    if not setup.chunk_loss:
+    if not setup.chunk_loss and not setup.sequence_parallel and setup.pipeline_parallel == 1:
         yield "--chunk-loss", "logits and loss in chunks", replace(setup, chunk_loss=True)
     if not setup.offload_activations:
         yield "--offload-activations", "activations may go to host memory", replace(setup, offload_activations=True)
     if not setup.offload_optimizer and setup.optimizer != "none":
         yield "--offload-optimizer", "the optimizer on the host", replace(setup, offload_optimizer=True)
+    if setup.tensor_parallel > 1 and not setup.sequence_parallel and not setup.chunk_loss:
+        yield "--sequence-parallel", "between layers a part of the tokens", replace(setup, sequence_parallel=True)
     for ranks in _RANKS:
-        if ranks > setup.data_parallel:
+        experts_divide = not (ranks * setup.tensor_parallel) % setup.expert_parallel
+        if ranks > setup.data_parallel and experts_divide and setup.pipeline_parallel == 1:
             yield (
                 f"--gpus {ranks * setup.tensor_parallel} --sharding fsdp",
                 f"everything divided by {ranks}",
                 replace(setup, data_parallel=ranks, sharding="fsdp"),
             )
-    if setup.sharding not in ("fsdp", "zero3") and setup.data_parallel > 1:
+    if setup.sharding not in ("fsdp", "zero3") and setup.data_parallel > 1 and setup.pipeline_parallel == 1:
         yield "--sharding fsdp", f"everything divided by {setup.data_parallel}", replace(setup, sharding="fsdp")
     if setup.precision == "fp32" or setup.precision.endswith("mixed"):
         lower = "fp16" if setup.precision == "fp16-mixed" else "bf16"
@@ -70,7 +74,7 @@ def toggles(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
             "its state by rows and columns; other numbers",
             replace(setup, optimizer="adafactor"),
         )
-    if not setup.lora_rank and setup.tensor_parallel == 1:
+    if not setup.lora_rank and not is_divided(setup):
         yield "--lora 16", "train adapters alone", replace(setup, lora_rank=16, master_weights=False)
         yield (
             "--lora 16 --quantized",

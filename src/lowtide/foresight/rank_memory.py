@@ -9,8 +9,9 @@
             (``layers.3``) is a unit, and what is left is the root, gathered through the whole step with its gradients.
             Beside it: the unit that runs and the next one, the gradients of one and what is being reduced of another.
 
-Tensor parallel ranks have a model of their own: the real code with a part of the heads and of each MLP. Embeddings and
-head are whole on each.
+What tensor, expert and pipeline parallel ranks hold is what transformers' wrapping leaves of the model on one of them
+(``parallel_model.py``); the rules above divide that. Experts have fewer replicas than the rest: the ranks that divide
+them are taken out of those that divide the data.
 
 The optimizer's own ``step()`` runs on hollow parameters of these sizes (``hollow/optimizer.py``). Quantised layers take
 4 bits an element, and 0.127 bits for their scales (double quantisation: Dettmers et al. 2023,
@@ -85,19 +86,19 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
     count, kind = setup.data_parallel, setup.sharding
     trained = [p for p in facts.parameters if p.trains]
     whole = sum(map(parameter_bytes, facts.parameters))
-    gradients = sum(p.elements * p.itemsize for p in trained)
+    gradients = sum(p.gradient_bytes for p in trained)
     sharded = count > 1 and kind in ("zero3", "fsdp")
-    held = [_shard(p, count, kind) for p in facts.parameters] if sharded else list(facts.parameters)
+    held = [_shard(p, replicas(p, setup), kind) for p in facts.parameters] if sharded else list(facts.parameters)
     parameters = sum(map(parameter_bytes, held))
     state, step = _optimizer_bytes([p for p in held if p.trains], setup, 1 if sharded else count)
     gathered, host = 0, 0
     rule = "one device holds everything" if count == 1 else f"{count} data parallel ranks"
-    if setup.tensor_parallel > 1:
-        rule = f"heads and MLPs are divided by {setup.tensor_parallel}; embeddings and head are whole on each rank"
+    divided = _divided_words(setup)
+    rule = "; ".join([*divided, *([rule] if count > 1 or not divided else [])])
     if count > 1:
         bucket = min(_BUCKET_ELEMENTS * max((p.itemsize for p in trained), default=0), gradients)
         if kind == "none":
-            gathered, rule = gradients, f"{rule}; {count} replicas, with buckets as large as the gradients"
+            gathered, rule = gradients, f"{rule}, replicas, with buckets as large as the gradients"
         elif kind in ("zero1", "zero2"):
             gathered, rule = bucket, f"{rule}; the optimizer's state is divided by {count}"
             if kind == "zero2":
@@ -115,6 +116,27 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
         host, state, step = state + gradients, 0, 0
         rule += "; the optimizer and its step are on the host"
     return RankMemory(parameters, gradients, state, facts.buffer_bytes, gathered, step, host, rule)
+
+
+def replicas(parameter: Parameter, setup: Setup) -> int:
+    """How many ranks have the same part of it, and may divide that among themselves."""
+    if parameter.expert:
+        return setup.data_parallel * setup.tensor_parallel // setup.expert_parallel
+    return setup.data_parallel
+
+
+def _divided_words(setup: Setup) -> list[str]:
+    words = []
+    if setup.tensor_parallel > 1:
+        head = "; the head is whole, its loss goes in chunks" if setup.chunk_loss else ""
+        words.append(f"layers are divided by {setup.tensor_parallel} as transformers' tensor parallel plan says{head}")
+    if setup.sequence_parallel:
+        words.append(f"between layers {setup.tensor_parallel} ranks have a part of the tokens each")
+    if setup.expert_parallel > 1:
+        words.append(f"experts are divided by {setup.expert_parallel} as transformers' expert parallel plan says")
+    if setup.pipeline_parallel > 1:
+        words.append(f"layers are on {setup.pipeline_parallel} stages, evenly as transformers divides them")
+    return words
 
 
 def parameter_bytes(parameter: Parameter) -> int:

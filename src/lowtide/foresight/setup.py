@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.errors import LowtideError
 from lowtide.estimation.device_table import Device
@@ -20,6 +20,7 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 OPTIMIZERS = ("adamw", "adam", "adamw_fused", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon", "none")
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp")
 ATTENTIONS = ("auto", "sdpa", "eager")
+_DIVIDED = ("tensor_parallel", "expert_parallel", "pipeline_parallel")  # of one model
 
 
 class SetupError(LowtideError, ValueError):
@@ -39,7 +40,11 @@ class Setup:
             layers below them are of 4 bits (QLoRA).
         sharding: What data parallel ranks divide among themselves: ``none`` (a replica each), the optimizer
             (``zero1``), gradients too (``zero2``), parameters too (``zero3`` as DeepSpeed, ``fsdp`` as FSDP2).
-        data_parallel, tensor_parallel: Degrees; their product is the number of devices.
+        data_parallel, tensor_parallel, pipeline_parallel: Degrees; their product is the number of devices.
+        expert_parallel: Ranks that share the experts of each layer: a multiple of ``tensor_parallel`` that divides
+            data times tensor parallel ranks, as transformers has it.
+        sequence_parallel: Between attention and MLP, tensor parallel ranks hold a part of the tokens each.
+        stage: Of a pipeline, which stage is asked about, from 0; None: the one that holds most.
         offload_optimizer, offload_activations: To host memory.
     """
 
@@ -57,11 +62,16 @@ class Setup:
     sharding: str = "none"
     data_parallel: int = 1
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    stage: int | None = None
     offload_optimizer: bool = False
     offload_activations: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "batch_size", "accumulate", "data_parallel", "tensor_parallel"):
+        for name in ("seq_len", "batch_size", "accumulate", "data_parallel", "tensor_parallel", "expert_parallel",
+                     "pipeline_parallel"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise SetupError(f"{_option(name)} {getattr(self, name)} is not positive. Pass 1 or more.")
         for name, known in (("optimizer", OPTIMIZERS), ("precision", tuple(PRECISIONS)), ("sharding", SHARDINGS),
@@ -80,12 +90,48 @@ class Setup:
             raise SetupError("--quantized trains adapters on 4-bit layers. Pass --lora RANK with it.")
         if self.lora_rank < 0:
             raise SetupError(f"--lora {self.lora_rank} is no rank. Pass 1 or more, or leave it out.")
-        if self.lora_rank and self.tensor_parallel > 1:
-            raise SetupError("--lora with --tensor-parallel is not planned yet. Use --sharding fsdp.")
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """Degrees that contradict each other, or what is combined with them."""
+        tensor, experts, stages = self.tensor_parallel, self.expert_parallel, self.pipeline_parallel
+        if self.lora_rank and max(tensor, experts, stages) > 1:
+            option = _option(next(n for n in _DIVIDED if getattr(self, n) > 1))
+            raise SetupError(f"--lora with {option} is not planned yet. Use --sharding fsdp.")
+        if self.sequence_parallel and tensor == 1:
+            raise SetupError(
+                "--sequence-parallel divides tokens among tensor parallel ranks. Pass --tensor-parallel N."
+            )
+        if self.sequence_parallel and self.chunk_loss:
+            raise SetupError("--chunk-loss with --sequence-parallel is not planned yet. Leave one of them out.")
+        if experts > 1 and (experts % tensor or (self.data_parallel * tensor) % experts):
+            raise SetupError(
+                f"--expert-parallel {experts} has to be a multiple of --tensor-parallel {tensor} and divide "
+                f"--data-parallel {self.data_parallel} x --tensor-parallel {tensor} = {self.data_parallel * tensor}."
+            )
+        if stages == 1:
+            return
+        if experts > 1:
+            raise SetupError("--expert-parallel with --pipeline-parallel: transformers has no such plan. Pass one.")
+        if self.chunk_loss:
+            raise SetupError("--chunk-loss with --pipeline-parallel is not planned yet. Leave one of them out.")
+        if self.sharding not in ("none", "zero1"):
+            raise SetupError(
+                f"--sharding {self.sharding} with --pipeline-parallel gathers or reduces in each micro-batch, which "
+                "pipelines do not. Use zero1 or none."
+            )
 
     @property
     def ranks(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def micro_batches_in_flight(self) -> int:
+        """Whose activations the stage that is asked about holds at most (one forward, one backward in turn: 1F1B).
+
+        Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.
+        """
+        return min(self.accumulate, self.pipeline_parallel - (self.stage or 0))
 
     @property
     def sequences(self) -> int:
@@ -94,28 +140,38 @@ class Setup:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "device"} | {
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("device", "stage")} | {
             "device": self.device.name
         }
 
 
-def degrees(gpus: int | None, data_parallel: int | None, tensor_parallel: int | None) -> tuple[int, int]:
-    """(data parallel, tensor parallel) degrees from any two of the three numbers.
+class Degrees(NamedTuple):
+    data: int
+    tensor: int
+    pipeline: int
+
+
+def degrees(
+    gpus: int | None, data_parallel: int | None, tensor_parallel: int | None, pipeline_parallel: int | None = None
+) -> Degrees:
+    """Degrees whose product is the number of devices, from those that are given.
 
     Raises:
         SetupError: they contradict each other.
     """
-    for option, value in (("--gpus", gpus), ("--data-parallel", data_parallel), ("--tensor-parallel", tensor_parallel)):
+    given = {"--gpus": gpus, "--data-parallel": data_parallel, "--tensor-parallel": tensor_parallel,
+             "--pipeline-parallel": pipeline_parallel}  # fmt: skip
+    for option, value in given.items():
         if value is not None and value < 1:
             raise SetupError(f"{option} {value} is not positive. Pass 1 or more.")
-    tensor = tensor_parallel or 1
-    data = data_parallel or ((gpus or tensor) // tensor)
-    if gpus is not None and data * tensor != gpus:
+    tensor, pipeline = tensor_parallel or 1, pipeline_parallel or 1
+    data = data_parallel or max((gpus or 1) // (tensor * pipeline), 1)
+    if gpus is not None and data * tensor * pipeline != gpus:
         raise SetupError(
-            f"--gpus {gpus} is not --data-parallel {data} x --tensor-parallel {tensor} = {data * tensor}. "
-            "Leave one of them out, or make the product right."
+            f"--gpus {gpus} is not --data-parallel {data} x --tensor-parallel {tensor} x --pipeline-parallel "
+            f"{pipeline} = {data * tensor * pipeline}. Leave one of them out, or make the product right."
         )
-    return data, tensor
+    return Degrees(data, tensor, pipeline)
 
 
 def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:

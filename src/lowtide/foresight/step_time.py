@@ -1,46 +1,81 @@
 """How long one optimizer's step takes on all ranks: micro-batches, what ranks exchange, the optimizer.
 
-Gathering and reducing parameters and gradients overlaps with computing, as far as that lasts; what tensor parallel
-ranks sum does not. Each rank moves (n - 1) / n of what is gathered or reduced, over the slowest link of the table (ring
-algorithms: Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). All ranks are of one machine.
+Gathering and reducing parameters and gradients overlaps with computing, as far as that lasts; what ranks exchange
+within layers and between stages does not. Each rank moves (n - 1) / n of what is gathered or reduced, over the slowest
+link of the table (ring algorithms: Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). All ranks are
+of one machine. A pipeline of p stages takes for m micro-batches as long as its slowest stage for m + p - 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lowtide.estimation.device_table import Device
-from lowtide.foresight.rank_memory import RankMemory, parameter_bytes
+from lowtide.foresight.rank_memory import RankMemory, parameter_bytes, replicas
 from lowtide.foresight.setup import Setup
 from lowtide.foresight.subjects import Facts
+from lowtide.graph.step_graph import StepGraph
 
+_NAMESPACES = ("c10d", "_c10d_functional")
+# Sent by each of n ranks, for each byte of the result.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * _ring_share(n),
+    "allreduce": lambda n: 2 * _ring_share(n),
+    "all_gather_into_tensor": lambda n: _ring_share(n),
+    "reduce_scatter_tensor": lambda n: n - 1,
+    "all_to_all_single": lambda n: _ring_share(n),
+}
+_BETWEEN_EXPERTS = frozenset({"all_to_all_single"})
 _LINK_SHARE = 0.8  # of its peak that a link reaches
 _MEMORY_SHARE = 0.85
 _HOST_BYTES_PER_S = 50e9  # assumed: of an optimizer's step on the host
 
 
-def step_ms(setup: Setup, facts: Facts, rank: RankMemory, micro_ms: float, summed_bytes: int) -> float:
+def step_ms(setup: Setup, facts: Facts, rank: RankMemory, micro_ms: float, graph: StepGraph) -> float:
     """Milliseconds of one optimizer's step.
 
     Args:
         micro_ms: Of forward and backward of one micro-batch on one rank, as if alone.
-        summed_bytes: What tensor parallel ranks sum in one micro-batch.
+        graph: Of that micro-batch; its collectives are those of ranks that divide layers.
     """
-    device, computed = setup.device, setup.accumulate * micro_ms
-    tensor = setup.accumulate * _ring_ms(device, 2 * summed_bytes, setup.tensor_parallel)
-    exchanged = _ring_ms(device, _exchanged_bytes(setup, facts), setup.data_parallel)
-    return max(computed + tensor, exchanged) + _optimizer_ms(setup, rank, device)
+    device, rounds = setup.device, setup.accumulate + setup.pipeline_parallel - 1
+    within = _moved_ms(device, sum(collective_bytes(graph, setup)))
+    if setup.pipeline_parallel > 1:  # the received activations, and their gradients
+        within += _moved_ms(device, 2 * graph.resident["batch"])
+    exchanged = sum(_moved_ms(device, _ring_share(n) * size) for n, size in _exchanged_bytes(setup, facts).items())
+    return max(rounds * (micro_ms + within), exchanged) + _optimizer_ms(setup, rank, device)
 
 
-def _exchanged_bytes(setup: Setup, facts: Facts) -> int:
-    """Among data parallel ranks, in one optimizer's step."""
-    whole = sum(map(parameter_bytes, facts.parameters))
-    gradients = sum(p.elements * p.itemsize for p in facts.parameters if p.trains)
-    if setup.sharding in ("zero3", "fsdp"):  # gathered in forward and in backward, reduced after it
-        return setup.accumulate * (2 * whole + gradients)
-    return 2 * gradients
+def collective_bytes(graph: StepGraph, setup: Setup) -> list[float]:
+    """What one rank sends in each collective of ``graph``."""
+    found = []
+    for op in graph.ops:
+        namespace, _, name = op.name.partition(".")
+        kind = name.partition(".")[0].rstrip("_")
+        if namespace in _NAMESPACES and kind in _SENT:
+            ranks = setup.expert_parallel if kind in _BETWEEN_EXPERTS else setup.tensor_parallel
+            found.append(_SENT[kind](ranks) * sum(graph.storages[s].bytes for s in op.makes or op.writes))
+    return found
 
 
-def _ring_ms(device: Device, size: int, ranks: int) -> float:
-    return 1e3 * size * (ranks - 1) / ranks / (_LINK_SHARE * device.peer_link_bytes_per_s)
+def _exchanged_bytes(setup: Setup, facts: Facts) -> dict[int, float]:
+    """By number of ranks that have the same parameters: among them, in one optimizer's step."""
+    found: dict[int, float] = {}
+    for p in facts.parameters:
+        ranks = replicas(p, setup)
+        size = 2 * p.gradient_bytes
+        if setup.sharding in ("zero3", "fsdp"):  # gathered in forward and in backward, reduced after it
+            size = setup.accumulate * (2 * parameter_bytes(p) + p.gradient_bytes)
+        found[ranks] = found.get(ranks, 0) + size
+    return found
+
+
+def _ring_share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _moved_ms(device: Device, size: float) -> float:
+    return 1e3 * size / (_LINK_SHARE * device.peer_link_bytes_per_s)
 
 
 def _optimizer_ms(setup: Setup, rank: RankMemory, device: Device) -> float:

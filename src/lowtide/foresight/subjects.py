@@ -17,12 +17,14 @@ from torch import nn
 
 from lowtide import long_sequences
 from lowtide.errors import LowtideError
+from lowtide.foresight import parallel_model, pipeline
 from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.cuda_scripts import cuda_means_cpu
 from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import language_batch, model_of
+from lowtide.hollow.ranks import is_shared
 from lowtide.inference.cache_plan import config_of
 from lowtide.models.shipped import UnknownModelError, model_facts
 from lowtide.scripts import load_step
@@ -37,13 +39,24 @@ _WINDOW_FRAMES = 3000  # Whisper hears 30 seconds
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of one rank; ``quantized``: stored in 4 bits."""
+    """One parameter of one rank; ``quantized``: stored in 4 bits. ``expert``: expert parallel ranks divided it.
+
+    ``gradient_elements``: where they are not as many as its own.
+    """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     trains: bool
     quantized: bool = False
+    expert: bool = False
+    gradient_elements: int | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its gradient; 0 where it is not trained."""
+        count = self.elements if self.gradient_elements is None else self.gradient_elements
+        return count * self.itemsize if self.trains else 0
 
     @property
     def elements(self) -> int:
@@ -52,7 +65,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model as one tensor parallel rank has it, before anything runs."""
+    """Of a model as one rank has it, before anything runs."""
 
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
@@ -82,26 +95,32 @@ class Subject:
     def check(self, setup: Setup) -> None:
         """Raises: SetupError: the model cannot be trained so."""
 
-    def summed_bytes(self, setup: Setup) -> int:
-        """What tensor parallel ranks sum in one micro-batch: after attention and MLP, forward and backward."""
-        return 0
+    def stage_layers(self, setup: Setup) -> range:
+        """Layers of the stage that is asked about."""
+        raise NotImplementedError
 
     def facts(self, setup: Setup) -> Facts:
         """Parameters as the setup has them; nothing runs."""
         key = _model_key(setup)
         if key not in self._facts:
             self.check(setup)
-            with self._without_memory(target_of(setup.device)):
-                model, _, _ = self.build(replace(setup, chunk_loss=False))
-            # PEFT leaves its own adapters and what is no linear layer alone.
-            quantized = _quantized_names(model) if setup.quantized else set()
-            self._facts[key] = Facts(
-                tuple(
-                    Parameter(n, tuple(p.shape), p.element_size(), p.requires_grad, n in quantized)
-                    for n, p in model.named_parameters()
-                ),
-                sum(b.nbytes for b in model.buffers()),
-            )
+            with parallel_model.one_rank(setup), self._without_memory(target_of(setup.device)):
+                model, _, _ = self.build(
+                    setup if parallel_model.is_divided(setup) else replace(setup, chunk_loss=False)
+                )
+                # PEFT leaves its own adapters and what is no linear layer alone.
+                quantized = _quantized_names(model) if setup.quantized else set()
+                experts = parallel_model.expert_names(model) if setup.expert_parallel > 1 else set()
+                whole = parallel_model.whole_gradients(model, setup) if setup.tensor_parallel > 1 else {}
+                self._facts[key] = Facts(
+                    tuple(
+                        Parameter(
+                            n, _shape(p), p.element_size(), p.requires_grad, n in quantized, n in experts, whole.get(n)
+                        )
+                        for n, p in model.named_parameters()
+                    ),
+                    sum(b.nbytes for b in model.buffers()),
+                )
         return self._facts[key]
 
     def trace(self, setup: Setup) -> StepGraph:
@@ -110,9 +129,11 @@ class Subject:
         if key not in self._graphs:
             self.check(setup)
             target = target_of(setup.device)
-            with self._without_memory(target) as mode:
-                model, batch, step = self.build(setup)
-            self._graphs[key] = trace_hollow(model, batch, target, step=step, optimizer=None, mode=mode)
+            with parallel_model.one_rank(setup):
+                with self._without_memory(target) as mode:
+                    model, batch, step = self.build(setup)
+                self._graphs[key] = trace_hollow(model, batch, target, step=step, optimizer=None, mode=mode)
+                del model, batch, step
         return self._graphs[key]
 
     @contextmanager
@@ -149,22 +170,12 @@ class ConfigSubject(Subject):
                 f"--seq-len {setup.seq_len} is longer than the {most} positions of {self.name}. "
                 "Pass a shorter one, or a config with more positions."
             )
-        if setup.tensor_parallel > 1:
-            self._check_splits(setup.tensor_parallel)
+        parallel_model.check(self.name, self._text, setup)
         if setup.chunk_loss and self.task != "CAUSAL_LM":
             raise SetupError(f"--chunk-loss is for causal language models; {self.name} is none.")
 
-    def _check_splits(self, degree: int) -> None:
-        text = self._text
-        if not getattr(text, "base_model_tp_plan", None) or not hasattr(text, "intermediate_size"):
-            raise SetupError(f"--tensor-parallel {degree}: transformers has no plan to split {self.name}.")
-        for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            count = getattr(text, field, None)
-            if count is not None and count % degree:
-                raise SetupError(
-                    f"--tensor-parallel {degree} does not divide the {count} {field.removeprefix('num_')} of "
-                    f"{self.name}. Use one of {', '.join(str(d) for d in range(2, count + 1) if not count % d)}."
-                )
+    def stage_layers(self, setup: Setup) -> range:
+        return pipeline.layers_of(setup.stage or 0, setup.pipeline_parallel, self._text.num_hidden_layers)
 
     def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         import transformers
@@ -177,8 +188,6 @@ class ConfigSubject(Subject):
             config.decoder_start_token_id = config.pad_token_id or 0
         if setup.attention != "auto":
             config._attn_implementation = setup.attention
-        if setup.tensor_parallel > 1:
-            _split(config.get_text_config(decoder=True), setup.tensor_parallel)
         try:
             model = model_of(config)
         except LowtideError:
@@ -187,17 +196,21 @@ class ConfigSubject(Subject):
             if setup.attention != "auto" and "attention implementation" in str(error):
                 raise SetupError(f"--attention {setup.attention}: {self.name} has none. Leave it out.") from error
             raise UnknownModelError(f"transformers cannot build {self.name}: {error}") from error
+        if parallel_model.is_divided(setup):
+            parallel_model.wrap(model, setup)
         if setup.lora_rank:
             model = _with_adapters(model, setup.lora_rank)
         if setup.chunk_loss:
             long_sequences.prepare(model, chunk_loss=True, tile_mlp=None, say=None)
-        batch = self._batch(setup, getattr(torch, dtype))
-        return model, batch, _autocast_step(target_of(setup.device), autocast) if autocast else None
-
-    def summed_bytes(self, setup: Setup) -> int:
-        dtype, autocast = PRECISIONS[setup.precision]
-        each = setup.batch_size * setup.seq_len * self._text.hidden_size * getattr(torch, autocast or dtype).itemsize
-        return int(4 * self._text.num_hidden_layers * each) if setup.tensor_parallel > 1 else 0
+        batch, step = self._batch(setup, getattr(torch, dtype)), None
+        if setup.pipeline_parallel > 1:
+            tokens = setup.seq_len // (setup.tensor_parallel if setup.sequence_parallel else 1)
+            received = (setup.batch_size, tokens, self._text.hidden_size)
+            batch = pipeline.stage_batch(
+                batch, setup.stage or 0, setup.pipeline_parallel, received, getattr(torch, dtype)
+            )
+            step = pipeline.stage_step
+        return model, batch, _autocast_step(target_of(setup.device), autocast, step or _loss) if autocast else step
 
     def _batch(self, setup: Setup, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         rows, tokens = setup.batch_size, setup.seq_len
@@ -221,7 +234,9 @@ class ScriptSubject(Subject):
         self.name = target
 
     def check(self, setup: Setup) -> None:
-        for option, given in (("--tensor-parallel", setup.tensor_parallel > 1), ("--lora", setup.lora_rank > 0),
+        for option, given in (("--tensor-parallel", setup.tensor_parallel > 1),
+                              ("--expert-parallel", setup.expert_parallel > 1),
+                              ("--pipeline-parallel", setup.pipeline_parallel > 1), ("--lora", setup.lora_rank > 0),
                               ("--chunk-loss", setup.chunk_loss)):  # fmt: skip
             if given:
                 raise SetupError(f"{option} is for models by configuration. Do it in {self.name} itself.")
@@ -261,15 +276,14 @@ def _from_hub(name: str, unknown: UnknownModelError) -> dict[str, Any]:
 
 def _model_key(setup: Setup) -> tuple:
     """What decides over the parameters; last what is only how they are stored."""
-    return target_of(setup.device), setup.precision, setup.tensor_parallel, setup.lora_rank, setup.quantized
+    divided = (setup.tensor_parallel, setup.sequence_parallel, setup.expert_parallel, setup.pipeline_parallel,
+               setup.stage or 0, setup.chunk_loss and setup.tensor_parallel > 1)  # fmt: skip
+    return target_of(setup.device), setup.precision, divided, setup.lora_rank, setup.quantized
 
 
-def _split(config: Any, degree: int) -> None:
-    """``config`` as one tensor parallel rank has it: its heads, and its part of each MLP."""
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
-        if isinstance(count := getattr(config, field, None), int):
-            setattr(config, field, count // degree)
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """Of this rank's part, where ranks share it."""
+    return tuple(parameter._local_tensor.shape if is_shared(parameter) else parameter.shape)
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -288,10 +302,16 @@ def _quantized_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if ".base_layer.weight" in name and p.dim() == 2}
 
 
-def _autocast_step(target: TargetDevice, dtype: str) -> Callable[[nn.Module, Any], torch.Tensor]:
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def _autocast_step(
+    target: TargetDevice, dtype: str, run: Callable[[nn.Module, Any], torch.Tensor]
+) -> Callable[[nn.Module, Any], torch.Tensor]:
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast(target.kernels, dtype=getattr(torch, dtype)):
-            loss: torch.Tensor = model(**batch).loss
-            return loss
+            return run(model, batch)
 
     return step

@@ -82,7 +82,7 @@ class HollowMode(TorchDispatchMode):
         if func.is_view or func in _VIEWS or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            return _collective(func, args, kwargs)
+            return _collective(self, func, args, kwargs)
         if (
             not any(map(is_hollow, tensors))
             and func not in _OTHER_DEVICES
@@ -265,8 +265,10 @@ def _dense(size: Any) -> list[int]:
     return stride[::-1]
 
 
-def _collective(func: Any, args: tuple, kwargs: dict) -> Any:
+def _collective(mode: HollowMode, func: Any, args: tuple, kwargs: dict) -> Any:
     """Nothing is sent: the group, a fake one, is asked with empty tensors for its Work."""
+    if func is torch.ops.c10d.alltoall_base_.default:
+        _receive_alike(mode, args)
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def empty(x: Any) -> Any:
@@ -278,6 +280,19 @@ def _collective(func: Any, args: tuple, kwargs: dict) -> Any:
 
     output = func(*pytree.tree_map(empty, args), **pytree.tree_map(empty, kwargs))
     return pytree.tree_map(lambda o: originals[id(o)][1] if id(o) in originals else o, output)
+
+
+def _receive_alike(mode: HollowMode, args: tuple) -> None:
+    """What each rank sends to this one: as much as this one keeps for itself. Counts decide shapes."""
+    received, sent, group, received_sizes, sent_sizes = args[:5]
+    if is_hollow(received) or is_hollow(sent) or received_sizes or sent_sizes:
+        return
+    from torch.distributed import ProcessGroup
+
+    ranks, own = ProcessGroup.unbox(group).size(), ProcessGroup.unbox(group).rank()
+    received.view(ranks, -1).copy_(sent.view(ranks, -1)[own].expand(ranks, -1))
+    mark_origin(received, UNKNOWN)
+    mode.note("counts from other ranks: each sends as this one does")
 
 
 def _number(mode: HollowMode, func: Any, args: tuple) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lowtide.errors import UnsupportedModelError
 from lowtide.hollow.memory import UNKNOWN, hollow, hollow_like, mark_origin
+from lowtide.hollow.ranks import hollow_part, is_shared
 
 
 def is_config(value: Any) -> bool:
@@ -102,6 +103,8 @@ def hollow_parameters(model: nn.Module) -> Iterator[None]:
 
 def _hollow_parameter(parameter: nn.Parameter, homes: dict[int, torch.UntypedStorage]) -> nn.Parameter:
     kind = type(parameter)
+    if is_shared(parameter):
+        return hollow_part(parameter)
     if kind is not nn.Parameter and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise UnsupportedModelError(
             f"a parameter is a {kind.__name__}: subclass parameters have no hollow form yet.\n"
