@@ -32,6 +32,7 @@ for _name, _arguments in {
     "set_pin_limit": [_i64],
     "host_register": [_address, _i64],
     "host_unregister": [_address],
+    "host_address": [_address],
 }.items():
     getattr(_c, f"standin_{_name}").argtypes = _arguments
 for _name in (
@@ -39,6 +40,7 @@ for _name in (
     "launched", "synchronized", "unregistered_in_use",
 ):  # fmt: skip
     getattr(_c, f"standin_{_name}").restype = _i64
+_c.standin_host_address.restype = _address
 
 
 # ---- what torch and libraries ask a device module for
@@ -240,6 +242,11 @@ def host_register(address: int, count_bytes: int) -> int:
 def host_unregister(address: int) -> int:
     """Unpin it; 0 or 713 (not registered). ``unregistered_in_use`` counts copies that were queued on it."""
     return _c.standin_host_unregister(address)
+
+
+def host_address(address: int) -> int:
+    """Where the host reads and writes what is at this device address: for kernels that torch knows nothing of."""
+    return _c.standin_host_address(address)
 
 
 pinned_bytes = _c.standin_pinned_bytes

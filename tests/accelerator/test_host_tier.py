@@ -12,6 +12,7 @@ import lowtide
 from accelerator.schedules import EARLY, LATE, RANDOM
 from lowtide.device import pinning
 from lowtide.errors import TierError
+from lowtide.measurement import links
 from lowtide.tape.offload.host_tier import HostTier, host_bytes
 from lowtide.tracing.tracer import run_step
 
@@ -227,6 +228,29 @@ def test_a_fit_whose_memory_cannot_be_pinned_plans_without_and_says_why(device):
     assert any("planned without other tiers: 32.00 MiB of host memory" in reason for reason in fit.status().reasons)
     with device.pin_limit(1 << 20), pytest.raises(TierError, match="of host memory could not be pinned"):
         lowtide.fit(mlp(2, 32).to("standin"), batch, budget="60%", offload=lowtide.Offload(host_budget="1GiB"))
+
+
+@pytest.mark.parametrize("batch", [None, torch.zeros(64, 32)], ids=["watched", "with a batch"])
+def test_a_fit_that_cannot_measure_the_link_plans_without_the_host(device, batch, monkeypatch):
+    monkeypatch.setattr(links, "_known", {})
+    model = mlp(2, 32).to("standin")
+    batch = None if batch is None else batch.to("standin")
+    torch.accelerator.empty_cache()
+    with device.capacity(16 << 20):
+        fit = lowtide.fit(model, batch, budget="100%")
+    assert any("standin has not the 32.00 MiB left" in reason for reason in fit.status().reasons)
+    fit.remove()
+
+
+def test_the_link_is_not_measured_in_a_step(device, monkeypatch):
+    """Measuring takes more of the device than the steps here may."""
+    monkeypatch.setattr(links, "_known", {})
+    model, batch = mlp(2, 32).to("standin"), torch.randn(64, 32, device="standin")
+    with lowtide.fit(model, budget="70%") as fit:
+        torch.accelerator.reset_peak_memory_stats(0)
+        model(batch).square().mean().backward()
+        fit.wait()
+        assert torch.accelerator.max_memory_allocated(0) < links._LARGE
 
 
 def test_a_pool_that_cannot_be_pinned_leaves_the_model_as_it_was(device):

@@ -251,7 +251,8 @@ def test_a_plan_for_another_device_is_refused():
 
     text = refused(lambda: enter(model, plan), model, PlanMismatchError)
 
-    assert text == "the plan is for cuda, the model is on cpu.\nMove the model, or trace and solve there."
+    here = torch.get_default_device().type
+    assert text == f"the plan is for cuda, the model is on {here}.\nMove the model, or trace and solve there."
 
 
 def test_verify_refuses_a_plan_for_another_model():

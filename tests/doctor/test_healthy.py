@@ -39,7 +39,7 @@ def _encoder():
 
 def _bfloat16():
     def step(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return model(batch).float().square().mean()
 
     return Case(Stack(lambda: mlp(0.1), layers=4), torch.randn(256, 64), step)

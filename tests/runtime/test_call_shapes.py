@@ -29,7 +29,7 @@ def test_remembered_shapes_differ_where_signatures_do():
     trained = shapes() + shapes()
     assert len({found for found, _ in trained}) == len(arguments) - 2  # other numbers and another order: no other shape
     words.append(x)  # what a list holds may change
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         cast = shapes()
     model.eval()
     assert not {found for found, _ in trained} & {found for found, _ in cast + shapes()}

@@ -114,13 +114,13 @@ def test_a_thread_that_died_after_its_forward_pass_stops_nobody(model, fit):
 def test_forward_passes_on_a_worker_and_backward_here_are_steps(model, budget):
     plain = copy.deepcopy(model)
     todo, done = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
-    outputs, modes = [], []
+    outputs, modes, device = [], [], torch.get_default_device()
 
     def work():
         for start, end in zip(todo, done, strict=True):
             start.wait()
             torch.manual_seed(1)
-            outputs.append(model(batch_of()))
+            outputs.append(model(batch_of(device=device)))
             modes.append(len(_get_current_dispatch_mode_stack()))
             end.set()
 

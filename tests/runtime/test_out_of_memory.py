@@ -75,7 +75,7 @@ def moved(model):
     grads = [p.grad for p in model.parameters()]
     tensors = [*grads, *model.buffers(), torch.get_rng_state()]
     numbers = [random.getstate(), np.random.get_state()[1].tolist()]
-    return [None if t is None else t.detach().clone().numpy().tobytes() for t in tensors] + numbers
+    return [None if t is None else t.detach().cpu().numpy().tobytes() for t in tensors] + numbers
 
 
 def seed():

@@ -57,7 +57,7 @@ def run(model, step, batches, fit=None, *, region_batch=True):
     torch.manual_seed(3)
     losses, peaks = [], []
     for n, x in enumerate(batches):
-        with measuring("cpu") as counter:
+        with measuring(torch.get_default_device()) as counter:
             if fit is None:
                 loss = step(model, x)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.unseen_memory import address_of, memory_of
 from torch import nn
 from torch.autograd import Function
 
@@ -103,7 +104,7 @@ def launch(kernel: str, *args: Any) -> None:
     def given(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             assert a.is_contiguous()
-            return ctypes.c_void_p(a.data_ptr())
+            return ctypes.c_void_p(address_of(a))
         return ctypes.c_float(a) if isinstance(a, float) else ctypes.c_long(a)
 
     getattr(_kernels(), kernel)(*map(given, args))
@@ -200,7 +201,7 @@ class Attention(Function):
 
 def _by_head(*tensors: torch.Tensor) -> Any:
     """The memory of each head, of all tensors together."""
-    return zip(*(t.numpy().reshape(-1, *t.shape[2:]) for t in tensors))
+    return zip(*(memory_of(t).reshape(-1, *t.shape[2:]) for t in tensors))
 
 
 class CrossEntropy(Function):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.unseen_memory import address_of, finish_work
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -81,8 +82,8 @@ class RawPointer(Function):
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
         source = a.detach().contiguous().float()
         made = torch.empty_like(source)
-        ctypes.memmove(made.data_ptr(), source.data_ptr(), source.numel() * 4)
-        view = (ctypes.c_float * source.numel()).from_address(made.data_ptr())
+        ctypes.memmove(address_of(made), address_of(source), source.numel() * 4)
+        view = (ctypes.c_float * source.numel()).from_address(address_of(made))
         for i in range(0, source.numel(), 3):
             view[i] = view[i] * 2 + 1
         ctx.save_for_backward(made)
@@ -96,7 +97,7 @@ class RawPointer(Function):
 
 def _raw_write(m: Machine, t: list[torch.Tensor]) -> torch.Tensor:
     made = t[0].detach().contiguous() * 1.5
-    view = (ctypes.c_float * made.numel()).from_address(made.data_ptr())
+    view = (ctypes.c_float * made.numel()).from_address(address_of(made))
     view[0] = 3.25
     return t[0] * made
 
@@ -292,9 +293,12 @@ def draw(seed: int, length: int, *, invisible: bool = False) -> tuple[Machine, t
         count, _ = INSTRUCTIONS.get(name) or INVISIBLE[name]
         # Late tensors are picked more often: chains grow longer.
         places = tuple(min(len(pool) - 1, int(len(pool) * choose.random() ** 0.5)) for _ in range(count))
+        known = len(pool)
         try:
             tried.step(pool, name, places)
+            finish_work()
         except (RuntimeError, IndexError, TypeError, ValueError):
+            del pool[known:]
             continue  # shapes that do not meet, a leaf or a view written in place: as plain PyTorch says
         machine.program.append((name, places))
     machine.read = sorted(choose.sample(range(len(pool)), k=min(len(pool), 3)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from support.unseen_memory import memory_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -230,11 +231,13 @@ def compiled_dropout(budget: float) -> Case:
 
 def autocast_around_backward(around: bool) -> Case:
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return model(x).float().square().mean()
 
     case = Case(Stack(mlp, plain), step=step)
-    case.around = (lambda: torch.autocast("cpu", torch.bfloat16)) if around else contextlib.nullcontext
+    case.around = (
+        (lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16)) if around else contextlib.nullcontext
+    )
     return case
 
 
@@ -423,7 +426,7 @@ def adapter_under_autocast(dtype: torch.dtype) -> Case:
             p.data = p.data.to(dtype)
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return model(**batch).loss
 
     return Case(model, TOKENS, step)
@@ -458,7 +461,7 @@ class RawKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        out.numpy()[...] = numpy.tanh(x.detach().numpy())
+        memory_of(out)[...] = numpy.tanh(memory_of(x))
         ctx.save_for_backward(out)
         return out
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import lowtide
 from lowtide import BudgetInfeasibleError
+from lowtide.device import generators
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, Plan
@@ -145,7 +146,8 @@ def is_clean(model: nn.Module) -> bool:
 
 def state_of(model: nn.Module) -> list[Any]:
     """All that planning must not change: parameters, gradients, buffers, modes, hooks, attached calls, generators."""
-    found: list[Any] = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
+    of_default_device = generators.state_of(torch.get_default_device())
+    found: list[Any] = [of_default_device, torch.get_rng_state(), random.getstate(), np.random.get_state()]
     for path, module in model.named_modules():
         hooks = [len(h) for name, h in vars(module).items() if name.endswith("_hooks")]
         found += [path, type(module), id(module), module.training, hooks, module._compiled_call_impl]

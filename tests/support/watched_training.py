@@ -24,8 +24,10 @@ class Layered(nn.Module):
         return x
 
 
-def batch_of(rows=128):
-    return torch.randn(rows, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(rows))
+def batch_of(rows=128, device=None):
+    """The same numbers every time. Threads of a test name the device: a default device is that of one thread."""
+    device = device or torch.get_default_device()
+    return torch.randn(rows, 64, device=device, generator=torch.Generator(device).manual_seed(rows))
 
 
 def resident_bytes(model):

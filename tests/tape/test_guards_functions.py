@@ -29,6 +29,7 @@ from support.training_steps import (
     planned,
     replays,
 )
+from support.unseen_memory import memory_of
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
@@ -49,7 +50,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 def kernel(f: Callable[..., np.ndarray], *inputs: torch.Tensor) -> torch.Tensor:
     """``f`` of the inputs' memory, unseen, in memory that is seen to be made."""
     made = torch.empty_like(inputs[0])
-    made.numpy()[:] = f(*(t.detach().numpy() for t in inputs))
+    memory_of(made)[:] = f(*(memory_of(t) for t in inputs))
     return made
 
 
@@ -171,7 +172,7 @@ class FromNumpy(Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        made = torch.from_numpy(np.sin(x.numpy()))
+        made = torch.from_numpy(np.sin(memory_of(x)))
         ctx.save_for_backward(made)
         return made
 
@@ -187,7 +188,7 @@ class DropsOut(Function):
     def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
         seed = int(torch.randint(2**31, ()))
         kept = torch.empty(x.shape)
-        kept.numpy()[:] = np.random.default_rng(seed).random(x.shape) > p
+        memory_of(kept)[:] = np.random.default_rng(seed).random(x.shape) > p
         ctx.save_for_backward(kept)
         return kernel(np.multiply, x, kept)
 
@@ -211,7 +212,7 @@ class Casts(Function):
 
 
 def under_autocast(self: Net, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         h = Casts.apply(x, self.layers[2].weight)
     return h.float()
 
@@ -298,14 +299,14 @@ class WritesUnseen(Scales):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x.detach().numpy()[:] *= 0.5
+        memory_of(x)[:] *= 0.5
         return Scales.forward(ctx, x)
 
 
 class MarksDirty(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> Any:
-        x.detach().numpy()[:] *= 0.5
+        memory_of(x)[:] *= 0.5
         ctx.mark_dirty(x)
         cosine = kernel(np.cos, x)
         ctx.save_for_backward(cosine)
@@ -354,7 +355,7 @@ class WritesBuffer(Scales):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        WritesBuffer.buffer.numpy()[:] += 1
+        memory_of(WritesBuffer.buffer)[:] += 1
         return Scales.forward(ctx, x)
 
 
@@ -495,7 +496,7 @@ class OverwritesUnseen(Scales):
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         x, sine = ctx.saved_tensors
         made = kernel(lambda g, x, s: g * (s + x * np.cos(x)), g, x, sine)
-        x.numpy()[:] *= 3.0
+        memory_of(x)[:] *= 3.0
         return made
 
 

@@ -81,7 +81,7 @@ def under_autocast_backward() -> list[str]:
         used = model if isinstance(context, contextlib.nullcontext) else ours
         with context:
             loss = used(x).square().mean()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             loss.backward()
         found.append(outcome(used, loss))
     return differing(*found)
@@ -99,7 +99,7 @@ def test_autocast_around_backward_reaches_replays_without_the_guard(monkeypatch)
 
 def test_forward_under_autocast_is_replayed_with_its_casts():
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             return model(x).float().square().mean()
 
     assert wrong(mlp(), torch.randn(4, 16), step) == []

@@ -361,7 +361,7 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner

@@ -25,6 +25,7 @@ from support.training_steps import (
     plain,
     planned,
 )
+from support.unseen_memory import memory_of
 from torch import library as registry
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,7 +128,7 @@ def _noisy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _count_hidden(x: torch.Tensor) -> torch.Tensor:
-    _tally.numpy()[0] += 1
+    memory_of(_tally)[0] += 1
     return x.sin()
 
 
@@ -406,7 +407,7 @@ def test_a_refilled_batch_is_replayed_wrongly_without_the_guard(monkeypatch):
 def by_pointer(x: torch.Tensor) -> torch.Tensor:
     """Fills a factor through NumPy: the dispatcher only sees ``zeros_like``."""
     out = torch.zeros_like(x.detach())
-    out.numpy()[:] = np.sin(x.detach().numpy())
+    memory_of(out)[:] = np.sin(memory_of(x))
     return x * out
 
 
@@ -475,7 +476,7 @@ def test_an_op_whose_kernel_differs_is_saved_even_where_nothing_was_rehearsed(mo
 def shuffled(x: torch.Tensor) -> torch.Tensor:
     """Swaps rows of a factor through NumPy: the sum of its words stays."""
     out = x.detach().sin()
-    out.numpy()[:] = out.numpy()[::-1].copy()
+    memory_of(out)[:] = memory_of(out)[::-1].copy()
     return x * out
 
 

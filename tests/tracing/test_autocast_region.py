@@ -10,7 +10,7 @@ def test_fit_and_verify_in_one_autocast_region_see_the_same_step():
     torch.manual_seed(0)
     model, batch = mlp(8, 64), torch.randn(512, 64)
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         fit = lowtide.fit(model, batch, budget="60%")
         found = fit.verify(batch, rounds=0)
         model(batch).float().square().mean().backward()
@@ -27,8 +27,8 @@ def test_a_trace_sees_the_casts_that_the_user_has_made_already_and_leaves_none_b
     def casts():
         return [op.name for op in lowtide.trace(model, batch).ops if "_to_copy" in op.name]
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         first = casts()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         model(batch)
         assert casts() == casts() == first

@@ -84,7 +84,13 @@ def _disk(scratch_dir: str | Path | None) -> Link:
 
 
 def _host(device: torch.device) -> Link:
-    on_device = torch.empty(_LARGE, dtype=torch.uint8, device=device)
+    try:
+        on_device = torch.empty(_LARGE, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise TierError(
+            f"{device} has not the {format_bytes(_LARGE)} left that measuring its link to host memory takes.\n"
+            "Free memory of the device, or pass host_budget=None."
+        ) from error
     try:
         on_host = pinned_buffer(_LARGE)
     except PinningError as error:

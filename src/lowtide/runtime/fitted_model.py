@@ -66,6 +66,7 @@ class Fit:
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
             self._watcher.checkpointing.switch_off()
+            tiers.measure_ahead()
             if batch is None or not self._plan_first(model, batch):
                 self._budget.check()
                 self._planner.start()

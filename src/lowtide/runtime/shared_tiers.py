@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lowtide.device.names import is_accelerator
 from lowtide.errors import TierError
 from lowtide.graph.costs import Link
 from lowtide.measurement.links import measured_link
@@ -26,6 +27,18 @@ class SharedTiers:
     def links(self) -> dict[str, Link]:
         """The link to each tier, measured at first and then known. Raises: TierError: one cannot be used."""
         return {tier: measured_link(tier, self._device, self._policy.scratch_dir) for tier in self.capacities}
+
+    def measure_ahead(self) -> None:
+        """Measure links that take memory of the device, so that no step has to find room for it.
+
+        Raises: TierError: a tier that somebody asked for cannot be used.
+        """
+        if not is_accelerator(self._device):
+            return
+        try:
+            self.links()
+        except TierError as error:
+            self.give_up(error)
 
     def open_for(self, plan: Plan) -> Tiers:
         """The tiers that ``plan`` offloads to. Raises: TierError: one cannot be used."""

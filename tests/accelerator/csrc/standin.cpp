@@ -144,6 +144,7 @@ void standin_finish_backward_threads() {
   }).join();
 }
 
+void* standin_host_address(void* device_address) { return real(device_address); }
 int64_t standin_launched() { LOCKED; return world().launched; }
 int64_t standin_synchronized() { LOCKED; return world().synchronized; }
 int64_t standin_unregistered_in_use() { LOCKED; return world().unregistered_in_use; }

@@ -71,6 +71,10 @@ def under(model, batch, plan, *, backward=torch.Tensor.backward, step=None, **op
     return outcome(model, loss), applied.counts
 
 
+def moves(plan: lowtide.Plan) -> int:
+    return sum(d.action in (CPU_OFFLOAD, DISK_OFFLOAD) for d in plan.decisions)
+
+
 def test_everything_moved_gives_the_same_bits_and_the_predicted_peak():
     model, batch = blocks(), tokens()
     graph = lowtide.trace(model, batch)
@@ -78,7 +82,7 @@ def test_everything_moved_gives_the_same_bits_and_the_predicted_peak():
 
     ours, counts = under(model, batch, plan)
 
-    assert counts.moved == plan.counts["disk_offload"] > 20 and counts.mismatched == 0
+    assert counts.moved == moves(plan) > 20 and counts.mismatched == 0
     assert differing(plain(model, batch), ours) == []
     proof = lowtide.verify(model, batch, plan, rounds=0)
     assert proof.equal and proof.measured_peak_bytes == plan.predicted_peak_bytes < plan.plain_peak_bytes
@@ -102,7 +106,7 @@ def test_any_mixture_of_saved_recomputed_and_moved_gives_the_same_bits_and_the_p
 
     ours, counts = under(model, batch, plan)
 
-    assert counts.moved == plan.counts["disk_offload"] and counts.mismatched == 0
+    assert counts.moved == moves(plan) and counts.mismatched == 0
     assert differing(plain(model, batch), ours) == []
     measured = lowtide.verify(model, batch, plan, rounds=0).measured_peak_bytes
     assert measured == plan.predicted_peak_bytes
@@ -299,7 +303,7 @@ def test_a_write_after_the_copy_set_out_raises_plain_autograds_error(when):
     with pytest.raises(RuntimeError) as ours:
         under(model, batch, moving(graph, [h]), step=writing(when))
 
-    numbers = r"\[torch.FloatTensor \[4, 8\]\].* is at version \d+; expected version \d+ instead"
+    numbers = r"\[torch\.(standin\.)?FloatTensor \[4, 8\]\].* is at version \d+; expected version \d+ instead"
     assert re.search(numbers, str(ours.value)) and "modified by an inplace operation" in str(theirs.value)
 
 
@@ -487,13 +491,13 @@ def test_space_in_the_file_is_reused_and_merged():
 
 def test_what_the_caller_writes_to_what_came_back_is_nobody_elses():
     tier = DiskTier()
-    storage = torch.arange(100, dtype=torch.uint8).untyped_storage()
+    storage = torch.arange(100, dtype=torch.uint8, device="cpu").untyped_storage()
     ticket = tier.store(storage)
 
     first = ticket.fetch()
     first.zero_()
 
-    assert torch.equal(ticket.fetch(), torch.arange(100, dtype=torch.uint8))
+    assert torch.equal(ticket.fetch(), torch.arange(100, dtype=torch.uint8, device="cpu"))
 
 
 def test_an_empty_storage_can_be_moved():

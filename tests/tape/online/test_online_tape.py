@@ -8,6 +8,7 @@ import torch
 from support.online_steps import online, under
 from support.random_programs import draw
 from support.training_steps import differing, outcome, plain
+from support.unseen_memory import memory_of
 from torch import nn
 
 import lowtide
@@ -216,7 +217,7 @@ class RawWriteBefore(nn.Module):
         hidden = x @ self.weight
         y = hidden.sin()
         z = y * y
-        hidden.detach().numpy()[0, 0] = 9.0
+        memory_of(hidden)[0, 0] = 9.0
         return (z.cos() * hidden.detach()).tanh().exp().sigmoid()
 
 
@@ -240,7 +241,7 @@ class RawWriteAfter(nn.Module):
 
     def forward(self, x):
         out = (x @ self.weight).sin().square().cos().tanh().exp().sigmoid()
-        x.detach().numpy()[0, 0] += 1.0  # recipes read it, and no version counts this
+        memory_of(x)[0, 0] += 1.0  # recipes read it, and no version counts this
         return out
 
 

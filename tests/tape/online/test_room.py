@@ -78,7 +78,7 @@ def peaks(model_width: int, share: float) -> tuple[int, int]:
         p.grad = torch.zeros_like(p)
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = model(x).square().mean()
         loss.backward()
 
