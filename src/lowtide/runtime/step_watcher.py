@@ -282,7 +282,7 @@ class StepWatcher:
         assert step is not None and model is not None
         there = step.graph.resident["batch"] + step.made_bytes_after(last_op)
         try:
-            self._open_watch(OnlineTape, model, (), unseen_bytes=there)
+            self._open_watch(OnlineTape, model, (), unseen_bytes=there, saves_all=self.shelf.is_sharded)
         except Exception as error:  # the step goes on without us
             self._fail(error)
         return self._watch
@@ -361,12 +361,11 @@ class StepWatcher:
             self._last = self._step
             self._step.tape.sizes_vary = False
             return
-        if self.shelf.is_sharded:
-            if not is_gathered_once(model):
-                self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
-                return
-            self._say(_SHARDED if is_partitioned(model.parameters()) else _SHARDED + _WITH_A_BATCH)
-        self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape, model, batch)
+        kind = WatchedStep if self.shelf.wants_graph(shape) else OnlineTape
+        if self.shelf.is_sharded and not is_gathered_once(model):  # what a graph names is made in this step
+            self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
+            kind = OnlineTape
+        self._open_watch(kind, model, batch)
 
     def _sharded_since_fit(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""
@@ -381,9 +380,11 @@ class StepWatcher:
             return "the model was sharded after fit. Fit it afterwards"
         return ""
 
-    def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
+    def _open_watch(
+        self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0, *, saves_all: bool = False
+    ) -> None:
         budget_bytes = self._budget.for_step(model, batch)
-        self._watch = kind(model, math.inf if self.shelf.is_sharded else budget_bytes, self._expected)
+        self._watch = kind(model, math.inf if saves_all else budget_bytes, self._expected)
         self._watch.begin_step(unseen_bytes)
         self._seam = self._opened(self._watch)
 

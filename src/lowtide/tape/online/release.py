@@ -155,6 +155,8 @@ class Releaser:
     def _may_be_proven(self, value: StoredValue) -> bool:
         if value.bytes < _LEAST_BYTES or value.recipe is None or value.why_kept or id(value) in self._blocked:
             return False
+        if value.crosses or (value.recipe.gathered and not value.proven and value.recipe.is_closed):
+            return False
         return value.tensor is not None and value.tensor._version == value.version
 
     def _may_go(self, value: StoredValue) -> bool:
@@ -205,7 +207,7 @@ class Releaser:
     def _drop(self, value: StoredValue) -> None:
         if not value.proven or value.tensor is None or value.locked:
             return
-        chain = chain_of([value])
+        chain = chain_of([value], later=True)
         if chain is None or len(chain) > _LONGEST_CHAIN or pinned_bytes(chain) >= value.bytes:
             self._blocked.add(id(value))
             return
@@ -222,7 +224,19 @@ class Releaser:
         """
         if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
-        values = [v for v in self._unproven() if v.layer == layer and chain_of([v]) is not None]
+        self._prove_what_fits([v for v in self._unproven() if v.layer == layer])
+
+    def prove_window(self, outer: frozenset[int]) -> None:
+        """Prove what was made in windows that are about to close, however little lives: later nothing can be proven.
+
+        Args:
+            outer: The windows that stay open.
+        """
+        if self.budget_bytes < math.inf and not self.thrashing:
+            self._prove_what_fits([v for v in self._unproven() if not v.windows <= outer])
+
+    def _prove_what_fits(self, values: list[StoredValue]) -> None:
+        values = [v for v in values if chain_of([v]) is not None]
         for part in [values] if self._fits(values) else [[v] for v in values]:
             if self._fits(part):
                 self._prove(part)
@@ -232,7 +246,7 @@ class Releaser:
         values = [v for v in _with_siblings(values) if not v.proven and self._may_be_proven(v)]
         chain = chain_of(values) if values else None
         if chain is None:
-            self._blocked.update(id(v) for v in values)
+            self._blocked.update(id(v) for v in values if chain_of([v], later=True) is None)
             return
         targets = {id(v) for v in values}
         start = time.perf_counter()
@@ -270,6 +284,7 @@ class Releaser:
             ReplayError: what it is made from was changed since; the seal shows changes that no version tells of.
         """
         start = time.perf_counter()
+        target.run.catch_up()
         chain = chain_of([target])
         if chain is None:
             raise why_not_made(target)
