@@ -39,6 +39,7 @@ _LONGEST_CHAIN = 3000  # ops; a longer replay for one value costs more than any 
 _MOST_PRICED = 400  # absent ancestors that are added up; beyond, the price is doubled instead
 _REPLAYS_PER_OP = 20  # so many replays for each op of the forward pass, and the step is thrashing
 _EARLY_SHARE = 0.5  # of the budget: once so much lives, each layer is proven when it ends
+_WINDOW_SHARE = 0.05  # of the budget: likewise, for what was made in the windows of a sharded model
 _IDLE_SHARE = 0.004  # of the budget: after a vain scan, so much more must be wanted before the next
 
 
@@ -227,12 +228,12 @@ class Releaser:
         self._prove_what_fits([v for v in self._unproven() if v.layer == layer])
 
     def prove_window(self, outer: frozenset[int]) -> None:
-        """Prove what was made in windows that are about to close, however little lives: later nothing can be proven.
+        """Prove what was made in windows that are about to close, though little lives yet: later it cannot be proven.
 
         Args:
             outer: The windows that stay open.
         """
-        if self.budget_bytes < math.inf and not self.thrashing:
+        if self._live.now > _WINDOW_SHARE * self.budget_bytes and not self.thrashing:
             self._prove_what_fits([v for v in self._unproven() if not v.windows <= outer])
 
     def _prove_what_fits(self, values: list[StoredValue]) -> None:

@@ -4,11 +4,8 @@ What a window's values are made from is there when its backward begins, since th
 they may go as soon as they are proven, and that is done while the window is open. What crosses a window stays.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
@@ -19,25 +16,13 @@ from lowtide.tape.online.values import MARK, Recipe, StoredValue
 from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.sharding.windows import OpenWindows
 
-if TYPE_CHECKING:
-    from lowtide.tape.online.tape import OnlineTape
-
 
 class OnlineSharding(PauseDuringSharding):
     """Gathering and freeing leaves no recipes, and its memory counts."""
 
-    def __init__(self, tape: OnlineTape, windows: OpenWindows) -> None:
+    def __init__(self, tape: Any, windows: OpenWindows) -> None:
         super().__init__(tape)
         self._online, self._windows = tape, windows
-
-    @contextmanager
-    def hook(self) -> Iterator[None]:
-        before, self._windows.in_hook = self._windows.in_hook, True
-        try:
-            with super().hook():
-                yield
-        finally:
-            self._windows.in_hook = before
 
     def gathering(self, whole: list[torch.Tensor]) -> None:
         tape = self._online

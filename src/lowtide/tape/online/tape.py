@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -71,6 +71,7 @@ class OnlineTape(TorchDispatchMode):
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
         checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
         calls: Module calls entered.
+        crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
     """
 
     @classmethod
@@ -105,7 +106,7 @@ class OnlineTape(TorchDispatchMode):
         )
         self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
-        self.calls = 0
+        self.calls = self.crossing_bytes = 0
         self.op_s = 0.0  # what the last op took
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
@@ -116,8 +117,9 @@ class OnlineTape(TorchDispatchMode):
         model = self._model()
         if model is not None and (self._wrapped or run.gathered is not None):
             self._windows = run.windows = OpenWindows(model)
-            for tensor in self._windows.gathered_already():
-                self._count(tensor)
+            if not unseen_bytes:  # else they are among them
+                for tensor in self._windows.gathered_already():
+                    self._count(tensor)
         self._read_outside.clear()
         self._layers.clear()
         self._paths.clear()
@@ -157,6 +159,18 @@ class OnlineTape(TorchDispatchMode):
             except Exception as error:
                 self.give_up(error)
 
+    def go_on_inside(self, paths: Iterable[str]) -> None:
+        """Calls of these modules are open that somebody else has seen begin, and whose end ``leave_outer`` tells."""
+        for path in paths:
+            self.calls += 1
+            if self._windows is not None:
+                self._windows.enter(path, self.calls)
+
+    def leave_outer(self) -> None:
+        """See ``go_on_inside``."""
+        if self._windows is not None:
+            self._windows.leave()
+
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: what it makes is counted and never released."""
         with _disable_current_modes():
@@ -178,6 +192,12 @@ class OnlineTape(TorchDispatchMode):
     @property
     def sharding_observer(self) -> ShardingObserver:
         return PauseDuringSharding(self) if self._windows is None else OnlineSharding(self, self._windows)
+
+    def note_crossing(self, value: StoredValue) -> None:
+        """``value`` is read here: it stays if that is outside a window that it was made in."""
+        if not value.crosses and not value.windows <= self.windows_around:
+            value.crosses = True
+            self.crossing_bytes += value.bytes * (value.claim() is not None)
 
     @property
     def is_paused(self) -> bool:
@@ -247,7 +267,7 @@ class OnlineTape(TorchDispatchMode):
             if storage is None or storage in self.live or any(s is storage for s in inputs):
                 continue
             self.live.add(storage)
-            if tensor.is_inference() or (self._windows is not None and self._windows.in_hook):
+            if tensor.is_inference():
                 continue
             value = StoredValue(storage, self._number, tensor._version, self._layer, self._run)
             value.cost_s = seconds
@@ -406,9 +426,10 @@ class OnlineTape(TorchDispatchMode):
             claim = Claim(value, self._holdings.end_claim)
             self._holdings.claim(value, claim, memory_of(tensor))
             self.note_claimed(value)
+            self.crossing_bytes += value.bytes * value.crosses
         value.num_reads += 1
         value.last_use = self._number
-        value.crosses |= not value.windows <= self.windows_around
+        self.note_crossing(value)
         return self.handle(claim, tensor)
 
     @module_calls.never_compiled
@@ -456,7 +477,7 @@ class RunningOp:
         tape._number += 1
         self.written = written_tensors(func, args, kwargs) if written_arguments(func) else []
         self.key = tape.make_room_for(func, args, kwargs)
-        if self.written and not (tape._windows is not None and tape._windows.in_hook):
+        if self.written:
             tape.keep_what_reads(self.written)
         self.recipe: Recipe | None = None
         self.rng: GeneratorState | None = None
@@ -481,7 +502,7 @@ class RunningOp:
                 value.num_reads += 1
                 value.last_use = tape._number
                 value.leaves_layer |= bool(value.layer) and value.layer != tape._layer
-                value.crosses |= not value.windows <= tape.windows_around
+                tape.note_crossing(value)
         if not self.written:
             try:
                 self.recipe = Recipe(func, args, kwargs, self.rng, tape._run)

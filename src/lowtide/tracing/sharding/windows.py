@@ -56,11 +56,7 @@ class Windows:
 
 
 class OpenWindows:
-    """The windows that are open in a step as its forward pass goes on, by number of the call; what is gathered in them.
-
-    Attributes:
-        in_hook: Parameters are gathered or freed now: what runs is no part of the step.
-    """
+    """The windows that are open in a step as its forward pass goes on, by number of the call; what is gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         self._windows = Windows(model)
@@ -69,7 +65,6 @@ class OpenWindows:
         self._gathered: dict[int, bool] = {}  # storage that FSDP gathers into -> whether backward gathers it again
         for unit in units_of(model):
             self.note_gathered(whole_tensors(unit), again=unit.unshard_in_backward)
-        self.in_hook = False
 
     def enter(self, path: str, number: int) -> None:
         self._calls.append((path, number))
