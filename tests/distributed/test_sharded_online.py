@@ -13,6 +13,7 @@ from support.online_steps import under
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import lowtide
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import measuring
 from lowtide.tape.online import sharding, values
@@ -211,6 +212,66 @@ def test_a_unit_that_backward_does_not_gather_is_not_made_again(monkeypatch):
     assert not made(model)
     monkeypatch.setattr(windows, "NOT_AGAIN", "")
     assert made(first())
+
+
+class Wavy(nn.Module):
+    """Asked to, it runs other ops in the middle of its call, from its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.more = nn.Linear(32, 256), nn.Linear(256, 32), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).sin()
+        if self.more:
+            h = nn.functional.linear(h.cos(), self.second.weight).sin() @ self.second.weight
+        return x + self.second(h.cos().sin())
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.Sequential(*(Wavy() for _ in range(4)))
+        for part in self.parts:
+            fully_shard(part)
+        fully_shard(self)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.parts((ids.float()[..., None] * torch.ones(32)).sin()).square().mean()
+
+
+def leaving_its_plan() -> tuple[str, bool]:
+    """The bits of a step under a plan that runs other ops from the middle of its first part on, and if it said so."""
+    model = Waves()
+    with lowtide.fit(model, (IDS,), budget=int(0.5 * step(Waves())[1])) as fit:
+        step(model)
+        for part in model.parts:
+            part.more = True
+        found, _ = step(model)
+        return found, fit.status().in_force
+
+
+def test_a_step_that_leaves_its_plan_in_a_window_goes_on_in_it(monkeypatch):
+    plain = Waves()
+    for part in plain.parts:
+        part.more = True
+
+    made_in: list[set[frozenset[int]]] = []
+    leave = OnlineTape.leave_outer
+
+    def left(tape: OnlineTape) -> None:
+        made_in.append({value.windows for value in tape._holdings})
+        leave(tape)
+
+    monkeypatch.setattr(OnlineTape, "leave_outer", left)
+    assert leaving_its_plan() == (step(plain)[0], False)
+    assert made_in[0] and frozenset() not in made_in[0]
+
+    made_in.clear()
+    monkeypatch.setattr(OnlineTape, "go_on_inside", lambda self, paths: None)
+    leaving_its_plan()
+    assert frozenset() in made_in[0]  # as if the first part gathered nothing
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
