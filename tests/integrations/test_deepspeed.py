@@ -40,6 +40,14 @@ def test_two_ranks_train_the_same_each_under_its_own_plan(way):
         check(told[way], beyond=BUFFERS if way.startswith("ZeRO-3") else 0)
 
 
+def test_zero_3_steps_without_a_plan_keep_the_budget_from_the_first_on():
+    ((plain, ours, budget, told),) = on_every_rank(deepspeed_training.without_a_plan, world=1)
+
+    assert all(ours[what] == plain[what] for what in ("losses", "weights", "sent"))
+    assert max(ours["peaks"]) <= 1.01 * budget < min(plain["peaks"])
+    assert told == [{""}, {"", OUT_OF_WINDOW}]
+
+
 def test_a_model_that_zero_3_partitions_after_fit_is_saved_whole_and_told():
     ((plain, early),) = on_every_rank(deepspeed_training.partitioned_after_fit, world=1)
 

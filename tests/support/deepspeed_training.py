@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing.sharding import recording
+from lowtide.tracing.sharding import recording, windows
 
 ROWS = 256
 # The least that DeepSpeed keeps: by default it would never free parameters as small as these.
@@ -252,14 +253,12 @@ def guarded(rank: int) -> dict[str, str]:
 
 def reasons_to_save(rank: int) -> dict[str, tuple[set[str], str]]:
     """For each rule about windows that is off: why storages are saved, and what backward raises."""
-    windows_of, told = recording.windows_of, {}
+    told = {}
     off: dict[str, Any] = {
         "none": mock.patch.object(recording, "NAME", recording.NAME),
         "what crosses is saved": mock.patch.object(recording.ShardingRecording, "check_reads", lambda *_: None),
         # As if a block did not gather what it reads of others.
-        "blocks gather what they read": mock.patch.object(
-            recording, "windows_of", lambda model: windows_of(model) | {"blocks.0": [model.blocks[0].scale]}
-        ),
+        "blocks gather what they read": _other_windows(),
     }
     for rule, patched in off.items():
         why, error = set(), ""
@@ -271,6 +270,33 @@ def reasons_to_save(rank: int) -> dict[str, tuple[set[str], str]]:
                 error = f"{type(raised).__name__}: {raised}"
         told[rule] = why, error
     return told
+
+
+def _other_windows() -> Any:
+    windows_of = windows.windows_of
+    return mock.patch.object(
+        windows, "windows_of", lambda model: windows_of(model) | {"blocks.0": [model.blocks[0].scale]}
+    )
+
+
+def without_a_plan(rank: int) -> tuple[dict, dict, int, list[set[str]]]:
+    """Two steps, plain and within so many bytes; why parameters are out of reach in the real windows and in others."""
+    how: dict[str, Any] = WAYS["ZeRO-3, windows in windows"] | {"steps": 2, "evaluated": False}
+    plain = train(rank, **(how | {"fitted": ""}))
+    budget, why_not = int(0.6 * max(plain["peaks"])), windows.OpenWindows.why_out_of_reach
+    told: list[set[str]] = [set(), set()]
+    for at, other in enumerate((nullcontext(), _other_windows())):
+
+        def noted(self: Any, *read: Any, at: int = at) -> str:
+            told[at].add(why := why_not(self, *read))
+            return why
+
+        with other, mock.patch.object(windows.OpenWindows, "why_out_of_reach", noted):
+            ours = train(rank, **(how | {"budget": budget}))
+        assert ours["losses"] == plain["losses"] and ours["weights"] == plain["weights"]
+        if at == 0:
+            kept = ours
+    return plain, kept, budget, told
 
 
 def guards(rank: int) -> tuple[dict[str, str], dict[str, tuple[set[str], str]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.measurement.allocator import measuring
 from lowtide.runtime import rehearsal
 from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.subclasses import plain_tensors
@@ -180,6 +182,18 @@ def all_ways_watched(rank: int) -> dict[str, tuple[dict, dict]]:
     return {way: _watched(rank, **how) for way, how in ways.items()}
 
 
+def without_a_plan(rank: int) -> dict[str, tuple[dict, dict, int]]:
+    """Two steps that no plan is there for, plain and within so many bytes."""
+    ways = {way: how for way, how in (WAYS | IN_PARTS).items() if way in WATCHED}
+    return {way: _within_bytes(rank, **how) for way, how in ways.items()}
+
+
+def _within_bytes(rank: int, *, share: float = 0.65, **how: Any) -> tuple[dict, dict, int]:
+    plain = train(rank, measured=True, **how)
+    budget = int(share * max(plain["peaks"]))
+    return plain, train(rank, measured=True, budget=budget, watched=True, **how), budget
+
+
 def leaving_the_plan(rank: int) -> tuple[dict, dict]:
     """From the fifth step on the blocks run other ops."""
     return _watched(rank, shard=each_layer, steps=7, leaves_plan=True)
@@ -212,9 +226,14 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
 
 def train(
     rank: int, *, shard: Any, budget: Any = None, watched: bool = False, steps: int = 2, accumulate: bool = False,
-    words: int = VOCABULARY, leaves_plan: bool = False, fitted_first: bool = False, **options: Any,
+    words: int = VOCABULARY, leaves_plan: bool = False, fitted_first: bool = False, measured: bool = False,
+    **options: Any,
 ) -> dict:  # fmt: skip
-    """A few steps of a sharded model; fitted where there is a ``budget``, on a batch unless it is ``watched``."""
+    """A few steps of a sharded model; fitted where there is a ``budget``, on a batch unless it is ``watched``.
+
+    Args:
+        measured: Its peaks count what is resident, too. No plan is waited for, and none is verified.
+    """
     rehearsal.measure = an_ms_an_op
     torch.manual_seed(0)
     net = Net(words=words)
@@ -227,14 +246,18 @@ def train(
         fit = lowtide.fit(net, None if watched else (data[0],), budget=budget)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(rank // share)
-    losses, gradients, why_not = [], [], []
+    losses, gradients, why_not, peaks = [], [], [], []
     with Collectives() as sent:
         for i, ids in enumerate(data):
             last = not accumulate or i % 2 == 1
             if isinstance(net, FSDPModule):
                 net.set_requires_gradient_sync(last)
-            loss = net(ids)
-            loss.backward()
+            there = sum(t.nbytes for t in plain_tensors(*net.parameters(), *net.buffers(), ids))
+            with measuring("cpu") if measured else nullcontext() as counter:
+                loss = net(ids)
+                loss.backward()
+            if counter is not None:
+                peaks.append(there + counter.peak)
             losses.append(loss.item())
             gradients.append(digest(p.grad for p in net.parameters()))
             if last:
@@ -253,7 +276,10 @@ def train(
         "sent": dict(sent.seen),
         "state": digest(net.state_dict().values()),
     }
-    if fitted_first:
+    if measured:
+        told["peaks"] = peaks
+    if fitted_first or (measured and fit is not None):
+        assert fit is not None
         told["reasons"] = fit.status().reasons
     elif fit is not None:
         told |= facts(fit, (data[0],)) | {"why_not": why_not}

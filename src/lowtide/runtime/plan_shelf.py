@@ -59,7 +59,7 @@ class PlanShelf:
         plans: The one used last at the end.
         seen: Shapes of the first calls of steps.
         planning_s: Seconds that the planner took in all.
-        is_sharded: Parameters are whole for moments only, or in parts: nothing is released without a plan.
+        is_sharded: Parameters are whole for moments only, or in parts.
         least_bytes: By shape, the least budget there is, where the planner was asked for less.
     """
 
@@ -355,11 +355,11 @@ class PlanShelf:
             graph, costs, budget_bytes, options.method, tiers, options.solver, cache_dir=PlanCache().directory
         )
 
-    def refuse(self, shape: CallShape, why: str) -> None:
-        """There will be no plan for steps that start with a call of ``shape``."""
+    def refuse(self, shape: CallShape, why: str, *, saved: bool = False) -> None:
+        """There will be no plan for steps that start with a call of ``shape``; ``saved``: nor are they watched."""
         self._refused.add(shape)
         self._doubted.discard(shape)
-        how = "all is saved in them" if self.is_sharded else "they run online"
+        how = "all is saved in them" if saved else "they run online"
         self._reasons.say(f"no plan for steps like this one, {how}: {why}")
 
     def wait(self, timeout_s: float | None = None) -> None:

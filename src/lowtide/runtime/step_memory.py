@@ -26,8 +26,6 @@ class StepMemory:
 
     def note_peak(self, watch: OnlineTape) -> None:
         """A watched step is over."""
-        if self._shelf.is_sharded:  # what is gathered is not all seen to come and go
-            return
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
         self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
         # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.

@@ -10,7 +10,6 @@
 Nothing here raises into the training loop: an error of lowtide's own becomes a reason, and the step is saved as it is.
 """
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -48,12 +47,11 @@ from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.sharding.units import is_gathered_once
 from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
+from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _MOST_FOUND_GATHERED = 3  # then an evaluation comes before every step, perhaps
 _RAN_OTHER_OPS = "the last step ran other ops than its plan"
-_SHARDED = "the model is sharded: steps without a plan are saved whole, so the first ones take the plain step's memory"
-_WITH_A_BATCH = ". With a batch, fit plans before training"
 
 
 class StepWatcher:
@@ -106,6 +104,7 @@ class StepWatcher:
         self._retained = self._ended_elsewhere = False  # the graph of one; the last one ran on another thread
         self._seams_elsewhere: list[Seam] = []  # of steps that are over, in place on threads that are not this one
         self._found_gathered = 0  # watched steps that no plan came of, since ZeRO-3 had gathered parameters before
+        self._told_crossing = False
         self._why_no_plan = ""  # for the present step, where there is none
         self._open_seams: list[Seam] = []
         # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
@@ -350,7 +349,7 @@ class StepWatcher:
         self.checkpointing.switch_off()
         self._step = None
         if sharded := self._sharded_since_fit(model):
-            self.shelf.refuse(shape, sharded)
+            self.shelf.refuse(shape, sharded, saved=True)
             self._why_no_plan = sharded
             return
         self._step = self.shelf.plan_for(shape)
@@ -362,12 +361,11 @@ class StepWatcher:
             self._last = self._step
             self._step.tape.sizes_vary = False
             return
-        if self.shelf.is_sharded:
-            if not is_gathered_once(model):
-                self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
-                return
-            self._say(_SHARDED if is_partitioned(model.parameters()) else _SHARDED + _WITH_A_BATCH)
-        self._open_watch(WatchedStep if self.shelf.wants_graph(shape) else OnlineTape, model, batch)
+        kind = WatchedStep if self.shelf.wants_graph(shape) else OnlineTape
+        if self.shelf.is_sharded and not is_gathered_once(model):  # what a graph names is made in this step
+            self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
+            kind = OnlineTape
+        self._open_watch(kind, model, batch)
 
     def _sharded_since_fit(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""
@@ -383,8 +381,7 @@ class StepWatcher:
         return ""
 
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
-        budget_bytes = self._budget.for_step(model, batch)
-        self._watch = kind(model, math.inf if self.shelf.is_sharded else budget_bytes, self._expected)
+        self._watch = kind(model, self._budget.for_step(model, batch), self._expected)
         self._watch.begin_step(unseen_bytes)
         self._seam = self._opened(self._watch)
 
@@ -529,6 +526,12 @@ class StepWatcher:
             self._say(
                 f"{watch.checkpointed} is checkpointed (torch.utils.checkpoint): backward runs its Python again, and "
                 "nothing inside it is planned. Leave that out, and a plan can recompute less"
+            )
+        if watch.crossing_bytes and not self._told_crossing:
+            self._told_crossing = True
+            self._say(
+                f"the model is sharded: {format_bytes(watch.crossing_bytes)} that its modules hand to one another are "
+                "saved in each step, since each module's parameters are gathered for that module alone"
             )
         for op in watch.releaser.differed:
             self._say(f"{op} gives other bits when it runs again: saved")

@@ -33,7 +33,7 @@ from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.sharding.observer import PauseDuringSharding
+from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.sharding.zero3 import has_gathered
 from lowtide.tracing.subclasses import plain_tensors
@@ -83,9 +83,9 @@ class WatchedStep(OnlineTape):
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 
     @property
-    def sharding_observer(self) -> PauseDuringSharding:
-        recording = self.recorder.sharding_observer
-        return super().sharding_observer if recording is None else _PauseAndRecord(self, recording)
+    def sharding_observer(self) -> ShardingObserver:
+        own, recording = super().sharding_observer, self.recorder.sharding_observer
+        return own if recording is None else _WithRecord(own, recording)
 
     # -- what the tape sees ---------------------------------------------------------------------------------
 
@@ -283,18 +283,25 @@ class WatchedStep(OnlineTape):
         builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
 
 
-class _PauseAndRecord(PauseDuringSharding):
+class _WithRecord(ShardingObserver):
     """Gathering and freeing is no part of the step that the tape sees, and part of the record."""
 
-    def __init__(self, tape: OnlineTape, recording: ShardingRecording) -> None:
-        super().__init__(tape)
-        self._recording = recording
-        self.gathering, self.freed = recording.gathering, recording.freed  # type: ignore[method-assign]
+    def __init__(self, of_tape: ShardingObserver, recording: ShardingRecording) -> None:
+        self._of_tape, self._recording = of_tape, recording
+        self.closing, self.gathering_done = of_tape.closing, of_tape.gathering_done  # type: ignore[method-assign]
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        with super().hook(), self._recording.hook():
+        with self._of_tape.hook(), self._recording.hook():
             yield
+
+    def gathering(self, whole: list[torch.Tensor]) -> None:
+        self._of_tape.gathering(whole)
+        self._recording.gathering(whole)
+
+    def freed(self, whole: list[torch.Tensor]) -> None:
+        self._of_tape.freed(whole)
+        self._recording.freed(whole)
 
 
 class _RecordedHandle(SavedHandle):

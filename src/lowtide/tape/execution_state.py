@@ -9,6 +9,7 @@ from torch import nn
 
 from lowtide.device.generators import set_state, state_of
 from lowtide.device.numeric_flags import numeric_flags, set_numeric_flags
+from lowtide.tracing.sharding.windows import OpenWindows
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
 
@@ -45,10 +46,11 @@ class ExecutionState:
     Attributes:
         flags: The global ones.
         gathered: Where the model's parameters are, if ZeRO-3 gathers and frees them.
+        windows: Of a sharded model in a step without a plan: where its parameters are whole.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
     """
 
-    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference")
+    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference", "windows")
 
     def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
         self.flags = numeric_flags()
@@ -56,6 +58,7 @@ class ExecutionState:
         self.gathered = gathered_parameters_of(model())
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
+        self.windows: OpenWindows | None = None
         self.on_difference: Callable[[Any], None] | None = None
 
     @property
@@ -71,10 +74,14 @@ class ExecutionState:
         model = self._model()
         return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
 
-    def restored(self) -> AbstractContextManager[None]:
-        """Inside, the flags are as they were in the forward pass."""
+    def catch_up(self) -> None:
+        """Parts of a parameter that an optimizer has written count that too: recipes that read them refuse."""
         if self._versions is not None:
             self._versions.catch_up()
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Inside, the flags are as they were in the forward pass."""
+        self.catch_up()
         return nullcontext() if numeric_flags() == self.flags else self._restored()
 
     @contextmanager

@@ -88,10 +88,11 @@ class Counts:
 class _OpenCall:
     """A module call that is running."""
 
-    __slots__ = ("calls", "hooks", "next", "num_calls", "planned", "unobserved", "watches")
+    __slots__ = ("calls", "hooks", "next", "num_calls", "path", "planned", "unobserved", "watches")
 
     def __init__(self, planned: TapedCall | None) -> None:
         self.planned = planned
+        self.path = ""  # once the plan has ended in it
         # Whether it needs mode and hooks. None: it runs only calls, which say it themselves.
         self.watches: bool | None = True
         self.hooks: bool | None = True
@@ -141,6 +142,7 @@ class Tape(SwitchedMode):
         self.matches_all = False
         self._diverged_after: int | None = None  # the last op that ran as planned
         self._told = False  # ``on_divergence`` has been called
+        self._online: OnlineTape | None = None  # what it returned
         self._recipes: list[weakref.ref] | None = None  # of the present forward pass, once somebody has looked
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
@@ -193,6 +195,7 @@ class Tape(SwitchedMode):
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
         self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
+        self._online = None
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         if self.rehearses:
             self._run.on_difference = self.proves_at_birth
@@ -229,6 +232,8 @@ class Tape(SwitchedMode):
                 planned = self._out_of_order(caller, caller.planned, path)
         if self._diverged_after is not None:
             self._leave_plan()
+            if self._online is not None:
+                self._online.go_on_inside((path,))
         self._callers.append(caller)
         self._call = call = _OpenCall(planned)
         if self._to_seal:
@@ -260,6 +265,8 @@ class Tape(SwitchedMode):
             module_calls.thread_state.observer = self
         else:
             self._close(call)
+        if self._online is not None:
+            self._online.leave_outer()
         self._call = caller = self._callers.pop()
         if caller.watches is not self.watches or caller.hooks is not self.hooks:
             self._switch_for(caller)
@@ -307,6 +314,7 @@ class Tape(SwitchedMode):
         if self._diverged_after is None:
             self._diverged_after = self._last_op()
             for call in (*self._callers, self._call):
+                call.path = call.planned.path if call.planned is not None else ""
                 call.planned, call.watches, call.hooks = None, True, True
             self.switch(watches=True, hooks=True)
         return True
@@ -338,6 +346,8 @@ class Tape(SwitchedMode):
         if online is not None:
             if module_calls.thread_state.observer is self:
                 module_calls.thread_state.observer = online
+            online.go_on_inside(call.path for call in (*self._callers, self._call))
+            self._online = online
             self._outer_hooks = self._outer_hooks or (online.pack, online.unpack)
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:

@@ -49,7 +49,7 @@ class Holdings:
         self.let_go(value)
         if value.claim() is not None:
             self.released[id(value)] = value
-        self._need(value.inputs)
+        self._need(value)
 
     def restore(self, value: StoredValue, tensor: Tensor) -> None:
         """A released value has been made again."""
@@ -57,19 +57,22 @@ class Holdings:
         self.hold(value, tensor)
         self._unneed(value.inputs)
 
-    def _need(self, values: Iterable[StoredValue]) -> None:
-        todo = list(values)
+    def _need(self, released: StoredValue) -> None:
+        todo = [(released, value) for value in released.inputs]
         while todo:
-            value = todo.pop()
+            reader, value = todo.pop()
+            was_needed = value.is_needed
             value.readers_released += 1
-            if value.tensor is not None or value.readers_released > 1 or value.claim() is not None:
+            if value.tensor is not None:
                 continue
-            if value.recipe is None:
+            if value.is_root_for(reader):
                 memory = value.memory()
                 assert memory is not None  # ``chain`` looked
                 self.hold(value, memory)
-            else:
-                todo += value.inputs
+                if was_needed and value.recipe is not None:  # it was to be made from these, for readers in its windows
+                    self._unneed(value.inputs)
+            elif not was_needed:
+                todo += [(value, read) for read in value.inputs]
 
     def _unneed(self, values: Iterable[StoredValue]) -> None:
         todo = list(values)

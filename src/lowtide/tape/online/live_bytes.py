@@ -22,6 +22,7 @@ class LiveBytes:
         self.module = ""
         self._known: dict[int, weakref.ref] = {}  # by the storage's address: an entry goes with its storage
         self._modules: dict[int, str] = {}  # likewise
+        self._sizes: dict[int, int] = {}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._known
@@ -40,24 +41,31 @@ class LiveBytes:
                 found[module] = found.get(module, 0) + allocated_bytes(storage)
         return found
 
-    def add(self, storage: torch.UntypedStorage) -> int:
-        """Count ``storage`` until it dies; its bytes."""
-        size, key = allocated_bytes(storage), storage._cdata
+    def add(self, storage: torch.UntypedStorage, size: int | None = None) -> int:
+        """Count ``storage`` until it dies; its bytes, which are those that it has now unless ``size`` says more."""
+        size, key = allocated_bytes(storage) if size is None else size, storage._cdata
 
         @never_compiled
         def died(reference: Any) -> None:
             if self._known.get(key) is reference:
                 del self._known[key], self._modules[key]
-                self.now -= size
+                self.now -= self._sizes.pop(key)
 
-        self._known[key] = weakref.ref(storage, died)
+        self._known[key], self._sizes[key] = weakref.ref(storage, died), size
         self._modules[key] = self.module
         self.now += size
         self.peak = max(self.peak, self.now)
         return size
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` lives on and has no memory any more."""
+        if storage in self:
+            del self._known[storage._cdata], self._modules[storage._cdata]
+            self.now -= self._sizes.pop(storage._cdata)
+
     def restart(self, unseen_bytes: int = 0) -> None:
         """Count anew: what was added belongs to an earlier step. ``unseen_bytes`` live already, and to the end."""
         self._known.clear()
         self._modules.clear()
+        self._sizes.clear()
         self.now = self.peak = unseen_bytes

@@ -39,6 +39,7 @@ _LONGEST_CHAIN = 3000  # ops; a longer replay for one value costs more than any 
 _MOST_PRICED = 400  # absent ancestors that are added up; beyond, the price is doubled instead
 _REPLAYS_PER_OP = 20  # so many replays for each op of the forward pass, and the step is thrashing
 _EARLY_SHARE = 0.5  # of the budget: once so much lives, each layer is proven when it ends
+_WINDOW_SHARE = 0.05  # of the budget: likewise, for what was made in the windows of a sharded model
 _IDLE_SHARE = 0.004  # of the budget: after a vain scan, so much more must be wanted before the next
 
 
@@ -157,6 +158,8 @@ class Releaser:
     def _may_be_proven(self, value: StoredValue) -> bool:
         if value.bytes < _LEAST_BYTES or value.recipe is None or value.why_kept or id(value) in self._blocked:
             return False
+        if value.crosses or (value.recipe.gathered and not value.proven and value.recipe.is_closed):
+            return False
         return value.tensor is not None and value.tensor._version == value.version
 
     def _may_go(self, value: StoredValue) -> bool:
@@ -207,7 +210,7 @@ class Releaser:
     def _drop(self, value: StoredValue) -> None:
         if not value.proven or value.tensor is None or value.locked:
             return
-        chain = chain_of([value])
+        chain = chain_of([value], later=True)
         if chain is None or len(chain) > _LONGEST_CHAIN or pinned_bytes(chain) >= value.bytes:
             self._blocked.add(id(value))
             return
@@ -224,7 +227,19 @@ class Releaser:
         """
         if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
-        values = [v for v in self._unproven() if v.layer == layer and chain_of([v]) is not None]
+        self._prove_what_fits([v for v in self._unproven() if v.layer == layer])
+
+    def prove_window(self, outer: frozenset[int]) -> None:
+        """Prove what was made in windows that are about to close, though little lives yet: later it cannot be proven.
+
+        Args:
+            outer: The windows that stay open.
+        """
+        if self._live.now > _WINDOW_SHARE * self.budget_bytes and not self.thrashing:
+            self._prove_what_fits([v for v in self._unproven() if not v.windows <= outer])
+
+    def _prove_what_fits(self, values: list[StoredValue]) -> None:
+        values = [v for v in values if chain_of([v]) is not None]
         for part in [values] if self._fits(values) else [[v] for v in values]:
             if self._fits(part):
                 self._prove(part)
@@ -234,7 +249,7 @@ class Releaser:
         values = [v for v in _with_siblings(values) if not v.proven and self._may_be_proven(v)]
         chain = chain_of(values) if values else None
         if chain is None:
-            self._blocked.update(id(v) for v in values)
+            self._blocked.update(id(v) for v in values if chain_of([v], later=True) is None)
             return
         targets = {id(v) for v in values}
         start = time.perf_counter()
@@ -273,6 +288,7 @@ class Releaser:
             ReplayError: what it is made from was changed since; the seal shows changes that no version tells of.
         """
         start = time.perf_counter()
+        target.run.catch_up()
         chain = chain_of([target])
         if chain is None:
             raise why_not_made(target)

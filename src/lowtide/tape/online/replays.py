@@ -14,18 +14,23 @@ from lowtide.tape.online.values import MARK, StoredValue
 Made = list[tuple[StoredValue, Tensor]]
 
 
-def chain_of(values: Iterable[StoredValue]) -> list[StoredValue] | None:
-    """``values`` and the absent ones that they are made from, in program order; None if one cannot be made again."""
+def chain_of(values: Iterable[StoredValue], *, later: bool = False) -> list[StoredValue] | None:
+    """``values`` and the absent ones that they are made from, in program order; None if one cannot be made again.
+
+    Args:
+        later: When backward comes to them. Parameters that are not gathered now will be then.
+    """
     found = {id(v): v for v in values}
     todo = list(found.values())
     while todo:
         value = todo.pop()
-        if value.recipe is None or value.why_kept or value.recipe.is_stale:
+        recipe = value.recipe
+        if recipe is None or value.why_kept or recipe.is_stale or (recipe.gathered and not later and recipe.is_closed):
             return None
         for read in value.inputs:
             if read.is_present or id(read) in found:
                 continue
-            if read.recipe is None:
+            if read.is_root_for(value):
                 storage = read.storage()
                 if storage is None or storage.__dict__.get(MARK) is not read:
                     return None
@@ -72,7 +77,7 @@ def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) ->
 
 def pinned_bytes(chain: list[StoredValue]) -> int:
     """Bytes that a release of the last of ``chain`` would pin: roots that nobody else holds for the tape."""
-    roots = {id(r): r.bytes for v in chain for r in v.inputs if not r.is_present and r.recipe is None}
+    roots = {id(r): r.bytes for v in chain for r in v.inputs if not r.is_present and r.is_root_for(v)}
     return sum(roots.values())
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of
 from lowtide.tape.online.room import ExpectedBytes
+from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
 from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredValue, UnreadableError, value_of_storage
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
@@ -51,7 +52,8 @@ from lowtide.tracing.operators import (
     written_arguments,
     written_tensors,
 )
-from lowtide.tracing.sharding.observer import PauseDuringSharding
+from lowtide.tracing.sharding.observer import PauseDuringSharding, ShardingObserver
+from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _NOTHING = nullcontext()
@@ -69,6 +71,7 @@ class OnlineTape(TorchDispatchMode):
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
         checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
         calls: Module calls entered.
+        crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
     """
 
     @classmethod
@@ -91,6 +94,7 @@ class OnlineTape(TorchDispatchMode):
         self._expected = expected or ExpectedBytes()
         self._room_bytes = 0  # that the present op was given
         self._key: tuple = ()  # of the last op, in ``_expected``
+        self._windows: OpenWindows | None = None  # of a sharded model
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
         self._pauses = 0
@@ -102,14 +106,20 @@ class OnlineTape(TorchDispatchMode):
         )
         self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
-        self.calls = 0
+        self.calls = self.crossing_bytes = 0
         self.op_s = 0.0  # what the last op took
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
         """A step starts, or the rest of one that holds ``unseen_bytes`` already: of earlier ones nothing counts."""
         self.live.restart(unseen_bytes)
         self.releaser.forget_step()
-        self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        self._run = run = ExecutionState(self._model, wrapped=self._wrapped)
+        model = self._model()
+        if model is not None and (self._wrapped or run.gathered is not None):
+            self._windows = run.windows = OpenWindows(model)
+            if not unseen_bytes:  # else they are among them
+                for tensor in self._windows.gathered_already():
+                    self._count(tensor)
         self._read_outside.clear()
         self._layers.clear()
         self._paths.clear()
@@ -133,9 +143,13 @@ class OnlineTape(TorchDispatchMode):
         self._layers.append(around or (self.calls if numbered else 0))
         self._paths.append(path)
         self.live.module = path
+        if self._windows is not None:
+            self._windows.enter(path, self.calls)
 
     def leave(self) -> None:
         layer = self._layers.pop() if self._layers else 0
+        if self._windows is not None:
+            self._windows.leave()
         if self._paths:
             self._paths.pop()
             self.live.module = self._paths[-1] if self._paths else ""
@@ -144,6 +158,18 @@ class OnlineTape(TorchDispatchMode):
                 self.releaser.prove_layer(layer)
             except Exception as error:
                 self.give_up(error)
+
+    def go_on_inside(self, paths: Iterable[str]) -> None:
+        """Calls of these modules are open that somebody else has seen begin, and whose end ``leave_outer`` tells."""
+        for path in paths:
+            self.calls += 1
+            if self._windows is not None:
+                self._windows.enter(path, self.calls)
+
+    def leave_outer(self) -> None:
+        """See ``go_on_inside``."""
+        if self._windows is not None:
+            self._windows.leave()
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: what it makes is counted and never released."""
@@ -164,8 +190,24 @@ class OnlineTape(TorchDispatchMode):
         self._pauses -= 1
 
     @property
-    def sharding_observer(self) -> PauseDuringSharding:
-        return PauseDuringSharding(self)
+    def sharding_observer(self) -> ShardingObserver:
+        return PauseDuringSharding(self) if self._windows is None else OnlineSharding(self, self._windows)
+
+    def note_crossing(self, value: StoredValue) -> None:
+        """``value`` is read here: it stays if that is outside a window that it was made in."""
+        if not value.crosses and not value.windows <= self.windows_around:
+            value.crosses = True
+            self.crossing_bytes += value.bytes * (value.claim() is not None)
+
+    @property
+    def is_paused(self) -> bool:
+        """What runs now is no part of the step."""
+        return self._pauses > 0
+
+    @property
+    def windows_around(self) -> frozenset[int]:
+        """Of a sharded model: those that are open."""
+        return NO_WINDOWS if self._windows is None else self._windows.around
 
     @property
     def _layer(self) -> int:
@@ -292,6 +334,8 @@ class OnlineTape(TorchDispatchMode):
             return False
         if value.why_kept and value.why_kept != UNINITIALISED:
             return False
+        if value.windows != self.windows_around:  # what completes it reads what is made elsewhere
+            return False
         func, args, kwargs = op.func, op.args, op.kwargs
         if why_not_replayed(func, args, kwargs) not in ("", WRITES):
             return False
@@ -318,7 +362,10 @@ class OnlineTape(TorchDispatchMode):
         return True
 
     def keep_what_reads(self, targets: list[torch.Tensor]) -> None:
-        """``targets`` are about to be written: what was released and is made from them is made again first."""
+        """``targets`` are about to be written: what was released and is made from them is made again first.
+
+        What cannot be before its window opens is made from a copy.
+        """
         released = self._holdings.released
         if not released:
             return
@@ -329,10 +376,26 @@ class OnlineTape(TorchDispatchMode):
             value = value_of_storage(storage, self._run)
             if not (value.readers_released if value is not None else storage._cdata in self._read_outside):
                 continue
+            copied: torch.UntypedStorage | None = None
             with self.releaser.releasing_nothing():
                 for other in list(released.values()):
-                    if other.tensor is None and _is_made_from(other, value, storage):
+                    if other.tensor is not None or not (readers := _readers_of(other, value, storage)):
+                        continue
+                    if not is_closed(other):
                         self.releaser.remake(other)
+                    elif value is None:
+                        copied = copied or copy_before_write(None, storage)
+                        self._let_read(readers, storage, copied)
+                    elif copied is None:
+                        copied = copy_before_write(value, storage)
+            if copied is not None:
+                self.live.add(copied)
+
+    def _let_read(self, readers: list[Recipe], storage: torch.UntypedStorage, copy: torch.UntypedStorage) -> None:
+        """``readers`` read ``copy`` from now on; a write to ``storage`` is no concern of theirs."""
+        read_copies(readers, storage, copy)
+        others = self._read_outside[storage._cdata]
+        others[:] = [reference for reference in others if reference() not in readers]
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
@@ -363,8 +426,10 @@ class OnlineTape(TorchDispatchMode):
             claim = Claim(value, self._holdings.end_claim)
             self._holdings.claim(value, claim, memory_of(tensor))
             self.note_claimed(value)
+            self.crossing_bytes += value.bytes * value.crosses
         value.num_reads += 1
         value.last_use = self._number
+        self.note_crossing(value)
         return self.handle(claim, tensor)
 
     @module_calls.never_compiled
@@ -437,6 +502,7 @@ class RunningOp:
                 value.num_reads += 1
                 value.last_use = tape._number
                 value.leaves_layer |= bool(value.layer) and value.layer != tape._layer
+                tape.note_crossing(value)
         if not self.written:
             try:
                 self.recipe = Recipe(func, args, kwargs, self.rng, tape._run)
@@ -465,12 +531,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         exclude_key(DispatchKey.Python, before)
 
 
-def _is_made_from(value: StoredValue, read: StoredValue | None, storage: torch.UntypedStorage) -> bool:
-    """Whether the recipes of ``value`` read ``read``; or, where that is None, ``storage`` from outside."""
-    for part in chain_of([value]) or ():
-        if read is not None:
-            if any(i is read for i in part.inputs):
-                return True
-        elif part.recipe is not None and part.recipe.reads_outside(storage):
-            return True
-    return False
+def _readers_of(value: StoredValue, read: StoredValue | None, storage: torch.UntypedStorage) -> list[Recipe]:
+    """Those of the recipes of ``value`` that read ``read``; or, where that is None, ``storage`` from outside."""
+    recipes = [part.recipe for part in chain_of([value], later=True) or () if part.recipe is not None]
+    if read is not None:
+        return [recipe for recipe in recipes if any(i is read for i in recipe.inputs)]
+    return [recipe for recipe in recipes if recipe.reads_outside(storage)]

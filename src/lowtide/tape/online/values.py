@@ -25,9 +25,11 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
-from lowtide.tape.values import Kept, ViewSpec, sharing_version
+from lowtide.tape.values import GatheredView, Kept, ViewSpec, gathered_view, sharing_version
 from lowtide.tracing.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
+from lowtide.tracing.sharding.windows import NO_WINDOWS
 
+_WRITTEN = -1  # no tensor has this version
 MARK = "_lowtide_stored_value"  # attribute of the storage's Python object
 
 
@@ -43,6 +45,8 @@ class StoredValue:
         readers_released: Released values whose recipes read this one, each as often as it does.
         num_reads: How often ops of the forward pass have read it or autograd has saved it.
         layer: The layer's call in which it was made; ``leaves_layer``: something outside has read it.
+        windows: Those of a sharded model that were open when it was made; ``crosses``: something outside one of them
+            has read it, and may ask for it when parameters that it is made from are not gathered.
         last_use: The last op that touched it.
         cost_s: Seconds that its op took when it ran.
         run: The step that it belongs to.
@@ -53,9 +57,9 @@ class StoredValue:
     """
 
     __slots__ = (
-        "__weakref__", "bytes", "claim", "cost_s", "last_use", "layer", "leaves_layer", "locked", "num_reads", "number",
-        "overwritten", "proven", "readers_released", "recipe", "remade", "run", "seal", "storage", "tensor", "version",
-        "why_kept",
+        "__weakref__", "bytes", "claim", "cost_s", "crosses", "last_use", "layer", "leaves_layer", "locked",
+        "num_reads", "number", "overwritten", "proven", "readers_released", "recipe", "remade", "run", "seal",
+        "storage", "tensor", "version", "why_kept", "windows",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +76,7 @@ class StoredValue:
         self.claim: Callable[[], Claim | None] = _no_claim
         self.readers_released = self.num_reads = self.locked = 0
         self.layer, self.leaves_layer = layer, False
+        self.windows, self.crosses = NO_WINDOWS if run.windows is None else run.windows.around, False
         self.cost_s = 0.0
         self.seal: int | None = None
         self.proven = self.remade = self.overwritten = False
@@ -88,6 +93,10 @@ class StoredValue:
     def is_present(self) -> bool:
         """The tape holds its memory, and that still holds this value."""
         return self.tensor is not None and not self.overwritten
+
+    def is_root_for(self, reader: StoredValue) -> bool:
+        """Whether ``reader`` can only be made from its memory: it cannot be made again, or not where ``reader`` can."""
+        return self.recipe is None or not self.windows <= reader.windows
 
     def memory(self) -> Tensor | None:
         """A tensor over its memory where that still holds this value; None where it does not."""
@@ -106,6 +115,11 @@ class StoredValue:
     def note_remade(self, tensor: Tensor) -> None:
         """``tensor`` is over its memory from now on: nobody but the tape and autograd has ever seen it."""
         self.storage, self.version, self.remade = weakref.ref(tensor.untyped_storage()), tensor._version, True
+
+    def move_to(self, copy: Tensor) -> None:
+        """Its own memory is about to be written: recipes read ``copy``, autograd's handles are told of the write."""
+        self.tensor, self.storage, self.version = copy, weakref.ref(copy.untyped_storage()), _WRITTEN
+        copy.untyped_storage().__dict__[MARK] = self
 
 
 def _no_claim() -> None:
@@ -163,11 +177,12 @@ class Recipe:
         outputs: ``(position, value)`` of what it made.
         room_bytes: For all of that, and workspace.
         outside: Tensors that no op under the tape made (parameters, the batch).
+        gathered: Parameters that it reads and that are whole only in its windows.
     """
 
     __slots__ = (
-        "__weakref__", "_args", "_completions", "_func", "_kwargs", "_rng", "_run", "_written", "inputs", "outputs",
-        "outside", "room_bytes",
+        "__weakref__", "_args", "_completions", "_func", "_kwargs", "_rng", "_run", "_written", "gathered", "inputs",
+        "outputs", "outside", "room_bytes",
     )  # fmt: skip
 
     def __init__(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, run: ExecutionState) -> None:
@@ -175,6 +190,7 @@ class Recipe:
         self._func, self._rng, self._run = func, rng, run
         self.inputs: tuple[StoredValue, ...] = ()
         self.outside: tuple[Kept, ...] = ()
+        self.gathered: tuple[Kept | GatheredView, ...] = ()
         self._written = False
         self.outputs: list[tuple[int, weakref.ref[StoredValue]]] = []
         self.room_bytes = 0
@@ -201,20 +217,43 @@ class Recipe:
 
     @property
     def is_stale(self) -> bool:
-        """What it read from outside has been written since."""
-        return self._written or any(map(_is_unreadable, self.outside))
+        """What it read from outside has been written since. A parameter that is freed will be gathered again."""
+        if self._written or any(map(_is_unreadable, self.outside)):
+            return True
+        return any(self._why_not_gathered(read) == "changed" for read in self.gathered)
+
+    @property
+    def is_closed(self) -> bool:
+        """A parameter that it reads is not gathered now."""
+        return any(self._why_not_gathered(read) for read in self.gathered)
 
     def why_stale(self) -> ReplayError | None:
         """The error for what it read from outside and cannot read any more; None if it still can."""
         for kept in self.outside:
             if self._written or _is_unreadable(kept):
                 return self._cannot_read(kept)
+        for read in self.gathered:
+            if why := self._why_not_gathered(read):
+                return self._cannot_read(read, why)
         return None
 
-    def _cannot_read(self, kept: Kept) -> ReplayError:
-        what = f"{self.name} cannot run again: a tensor of shape {list(kept.tensor.shape)} that it read was "
-        if not kept.changed() and not self._written:
-            return ReplayError(f"{what}freed afterwards (by FSDP, mostly).\nLet it live until backward has used it.")
+    def _why_not_gathered(self, read: Kept | GatheredView) -> str:
+        """What has become of a parameter; "" if it is as it was."""
+        if type(read) is GatheredView:
+            assert self._run.gathered is not None
+            return read.why_unreadable(self._run.gathered)
+        assert type(read) is Kept
+        if read.tensor.numel() and not read.tensor.untyped_storage().nbytes():
+            return "freed"
+        return "changed" if read.changed() else ""
+
+    def _cannot_read(self, read: Kept | GatheredView, why: str = "") -> ReplayError:
+        shape = list(read.size if isinstance(read, GatheredView) else read.tensor.shape)
+        what = f"{self.name} cannot run again: a tensor of shape {shape} that it read was "
+        if why == "freed" or (type(read) is Kept and not read.changed() and not self._written and not why):
+            return ReplayError(
+                f"{what}freed afterwards (by FSDP or ZeRO-3, mostly).\nLet it live until backward has used it."
+            )
         return ReplayError(f"{what}changed in place afterwards.\nChange it before the forward pass or after backward.")
 
     def note_written(self) -> None:
@@ -248,8 +287,9 @@ class Recipe:
             storage = storage_of(argument)
             if storage is None:
                 raise UnreadableError("reads a tensor without one plain storage")
-            if self._run.gathered is not None and self._run.gathered.parameter_of(argument) is not None:
-                raise UnreadableError("reads a parameter that is gathered for moments only")  # and would be pinned
+            if self._run.windows is not None and (read := self._gathered(argument, storage)) is not None:
+                self.gathered += (read,)
+                return read
             value = value_of_storage(storage, self._run)
             if value is None:
                 # The memory as it is now, not the parameter: ``p.data = new`` must not reach a replay.
@@ -266,6 +306,21 @@ class Recipe:
             raise UnreadableError("draws from a private generator")
         return argument
 
+    def _gathered(self, argument: Tensor, storage: torch.UntypedStorage) -> Kept | GatheredView | None:
+        """What names a parameter that is gathered and freed; None for any other tensor."""
+        run, windows = self._run, self._run.windows
+        assert windows is not None
+        parameter = None if run.gathered is None else run.gathered.parameter_of(argument)
+        if parameter is None and not windows.is_gathered(storage):
+            return None
+        if why := windows.why_out_of_reach(storage, parameter):
+            raise UnreadableError(why)
+        if parameter is None:
+            return Kept(sharing_version(argument) if isinstance(argument, torch.nn.Parameter) else argument)
+        if (view := gathered_view(argument, run)) is None:
+            raise UnreadableError("reads a gathered parameter as another type")
+        return view
+
     def _resolved(self, argument: Any, transient: Transient) -> Any:
         kind = type(argument)
         if kind is Argument:
@@ -279,6 +334,10 @@ class Recipe:
             if _is_unreadable(argument):
                 raise self._cannot_read(argument)
             return argument.tensor
+        if kind is GatheredView:
+            if why := self._why_not_gathered(argument):
+                raise self._cannot_read(argument, why)
+            return argument.tensor()
         return [self._resolved(a, transient) for a in argument] if kind is list else argument
 
 

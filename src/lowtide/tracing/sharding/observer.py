@@ -25,6 +25,12 @@ class ShardingObserver:
     def gathering(self, whole: list[torch.Tensor]) -> None:
         """FSDP is about to take memory for these."""
 
+    def gathering_done(self, whole: list[torch.Tensor], *, again: bool) -> None:
+        """FSDP has gathered into these; ``again``: it will in backward, too."""
+
+    def closing(self) -> None:
+        """In forward: what the present module call has gathered is about to be freed."""
+
     def freed(self, whole: list[torch.Tensor]) -> None:
         """FSDP has freed the memory of these."""
 
@@ -74,6 +80,7 @@ class _ObservedUnit:
     _lowtide_thread_state: Any
     _lowtide_stamps: dict[int, tuple[int, tuple]]  # id of a gathered tensor -> its version while whole, its shard then
     fsdp_params: list[Any]
+    unshard_in_backward: bool
 
     def unshard(self, *args: Any, **kwargs: Any) -> Any:
         with self._in_hook():
@@ -81,12 +88,17 @@ class _ObservedUnit:
 
     def wait_for_unshard(self) -> None:
         with self._in_hook():
-            observer = self._observer()
-            if observer is not None and self._all_gather_result:  # type: ignore[attr-defined]
+            observer = self._observer() if self._all_gather_result else None  # type: ignore[attr-defined]
+            if observer is not None:
                 observer.gathering([t for t in whole_tensors(self) if not t.untyped_storage().nbytes()])
             super().wait_for_unshard()  # type: ignore[misc]
+            if observer is not None:
+                observer.gathering_done(whole_tensors(self), again=self.unshard_in_backward)
 
     def reshard(self) -> None:
+        observer = self._observer()
+        if observer is not None and torch._C._current_graph_task_id() == -1:
+            observer.closing()
         with self._in_hook():
             super().reshard()  # type: ignore[misc]
 

@@ -17,14 +17,13 @@ from lowtide.graph.step_graph import FREE, Op
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.sharding.observer import ShardingObserver
-from lowtide.tracing.sharding.units import states_of, units_of, whole_tensors
-from lowtide.tracing.sharding.zero3 import gathered_parameters_of, windows_of
+from lowtide.tracing.sharding.units import units_of, whole_tensors
+from lowtide.tracing.sharding.windows import CROSSES, NOT_AGAIN, OUT_OF_WINDOW, Windows
+from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 
 NAME = "lowtide.sharding.gather"
 FRAME = "(sharding)"  # path of the frames in which parameters are gathered and freed; no module has it
 OF_THE_SHARDING = "is part of sharding"
-CROSSES = "crosses the boundary of a sharded unit"
-OUT_OF_WINDOW = "reads a parameter outside the module that it is gathered for"
 
 
 class ShardingRecording(ShardingObserver):
@@ -35,19 +34,17 @@ class ShardingRecording(ShardingObserver):
     """
 
     def __init__(self, builder: GraphBuilder, live: LiveStorages, model: nn.Module) -> None:
-        self._builder, self._live, self._model = builder, live, model
+        self._builder, self._live = builder, live
         self._open_hooks = 0
         self._bytes_of: dict[int, int] = {}  # storage of a gathered parameter -> the storage that stands for its bytes
         self._units: dict[int, frozenset[int]] = {}
         self.gathered: set[int] = set()
-        self._windows: dict[str, list[nn.Parameter]] = {}
+        self._windows = Windows(model)
         self._partitioned: dict[nn.Parameter, int] = {}  # by ZeRO-3: the storage that stands for each
         self._whole = gathered_parameters_of(model)
         if self._whole is not None:
-            self._windows = windows_of(model)
             # Not their memory: that may have been whole before the step, and is freed in it.
-            read = dict.fromkeys(p for parameters in self._windows.values() for p in parameters)
-            self._partitioned = {p: builder.add_storage(0, "parameter") for p in read}
+            self._partitioned = {p: builder.add_storage(0, "parameter") for p in self._windows.gathered_for}
             self.gathered.update(self._partitioned.values())
         for unit in units_of(model):
             for tensor in whole_tensors(unit):
@@ -55,7 +52,7 @@ class ShardingRecording(ShardingObserver):
                 assert number is not None
                 self.gathered.add(number)
                 if not unit.unshard_in_backward:
-                    builder.fix(number, "is not gathered in backward")
+                    builder.fix(number, NOT_AGAIN)
 
     @property
     def in_hook(self) -> bool:
@@ -136,23 +133,13 @@ class ShardingRecording(ShardingObserver):
     @cached_property
     def _gathered_for(self) -> dict[int, set[str]]:
         """By storage of a parameter of ZeRO-3, the modules in whose windows it is whole."""
-        found: dict[int, set[str]] = {number: set() for number in self._partitioned.values()}
-        for path, parameters in self._windows.items():
-            for p in parameters:
-                found[self._partitioned[p]].add(path)
-        return found
-
-    @cached_property  # and not before: FSDP decides when the first forward pass begins
-    def _freed_after_forward(self) -> list[str]:
-        states = states_of(self._model)
-        freed = [path for path, state in states if any(u._reshard_after_forward for u in state._fsdp_param_groups)]
-        return [*freed, *self._windows]
+        return {self._partitioned[p]: paths for p, paths in self._windows.gathered_for.items()}
 
     def _units_around(self, frame: int) -> frozenset[int]:
         """Calls of units that are freed after forward, among the calls around ``frame``."""
         if frame not in self._units:
             call = self._builder.frames[frame]
             outer = self._units_around(call.parent) if call.parent >= 0 else frozenset()
-            is_unit = frame and call.path in self._freed_after_forward
+            is_unit = frame and call.path in self._windows.paths
             self._units[frame] = outer | {frame} if is_unit else outer
         return self._units[frame]

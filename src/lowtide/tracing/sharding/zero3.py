@@ -189,6 +189,9 @@ class _ObservedCoordinator:
         self._lowtide_gathered.note(_fetched_by(current_submodule))
 
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
+        observer = self._lowtide_thread_state.observer
+        if forward and observer is not None and observer.sharding_observer is not None:
+            observer.sharding_observer.closing()
         with self._in_hook():
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
