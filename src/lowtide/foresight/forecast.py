@@ -40,6 +40,7 @@ _WORKSPACE = (0, 1, 2)  # streams that use the libraries' workspace
 # What changes nothing of what a rank holds through the step.
 _OF_THE_STEP: dict[str, Any] = {"seq_len": 1, "batch_size": 1, "accumulate": 1, "attention": "auto",
                                 "chunk_loss": False, "offload_activations": False}  # fmt: skip
+_SAME_BUDGET = 0.005  # of what a step makes: plans for budgets that differ by less hardly do
 _COMMUNICATION_BYTES = 1 << 29  # of one group of ranks
 _COMMUNICATION = (0.5, 1.0, 2.0)
 
@@ -95,6 +96,7 @@ class Forecaster:
         self.subject = subject
         self._costs: dict[tuple[int, str], Costs] = {}
         self._searches: dict[tuple[int, str], ExactSearch] = {}
+        self._first: dict[tuple[int, str], list[tuple[int, Plan]]] = defaultdict(list)  # budget and plan, by search
         self._ranks: dict[Setup, RankMemory] = {}
 
     def forecast(self, setup: Setup, *, budget: int | str | None = "auto", thorough: bool = True) -> Forecast:
@@ -127,6 +129,15 @@ class Forecaster:
             None if plan is None else 1e3 * setup.sequences * setup.seq_len / took,
             plan, _assumptions(setup, rank, graph), _by_module(facts, graph, costs),
         )  # fmt: skip
+
+    def best_rate(self, setup: Setup) -> float:
+        """Tokens a second if nothing had to be recomputed: no plan is faster. 0 where no plan can fit."""
+        rank = self.rank(setup)
+        if self.refuses(setup) or rank.resident_bytes + rank.optimizer_step > _most_allocated(setup, 0):
+            return 0.0
+        micro_ms = self.costs(self.subject.trace(setup), setup.device).plain_step_ms
+        took = step_ms(setup, self.subject.facts(setup), rank, micro_ms, self.subject.summed_bytes(setup))
+        return 1e3 * setup.sequences * setup.seq_len / took
 
     def refuses(self, setup: Setup) -> bool:
         """Whether what lives through the whole step is too much already: no trace is needed to know."""
@@ -184,21 +195,36 @@ class Forecaster:
             if thorough:
                 most.append(setup.device.usable_bytes - int(_beside(setup, 0)) - shift)
         search = self.search(graph, setup.device)
-        least = bound_peak(graph)
+        least = graph.resident_bytes
         for budget_bytes in most:
-            if budget_bytes < least and not setup.offload_activations:
-                continue
+            if not setup.offload_activations and not _surely_fits(search, budget_bytes):
+                least = bound_peak(graph)
+                if budget_bytes < least:
+                    continue
             if setup.offload_activations or thorough:
                 try:
                     plan = solve(graph, costs, budget_bytes, offload=(HOST,) if setup.offload_activations else ())
                     return plan, plan.predicted_peak_bytes
                 except BudgetInfeasibleError as error:
                     least = max(least, error.least_bytes)
-            elif found := search.first(budget_bytes, near_least=False):
-                plan = build_plan(graph, costs, found, method="exact", budget_bytes=budget_bytes, start_s=0,
-                                  bounded=False)  # fmt: skip
-                return plan, plan.predicted_peak_bytes
+            elif (quick := self._first_plan(search, setup.device, budget_bytes)) is not None:
+                return quick, quick.predicted_peak_bytes
         return None, least
+
+    def _first_plan(self, search: ExactSearch, device: Device, budget_bytes: int) -> Plan | None:
+        """A good plan within the budget; one that was found for nearly so much serves again."""
+        graph, costs = search.graph, search.costs
+        found_before = self._first[id(graph), device.name]
+        near = budget_bytes - _SAME_BUDGET * (budget_bytes - graph.resident_bytes)
+        for budget, plan in found_before:
+            if budget >= near and plan.predicted_peak_bytes <= budget_bytes:
+                return plan
+        found = search.first(budget_bytes, near_least=False)
+        if found is None:
+            return None
+        plan = build_plan(graph, costs, found, method="exact", budget_bytes=budget_bytes, start_s=0, bounded=False)
+        found_before.append((budget_bytes, plan))
+        return plan
 
     def residents(self, setup: Setup) -> Forecast:
         """What lives through the whole step alone: too much already, or uncertain."""
@@ -211,6 +237,11 @@ class Forecaster:
             _parts(setup, rank, 0, 0, allocated, resident), rank.host, None, None, None,
             [*notes, *_assumptions(setup, rank, None)], _by_module(facts, None, None), traced=False,
         )  # fmt: skip
+
+
+def _surely_fits(search: ExactSearch, budget_bytes: int) -> bool:
+    """Whether a plan that is known without a search does: the bound on all plans takes longer."""
+    return any(e.peak_bytes <= budget_bytes for e in (search.plain, *search.published))
 
 
 def _beside(setup: Setup, level: int) -> float:
