@@ -6,7 +6,7 @@ SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps claims foresight zoo clean
+.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps claims advice foresight zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ real-steps: .venv/.ready  ## train in loops as people write them, with fit and w
 
 claims: .venv/.ready  ## recompute the numbers that are often quoted; some minutes
 	cd benchmarks && ../$(BIN)/python claims.py
+
+advice: .venv/.ready  ## ask lowtide advise the five questions of docs/how-to/will-it-fit.md; some minutes
+	cd benchmarks && ../$(BIN)/python advice.py
 
 foresight: .venv/.ready  ## compare peaks traced without memory with measured ones; a quarter of an hour
 	cd benchmarks && ../$(BIN)/python foresight.py

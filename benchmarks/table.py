@@ -12,9 +12,12 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ablation
+from advice import QUESTIONS
+from advice_text import answer_text, answers_origin
 from doctor_table import examples_table, zoo_table
 from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table
 from gpu_table import gpu_table
@@ -58,6 +61,11 @@ def main() -> int:
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(ROOT / "docs" / "benchmarks.md", "gpu", measured_gpu if measured_gpu.exists() else None, gpu_table),
+        Page(HOW_TO / "will-it-fit.md", "answers", RESULTS / "advice.jsonl", answers_origin),
+        *(
+            Page(HOW_TO / "will-it-fit.md", f"answer {name}", RESULTS / "advice.jsonl", partial(answer_text, name))
+            for name in QUESTIONS
+        ),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),

@@ -7,8 +7,11 @@ import pytest
 
 from lowtide import cli
 from lowtide.estimation.device_table import device_named
+from lowtide.foresight import advice as advice_module
+from lowtide.foresight import subjects
 from lowtide.foresight.advice import advise
 from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.setup import Setup
 from lowtide.foresight.subjects import subject_named
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -60,3 +63,25 @@ def test_a_batch_that_cannot_be_divided_is_refused(capsys, model):
     code = cli.main([*args, "--json"])
 
     assert code == 2 and "--global-batch 2 cannot be divided" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_what_is_not_looked_at_is_not_faster(model, monkeypatch):
+    everything = asked(model, 24 << 20, global_batch=8)
+
+    monkeypatch.setattr(advice_module, "RANKED", 1)
+    fewer = asked(model, 24 << 20, global_batch=8)
+
+    assert len(fewer.ranked) < len(everything.ranked)
+    assert fewer.ranked[0].tokens_per_second == everything.ranked[0].tokens_per_second
+
+
+def test_a_deep_model_is_forecast_from_a_few_of_its_layers(model, tmp_path, monkeypatch):
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 12}))
+    setup = Setup(device_named("h100"), seq_len=64)
+    repeated = subject_named(model).trace(setup)
+
+    monkeypatch.setattr(subjects, "_DEEP", 100)
+
+    whole = subject_named(model).trace(setup)
+    assert (repeated.ops, repeated.storages, repeated.resident) == (whole.ops, whole.storages, whole.resident)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from lowtide.foresight.forecast import Forecast
     from lowtide.foresight.setup import Setup
 
-_SHOWN = 8
-
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
@@ -89,6 +87,7 @@ def _json(forecast: Forecast) -> dict[str, Any]:
 
 
 def _text(name: str, title: str, advice: Advice, global_batch: int, seq_len: int) -> str:
+    from lowtide.foresight.advice import RANKED
     from lowtide.units import format_bytes
 
     lines = [f"{name} on {title}, {global_batch} x {seq_len} tokens a step; {advice.tried} ways tried."]
@@ -105,7 +104,7 @@ def _text(name: str, title: str, advice: Advice, global_batch: int, seq_len: int
             lines.append(_row(f"{change.option} ({change.forecast.verdict})", change.forecast))
         return "\n".join(lines)
     best = advice.ranked[0]
-    for forecast in advice.ranked[:_SHOWN]:
+    for forecast in advice.ranked[:RANKED]:
         lines.append(_row(_words(forecast.setup), forecast))
     lines.append("From the first of these, one change at a time:")
     for change in advice.toggles:

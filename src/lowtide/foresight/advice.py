@@ -1,8 +1,9 @@
 """``advise``: ways to train a model on given devices, ranked by predicted tokens a second among those that fit.
 
 What is tried: how ranks divide the work, precision, where the optimizer is, how many sequences at a time (the rest of
-the global batch is accumulated), logits whole or in chunks. Each gets the fastest first plan that its memory allows.
-Resident memory alone rules most of them out, before anything is traced.
+the global batch is accumulated), logits whole or in chunks. Resident memory alone rules most of them out, before
+anything is traced. The rest is looked at in the order of what each could reach if it recomputed nothing; each gets the
+first good plan that its memory allows, until what is left cannot be faster than the last of those that are shown.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lowtide.foresight.forecast import Forecast, Forecaster
 from lowtide.foresight.setup import Setup, SetupError
 
 _TOKENS = (1, 8192, 32768)  # of one micro-batch: about so many fill a device
+RANKED = 8
 _TENSOR = (1, 2, 4, 8)
 _SHARDINGS = ("none", "zero1", "zero2", "fsdp")
 
@@ -26,8 +28,8 @@ class Advice:
     """What was tried.
 
     Attributes:
-        ranked: Forecasts of setups that fit, most tokens a second first.
-        tried: How many setups were looked at, those included that resident memory rules out.
+        ranked: Forecasts of setups that fit, most tokens a second first: at least the best ``RANKED``.
+        tried: How many setups were looked at, those included that resident memory rules out, or that cannot be faster.
         toggles: Of the best one: what each single change would do. Where none fits, changes of ``nearest`` that help.
     """
 
@@ -68,20 +70,25 @@ def advise(
         raise SetupError(
             f"--global-batch {global_batch} cannot be divided among --gpus {gpus}. Pass a multiple of {gpus}."
         )
-    found, tried, nearest = [], 0, None
+    candidates: list[tuple[float, Setup]] = []
     for done, setup in enumerate(around, start=1):
-        for candidate in _micro_batches(forecaster, setup, global_batch):
-            tried += 1
-            forecast = _forecast(forecaster, candidate)
-            if forecast is None:
-                continue
-            if forecast.fits:
-                found.append(forecast)
-            elif nearest is None or forecast.peak_bytes.expected < nearest.peak_bytes.expected:
-                nearest = forecast
+        candidates += [(_best_rate(forecaster, c), c) for c in _micro_batches(forecaster, setup, global_batch)]
         if progress is not None:
             progress(done, len(around))
-    ranked = sorted(found, key=lambda f: (-(f.tokens_per_second or 0.0), f.peak_bytes.expected))
+    candidates.sort(key=lambda c: -c[0])  # stable: all on the device before what is on the host
+    found: list[Forecast] = []
+    nearest = None
+    for best_rate, candidate in candidates:
+        if len(found) >= RANKED and best_rate <= (found[RANKED - 1].tokens_per_second or 0.0):
+            break
+        forecast = _forecast(forecaster, candidate)
+        if forecast is None:
+            continue
+        if forecast.fits:
+            found = sorted([*found, forecast], key=lambda f: (-(f.tokens_per_second or 0.0), f.peak_bytes.expected))
+        elif nearest is None or forecast.peak_bytes.expected < nearest.peak_bytes.expected:
+            nearest = forecast
+    ranked, tried = found, len(candidates)
     changes = _toggles(forecaster, ranked[0]) if ranked else []
     if not ranked and nearest is not None:
         changes = helpful_changes(forecaster, nearest.setup)
@@ -122,7 +129,7 @@ def _shardings(data: int, tensor: int) -> tuple[str, ...]:
 
 
 def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> Iterator[Setup]:
-    """From the largest micro-batch down, and chunks of the loss where the plain loss does not do without a price."""
+    """From the largest micro-batch down, with the loss as it is and in chunks."""
     each = global_batch // setup.data_parallel
     sizes = {max(1, min(each, tokens // setup.seq_len)) for tokens in _TOKENS}
     if forecaster.refuses(setup):
@@ -133,9 +140,14 @@ def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> I
             size -= 1
         candidate = replace(setup, batch_size=size, accumulate=each // size)
         yield candidate
-        plain = _forecast(forecaster, candidate)
-        if plain is None or plain.plan is None or plain.plan.predicted_overhead > 0.01:
-            yield replace(candidate, chunk_loss=True)
+        yield replace(candidate, chunk_loss=True)
+
+
+def _best_rate(forecaster: Forecaster, setup: Setup) -> float:
+    try:
+        return forecaster.best_rate(setup)
+    except LowtideError:  # the model has no such choice
+        return 0.0
 
 
 def _forecast(forecaster: Forecaster, setup: Setup) -> Forecast | None:

@@ -44,6 +44,7 @@ _WORKSPACE = (0, 1, 2)  # streams that use the libraries' workspace
 _OF_THE_STEP: dict[str, Any] = {"seq_len": 1, "batch_size": 1, "accumulate": 1, "attention": "auto",
                                 "chunk_loss": False, "offload_activations": False}  # fmt: skip
 _BUDGETS_TRIED = 6
+_SAME_BUDGET = 0.005  # of what a step makes: plans for budgets that differ by less hardly do
 _COMMUNICATION_BYTES = 1 << 29  # of one group of ranks
 _COMMUNICATION = (0.5, 1.0, 2.0)
 
@@ -116,6 +117,8 @@ class Forecaster:
         self.subject = subject
         self._costs: dict[tuple[int, str], Costs] = {}
         self._searches: dict[tuple[int, str], ExactSearch] = {}
+        # Budget and plan, by search.
+        self._first_plans: dict[tuple[int, str], list[tuple[int, Plan]]] = defaultdict(list)
         self._ranks: dict[Setup, RankMemory] = {}
 
     def forecast(self, setup: Setup, *, budget: int | str | None = "auto", thorough: bool = True) -> Forecast:
@@ -152,6 +155,16 @@ class Forecaster:
             None if plan is None else 1e3 * setup.sequences * setup.seq_len / took,
             plan, _assumptions(setup, rank, graph), _by_module(facts, graph, costs),
         )  # fmt: skip
+
+    def best_rate(self, setup: Setup) -> float:
+        """Tokens a second if nothing had to be recomputed: no plan is faster. 0 where no plan can fit."""
+        rank = self.rank(setup)
+        if self.refuses(setup) or rank.resident_bytes + rank.optimizer_step > _most_allocated(setup, 0):
+            return 0.0
+        graph = self.subject.trace(setup)
+        micro_ms = self.costs(graph, setup.device).plain_step_ms
+        took = step_ms(setup, self.subject.facts(setup), rank, micro_ms, graph)
+        return 1e3 * setup.sequences * setup.seq_len / took
 
     def refuses(self, setup: Setup) -> bool:
         """Whether what lives through the whole step is too much already: no trace is needed to know."""
@@ -197,7 +210,7 @@ class Forecaster:
         if missing > 0 or lacking <= 0 or plain:
             return Room(missing <= 0 and lacking <= 0, max(missing, lacking))
         # Where none of the published plans is small enough, one is looked for.
-        return Room(self._first(graph, setup, most) is not None, lacking)
+        return Room(self._first_beside_others(graph, setup, most) is not None, lacking)
 
     def _planned(
         self, graph: StepGraph, costs: Costs, setup: Setup, budget: int | str | None, resident: int, shift: int,
@@ -222,27 +235,32 @@ class Forecaster:
             most = [_most_allocated(setup, resident) - shift]
             if thorough:
                 most.append(setup.device.usable_bytes - int(_beside(setup, 0)) - shift)
-        least = bound_peak(graph)
+        search = self.search(graph, setup.device)
+        least = graph.resident_bytes
         for budget_bytes in most:
-            if budget_bytes < least and not setup.offload_activations:
-                continue
+            if not setup.offload_activations and not _surely_fits(search, budget_bytes):
+                least = bound_peak(graph)
+                if budget_bytes < least:
+                    continue
             if setup.offload_activations or (thorough and not others):
                 try:
                     plan = solve(graph, costs, budget_bytes, offload=(HOST,) if setup.offload_activations else ())
                     return plan, plan.predicted_peak_bytes, waiting(plan)
                 except BudgetInfeasibleError as error:
                     least = max(least, error.least_bytes)
-            elif found := self._first(graph, setup, budget_bytes):
+            elif not others:
+                if (quick := self._first_plan(search, setup.device, budget_bytes)) is not None:
+                    return quick, quick.predicted_peak_bytes, 0
+            elif found := self._first_beside_others(graph, setup, budget_bytes):
                 plan = build_plan(graph, costs, found, method="exact", budget_bytes=budget_bytes, start_s=0,
                                   bounded=False)  # fmt: skip
                 return plan, plan.predicted_peak_bytes, waiting(plan)
         if others:  # what the leanest of the known plans would hold
-            search = self.search(graph, setup.device)
             held = [waiting_bytes(graph, e.timeline.live_bytes) for e in (search.plain, *search.published)]
             return None, least, others * min(held)
         return None, least, 0
 
-    def _first(self, graph: StepGraph, setup: Setup, most: int) -> Candidate | None:
+    def _first_beside_others(self, graph: StepGraph, setup: Setup, most: int) -> Candidate | None:
         """A good plan under which the step, and micro-batches that wait, need no more than ``most`` bytes."""
         search, others, least = self.search(graph, setup.device), setup.micro_batches_in_flight - 1, bound_peak(graph)
         if most < least:
@@ -283,6 +301,21 @@ class Forecaster:
             tokens_per_second=slowest.tokens_per_second if known and slowest else None,
         )  # fmt: skip
 
+    def _first_plan(self, search: ExactSearch, device: Device, budget_bytes: int) -> Plan | None:
+        """A good plan within the budget; one that was found for nearly so much serves again."""
+        graph, costs = search.graph, search.costs
+        found_before = self._first_plans[id(graph), device.name]
+        near = budget_bytes - _SAME_BUDGET * (budget_bytes - graph.resident_bytes)
+        for budget, plan in found_before:
+            if budget >= near and plan.predicted_peak_bytes <= budget_bytes:
+                return plan
+        found = search.first(budget_bytes, near_least=False)
+        if found is None:
+            return None
+        plan = build_plan(graph, costs, found, method="exact", budget_bytes=budget_bytes, start_s=0, bounded=False)
+        found_before.append((budget_bytes, plan))
+        return plan
+
     def residents(self, setup: Setup) -> Forecast:
         """What lives through the whole step alone: too much already, or uncertain."""
         if _is_pipeline(setup):
@@ -312,6 +345,11 @@ def _groups(setup: Setup) -> int:
     return sum(
         n > 1 for n in (setup.data_parallel, setup.tensor_parallel, setup.expert_parallel, setup.pipeline_parallel)
     )
+
+
+def _surely_fits(search: ExactSearch, budget_bytes: int) -> bool:
+    """Whether a plan that is known without a search does: the bound on all plans takes longer."""
+    return any(e.peak_bytes <= budget_bytes for e in (search.plain, *search.published))
 
 
 def _beside(setup: Setup, level: int) -> float:

@@ -19,6 +19,7 @@ from lowtide import long_sequences
 from lowtide.errors import LowtideError
 from lowtide.foresight import parallel_model, pipeline
 from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
+from lowtide.graph.repeated_layers import SHALLOW_LAYERS, with_layers
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.cuda_scripts import cuda_means_cpu
 from lowtide.hollow.devices import TargetDevice, target_of
@@ -34,6 +35,7 @@ from lowtide.tracing.sources import trace_hollow
 _TASKS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
           "IMAGE_CLASSIFICATION")  # fmt: skip
 _USUAL_SEQ_LEN = 2048
+_DEEP = 2  # times as many layers as a shallow model has: then tracing that one first is worth it
 _WINDOW_FRAMES = 3000  # Whisper hears 30 seconds
 
 
@@ -128,13 +130,15 @@ class Subject:
         key = (*_model_key(setup)[:-1], setup.batch_size, setup.seq_len, setup.attention, setup.chunk_loss)
         if key not in self._graphs:
             self.check(setup)
-            target = target_of(setup.device)
-            with parallel_model.one_rank(setup):
-                with self._without_memory(target) as mode:
-                    model, batch, step = self.build(setup)
-                self._graphs[key] = trace_hollow(model, batch, target, step=step, optimizer=None, mode=mode)
-                del model, batch, step
+            self._graphs[key] = self._trace(setup)
         return self._graphs[key]
+
+    def _trace(self, setup: Setup) -> StepGraph:
+        target = target_of(setup.device)
+        with parallel_model.one_rank(setup):
+            with self._without_memory(target) as mode:
+                model, batch, step = self.build(setup)
+            return trace_hollow(model, batch, target, step=step, optimizer=None, mode=mode)
 
     @contextmanager
     def _without_memory(self, target: TargetDevice) -> Iterator[HollowMode]:
@@ -150,6 +154,7 @@ class ConfigSubject(Subject):
         super().__init__()
         self.name, self.config = facts["name"], config
         self._text = config.get_text_config(decoder=True)
+        self._layers_alike = True  # until a trace shows otherwise
         self.seq_len_most = getattr(self._text, "max_position_embeddings", None)
         if self.task == "IMAGE_CLASSIFICATION":
             self.seq_len_most = None
@@ -176,6 +181,22 @@ class ConfigSubject(Subject):
 
     def stage_layers(self, setup: Setup) -> range:
         return pipeline.layers_of(setup.stage or 0, setup.pipeline_parallel, self._text.num_hidden_layers)
+
+    def _trace(self, setup: Setup) -> StepGraph:
+        """That of a few layers, one of which is repeated; all of them where they are not alike."""
+        layers = getattr(self._text, "num_hidden_layers", 0)
+        deep = self.task == "CAUSAL_LM" and layers >= _DEEP * SHALLOW_LAYERS and setup.pipeline_parallel == 1
+        if deep and self._layers_alike:
+            whole = self.config
+            self.config = _with_fewer_layers(whole, SHALLOW_LAYERS)
+            try:
+                graph = with_layers(super()._trace(setup), layers) if self.config is not None else None
+            finally:
+                self.config = whole
+            if graph is not None:
+                return graph
+            self._layers_alike = False
+        return super()._trace(setup)
 
     def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         import transformers
@@ -279,6 +300,19 @@ def _model_key(setup: Setup) -> tuple:
     divided = (setup.tensor_parallel, setup.sequence_parallel, setup.expert_parallel, setup.pipeline_parallel,
                setup.stage or 0, setup.chunk_loss and setup.tensor_parallel > 1)  # fmt: skip
     return target_of(setup.device), setup.precision, divided, setup.lora_rank, setup.quantized
+
+
+def _with_fewer_layers(config: Any, layers: int) -> Any | None:
+    """``config`` with its first ``layers``; None where it says that they are of several kinds."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    if kinds and len(set(kinds)) > 1:
+        return None
+    text.num_hidden_layers = layers
+    if kinds and "layer_types" in vars(text):
+        text.layer_types = kinds[:layers]
+    return config
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
