@@ -38,6 +38,7 @@ from lowtide.runtime.status import Counters
 from lowtide.runtime.step_memory import StepMemory
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
+from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
@@ -95,6 +96,7 @@ class StepWatcher:
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
         self._expected = ExpectedBytes()
+        self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._is_called = False  # the model runs, as part of the present step
@@ -383,7 +385,8 @@ class StepWatcher:
 
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
         budget_bytes = self._budget.for_step(model, batch)
-        self._watch = kind(model, math.inf if self.shelf.is_sharded else budget_bytes, self._expected)
+        kept_bytes = math.inf if self.shelf.is_sharded else budget_bytes
+        self._watch = kind(model, kept_bytes, self._expected, self._known_calls)
         self._watch.begin_step(unseen_bytes)
         self._seam = self._opened(self._watch)
 
@@ -536,6 +539,8 @@ class StepWatcher:
         if model is None or not shapes or not isinstance(watch, WatchedStep) or watch.problem:
             return
         if watch.problem_of_recording:
+            for op, why in self._known_calls.kept.items():  # else the graph tells
+                self._say(f"{op} {why}: saved")
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
         if why := self._why_unlike_later_ones(watch, model):

@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.device.names import autocast_types
-from lowtide.graph.function_ops import PREFIX
-from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, tensors_in
+from lowtide.graph.function_ops import ELSEWHERE, PREFIX
+from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, storage_of, tensors_in
 from lowtide.tracing.restore import same_bits
 
 # Told of the context and of what the Function returned.
 Finished = Callable[[Any, Any], None]
+TRANSPARENT = "its operators say all"  # in place of a reason why what a call makes is kept
 _TENSOR = object()  # in place of a tensor among arguments
 _IMMUTABLE = (
     int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -77,12 +78,19 @@ class CallOfFunction:
 
 
 class ObservedFunctionCall:
-    """A call that is about to be made; ``run`` makes it."""
+    """A call that is about to be made; ``run`` makes it.
 
-    __slots__ = ("args", "function", "tensors")
+    Attributes:
+        seconds, why_kept: What it took, and why what it makes must be saved ("" if it need not), where whoever ran it
+            has found out; None elsewhere.
+    """
+
+    __slots__ = ("args", "function", "seconds", "tensors", "why_kept")
 
     def __init__(self, function: Any, args: tuple) -> None:
         self.function, self.args = function, args
+        self.seconds: float | None = None
+        self.why_kept: str | None = None
         self.tensors = [a for a in args if isinstance(a, torch.Tensor)]  # in containers there may be more
 
     def run(self) -> Any:
@@ -219,6 +227,8 @@ def why_not_same(
     results: list[torch.Tensor],
     generators: GeneratorStates,
     buffers: list[torch.Tensor],
+    *,
+    own_memory: bool = False,
 ) -> str:
     """Run ``call`` again as a replay does; "" if all is the same, else what is not.
 
@@ -226,6 +236,7 @@ def why_not_same(
 
     Args:
         generators: Their states before the call that gave ``results``.
+        own_memory: Each run has to make all but the inputs anew: a table that a Function keeps is no result of a run.
     """
     read = [fingerprint(t) for t in tensors]
     buffers_now = [b.clone() for b in buffers]
@@ -236,6 +247,8 @@ def why_not_same(
             again = run_again(call, *tensors)
             if len(again) != len(results) or not all(map(same_bits, results, again)):
                 reason = "gives other bits when it runs again"
+            elif own_memory and any(_is_same_memory(a, b) for a, b in zip(results, again) if _is_new(a, tensors)):
+                reason = ELSEWHERE
         except Exception as error:
             reason = f"cannot run again ({type(error).__name__}: {error})".splitlines()[0]
     if hosts.restore_if_moved():
@@ -248,6 +261,15 @@ def why_not_same(
             with torch.no_grad():
                 buffer.data.copy_(before)
     return reason
+
+
+def _is_new(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
+    return tensor.numel() > 0 and not any(_is_same_memory(tensor, t) for t in inputs)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    storage = storage_of(a)
+    return storage is not None and storage is storage_of(b)
 
 
 def why_not_again(function: type, args: tuple) -> str:

@@ -28,6 +28,7 @@ from lowtide.measurement.op_inputs import COLLECTIVES, describe
 from lowtide.measurement.op_times import SWEPT_BYTES
 from lowtide.tracing.compiled_regions import CompiledOp
 from lowtide.tracing.function_calls import (
+    TRANSPARENT,
     CallOfFunction,
     ObservedFunctionCall,
     WatchedFunctions,
@@ -44,7 +45,6 @@ from lowtide.tracing.operators import UNINITIALISED, fingerprint, is_wrapper_typ
 
 _RUNS, _RUNS_S = 3, 0.2  # so often is a call run again for its time, within so many seconds
 # Verdicts, beside other reasons why what a call makes must be saved, and "".
-_TRANSPARENT = "its operators say all"
 _WRITES_UNSEEN = "writes in place without saying so"
 
 
@@ -117,7 +117,7 @@ class OpaqueCalls:
         self.on_error: Callable[[Exception], None] | None = None
         self._watched = WatchedFunctions()
         self._running: _Running | None = None
-        self._verdicts: dict[tuple, str] = {}  # by kind of call: why its results must be saved, "" or _TRANSPARENT
+        self._verdicts: dict[tuple, str] = {}  # by kind of call: why its results must be saved, "" or TRANSPARENT
         self._signatures: dict[str, int] = {}
 
     def record(self, call: ObservedFunctionCall) -> Any:
@@ -177,13 +177,14 @@ class OpaqueCalls:
         assert running is not None
         results = stored_and_returned(ctx, output)
         key = running.how.key(running.call.args)
-        ms = (time.perf_counter() - running.start_s) * 1e3
+        took_s = running.call.seconds
+        ms = 1e3 * (time.perf_counter() - running.start_s if took_s is None else took_s)
         verdict = self._verdicts.get(key)
         changed = set() if running.inputs is None else self._mark_changed(running)
         if verdict is None:
             verdict, ms = self._judge(running, ctx, results, changed, ms)
             self._verdicts[key] = verdict
-        if verdict == _TRANSPARENT or len(builder.saved) > running.mark.saved or self._is_needed_by_op(running.mark):
+        if verdict == TRANSPARENT or len(builder.saved) > running.mark.saved or self._is_needed_by_op(running.mark):
             return
         self._join(running, ctx, results, verdict, ms)
 
@@ -210,10 +211,10 @@ class OpaqueCalls:
     def _judge(
         self, running: _Running, ctx: Any, results: list[torch.Tensor], changed: set[int], ms: float
     ) -> tuple[str, float]:
-        """Why what the call made must be saved, or ``_TRANSPARENT``; and the milliseconds that it takes."""
+        """Why what the call made must be saved, or ``TRANSPARENT``; and the milliseconds that it takes."""
         args, mark = running.call.args, running.mark
         if not changed and all(self._is_explained(t, running) for t in results):
-            return _TRANSPARENT, ms
+            return TRANSPARENT, ms
         if changed - {self._live.find(t) for t in ctx.dirty_tensors or ()}:
             return _WRITES_UNSEEN, ms
         inputs = list(tensors_in(args))
@@ -226,7 +227,7 @@ class OpaqueCalls:
         if reason := why_not_again(running.call.function, args):
             return reason, ms
         if not self.proves:
-            return "", ms
+            return running.call.why_kept or "", ms
         tensors, generators = running.call.tensors, running.generators
         with self._builder.ignoring_ops():
             reason = why_not_same(running.how, tensors, results, generators, self.buffers)
