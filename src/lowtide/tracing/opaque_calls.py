@@ -32,10 +32,8 @@ from lowtide.tracing.function_calls import (
     CallOfFunction,
     ObservedFunctionCall,
     WatchedFunctions,
-    name_of,
     run_again,
     stored_and_returned,
-    why_not_again,
     why_not_same,
 )
 from lowtide.tracing.graph_builder import GraphBuilder, Mark
@@ -126,7 +124,7 @@ class OpaqueCalls:
         wrapped = any(is_wrapper_type(type(t)) for t in tensors_in(call.args))
         if self._running is not None or not builder.recording or builder.ops_ignored or wrapped:
             return call.run()
-        how = CallOfFunction(call.function, call.args)
+        how = call.how
         with _disable_current_modes():
             generators = GeneratorStates(call.tensors)
         running = self._running = _Running(call, how, builder.mark(), generators, time.perf_counter())
@@ -213,7 +211,7 @@ class OpaqueCalls:
     ) -> tuple[str, float]:
         """Why what the call made must be saved, or ``TRANSPARENT``; and the milliseconds that it takes."""
         args, mark = running.call.args, running.mark
-        if not changed and all(self._is_explained(t, running) for t in results):
+        if not running.how.stays_whole and not changed and all(self._is_explained(t, running) for t in results):
             return TRANSPARENT, ms
         if changed - {self._live.find(t) for t in ctx.dirty_tensors or ()}:
             return _WRITES_UNSEEN, ms
@@ -224,7 +222,7 @@ class OpaqueCalls:
         given = {self._live.find(t) for t in inputs}
         if any(self._builder.storages[s].op is not None for s in read - given):
             return "reads what it is not given", ms
-        if reason := why_not_again(running.call.function, args):
+        if reason := running.how.why_not_again():
             return reason, ms
         if not self.proves:
             return running.call.why_kept or "", ms
@@ -263,11 +261,13 @@ class OpaqueCalls:
     def _join(self, running: _Running, ctx: Any, results: list[torch.Tensor], why_not: str, ms: float) -> None:
         builder, live = self._builder, self._live
         mark, args, number = running.mark, running.call.args, running.mark.ops
-        running.name, running.context, self.stored.stores = name_of(running.call.function), ctx, True
+        running.name, running.context, self.stored.stores = running.call.name, ctx, True
         ops = builder.ops[mark.ops :]
-        given = [n for t in tensors_in(args) if (n := live.find(t)) is not None]
+        restored = {live.find(t) for t in running.how.restores}
+        given = [n for t in running.call.tensors if (n := live.find(t)) is not None]
         reads = tuple(dict.fromkeys([*given, *(s for op in ops for s in op.reads if s < mark.storages)]))
-        writes = tuple(dict.fromkeys(s for op in ops for s in op.writes if s < mark.storages))
+        reads = tuple(s for s in reads if s not in restored)
+        writes = tuple(dict.fromkeys(s for op in ops for s in op.writes if s < mark.storages and s not in restored))
         dirty = [n for t in tensors_in(ctx.dirty_tensors or ()) if (n := live.find(t)) is not None]
         reason = self._why_fixed(reads, why_not)
         if any(storage_of(t) is None for t in (*results, *tensors_in(args))):

@@ -27,10 +27,8 @@ from lowtide.tracing.function_calls import (
     Finished,
     ObservedFunctionCall,
     WatchedFunctions,
-    name_of,
     run_again,
     stored_and_returned,
-    why_not_again,
     why_not_same,
 )
 from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
@@ -82,12 +80,12 @@ class KnownCalls:
         """Why what calls of this ``kind`` make is kept; None if there has been none yet."""
         return self._verdicts.get(kind)
 
-    def learn(self, kind: tuple, function: type, verdict: str) -> None:
+    def learn(self, kind: tuple, name: str, verdict: str) -> None:
         if len(self._verdicts) >= _MOST_KINDS:
             self._verdicts.clear()
         self._verdicts[kind] = verdict
         if verdict not in ("", TRANSPARENT):
-            self.kept[name_of(function)] = verdict
+            self.kept[name] = verdict
 
 
 class CallRecipe(Recipe):
@@ -97,6 +95,7 @@ class CallRecipe(Recipe):
 
     def __init__(
         self,
+        name: str,
         how: CallOfFunction,
         tensors: Sequence[torch.Tensor],
         generators: GeneratorStates | None,
@@ -104,7 +103,7 @@ class CallRecipe(Recipe):
     ) -> None:
         """Raises: UnreadableError: an argument cannot be named."""
         super().__init__(run_again, (how, *tensors), {}, generators, run)
-        self._name = name_of(how.function)
+        self._name = name
 
     @property
     def name(self) -> str:
@@ -115,13 +114,26 @@ class OnlineCall(ObservedFunctionCall):
     """A call that leaves a recipe when it returns, whoever else observes it."""
 
     __slots__ = (
-        "_before", "_first_op", "_generators", "_given", "_how", "_kind", "_looking_s", "_reads_aside", "_seen",
-        "_start_s", "_tape", "_verdict", "_written", "live",
+        "_before",
+        "_call",
+        "_first_op",
+        "_generators",
+        "_given",
+        "_kind",
+        "_looking_s",
+        "_reads_aside",
+        "_seen",
+        "_start_s",
+        "_tape",
+        "_verdict",
+        "_written",
+        "live",
     )  # fmt: skip
 
     def __init__(self, tape: TapeOfCalls, call: ObservedFunctionCall) -> None:
         super().__init__(call.function, call.args)
-        self._tape = tape
+        self.tensors = call.tensors
+        self._tape, self._call = tape, call
         self._given = {_address(t) for t in tensors_in(self.args)}
         self.live = LiveBytes()  # what its own operators make, while it runs
         self._first_op = 0
@@ -133,6 +145,14 @@ class OnlineCall(ObservedFunctionCall):
         ] = {}  # of what its operators made, by the storage's address; likewise
         self._written: set[int] = set()  # addresses of storages that its operators wrote
 
+    @property
+    def name(self) -> str:
+        return self._call.name
+
+    @property
+    def how(self) -> CallOfFunction:
+        return self._call.how
+
     def run(self) -> Any:
         return self._run(self._tape.known_calls.functions, None)
 
@@ -141,11 +161,10 @@ class OnlineCall(ObservedFunctionCall):
 
     def _run(self, watched: WatchedFunctions, other: Finished | None) -> Any:
         tape = self._tape
-        self._how = CallOfFunction(self.function, self.args)
-        self._kind = self._how.key(self.args)
+        self._kind = self.how.key(self.args)
         self._verdict = tape.known_calls.verdict(self._kind)
         if self._verdict == TRANSPARENT:
-            return super().run() if other is None else super().run_watched(watched, other)
+            return self._call.run() if other is None else self._call.run_watched(watched, other)
 
         def finished(ctx: Any, output: Any) -> None:
             tape.running_call = None
@@ -165,7 +184,7 @@ class OnlineCall(ObservedFunctionCall):
             except Exception as error:
                 tape.give_up(error)
             try:
-                return super().run_watched(watched, finished)
+                return self._call.run_watched(watched, finished)
             finally:
                 tape.running_call = None
 
@@ -229,7 +248,7 @@ class OnlineCall(ObservedFunctionCall):
         if self._verdict is None:
             with _disable_current_modes():
                 self._verdict = self._judge(ctx, results, changed)
-            tape.known_calls.learn(self._kind, self.function, self._verdict)
+            tape.known_calls.learn(self._kind, self.name, self._verdict)
         self.why_kept = self._verdict
         for tensor in changed:
             tape.note_written_unseen(tensor)
@@ -240,7 +259,9 @@ class OnlineCall(ObservedFunctionCall):
             with _disable_current_modes():
                 has_drawn = self._generators.have_moved()
             try:
-                recipe = CallRecipe(self._how, self.tensors, self._generators if has_drawn else None, tape.run_state)
+                recipe = CallRecipe(
+                    self.name, self.how, self.tensors, self._generators if has_drawn else None, tape.run_state
+                )
             except UnreadableError as error:
                 why = str(error)
         self._leave(results, recipe, why)
@@ -255,7 +276,7 @@ class OnlineCall(ObservedFunctionCall):
 
     def _judge(self, ctx: Any, results: list[torch.Tensor], changed: list[torch.Tensor]) -> str:
         """Why what calls of this kind make is kept, "" or ``TRANSPARENT``."""
-        if not changed and all(map(self._is_explained, results)):
+        if not self.how.stays_whole and not changed and all(map(self._is_explained, results)):
             return TRANSPARENT
         if {_address(t) for t in changed} - {_address(t) for t in ctx.dirty_tensors or ()}:
             return "writes in place without saying so"
@@ -263,7 +284,7 @@ class OnlineCall(ObservedFunctionCall):
             return "writes its inputs in place"
         if self._reads_aside:
             return "reads what it is not given"
-        if reason := why_not_again(self.function, self.args):
+        if reason := self.how.why_not_again():
             return reason
         tape, model = self._tape, self._tape.model
         made = {
@@ -271,7 +292,7 @@ class OnlineCall(ObservedFunctionCall):
         }
         tape.make_room_for_proof(max(self.live.peak, sum(made.values())))
         buffers = [] if model is None else list(plain_tensors(*model.buffers()))
-        return why_not_same(self._how, self.tensors, results, self._generators, buffers, own_memory=True)
+        return why_not_same(self.how, self.tensors, results, self._generators, buffers, own_memory=True)
 
     def _is_explained(self, tensor: torch.Tensor) -> bool:
         """Whether the operators that were seen made what is in ``tensor``."""
