@@ -71,6 +71,11 @@ class CallOfFunction:
         """Tensors that another run writes, and puts back."""
         return ()
 
+    @property
+    def owned(self) -> Sequence[torch.Tensor]:
+        """Tensors that it reads beside those that it is given, and that are no result of it."""
+        return ()
+
     def why_not_again(self) -> str:
         """What is against a second run, by what it is given and refers to; "" where nothing is."""
         return why_not_again(self.function, self._arguments)
@@ -272,6 +277,7 @@ def why_not_same(
     """
     read = [fingerprint(t) for t in tensors]
     buffers_now = [b.clone() for b in buffers]
+    given = [*tensors, *call.owned]
     hosts = HostGenerators()
     reason = ""
     with _disable_current_modes(), below_autograd(), torch._C._DisableAutocast(), generators.restored():
@@ -279,7 +285,7 @@ def why_not_same(
             again = run_again(call, *tensors)
             if len(again) != len(results) or not all(map(same_bits, results, again)):
                 reason = "gives other bits when it runs again"
-            elif own_memory and any(_is_same_memory(a, b) for a, b in zip(results, again) if _is_new(a, tensors)):
+            elif own_memory and any(_is_same_memory(a, b) and _is_new(a, given) for a, b in zip(results, again)):
                 reason = ELSEWHERE
         except Exception as error:
             reason = f"cannot run again ({type(error).__name__}: {error})".splitlines()[0]

@@ -12,6 +12,7 @@ mode and buffers are then those of the forward pass, and afterwards as they were
 
 import difflib
 import fnmatch
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
@@ -41,6 +43,7 @@ from lowtide.tracing.subclasses import wrapped_parameters
 MODULE = ".module:"  # in the name of an op that is a module's call
 _TENSOR = object()  # in place of a tensor among arguments
 _AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")
+_nodes = threading.local()  # ``thrown_away``: of graphs of second runs
 _called_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -82,8 +85,9 @@ def called_whole(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in new:
-            _called_whole.discard(module)
+        if _called_whole is not None:  # the interpreter ends
+            for module in new:
+                _called_whole.discard(module)
 
 
 def is_called_whole(module: nn.Module) -> bool:
@@ -121,6 +125,10 @@ class CallOfModule(CallOfFunction):
     def restores(self) -> Sequence[torch.Tensor]:
         return [buffer for buffer, _ in self._changed]
 
+    @property
+    def owned(self) -> Sequence[torch.Tensor]:
+        return list(self._module.buffers())
+
     def note_buffers(self, before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The call has returned; ``before``: the buffers and what was in them."""
         for buffer, copy in before:
@@ -151,7 +159,9 @@ class CallOfModule(CallOfFunction):
         def pack(tensor: torch.Tensor) -> None:
             stored.append(tensor.detach())
 
+        first_node = get_sequence_nr()
         with ExitStack() as stack:
+            stack.callback(lambda: _note_thrown_away(get_sequence_nr() - first_node))
             stack.enter_context(_autograd_on())
             stack.enter_context(torch.enable_grad())
             for device, dtype in self.autocast:
@@ -303,6 +313,15 @@ class _Stored:
 
     def __init__(self, to_save: tuple[torch.Tensor, ...]) -> None:
         self.to_save, self.dirty_tensors = to_save, None
+
+
+def num_nodes_thrown_away() -> int:
+    """How many nodes of autograd second runs of modules have made on this thread."""
+    return getattr(_nodes, "thrown_away", 0)
+
+
+def _note_thrown_away(count: int) -> None:
+    _nodes.thrown_away = num_nodes_thrown_away() + count
 
 
 def _never_unpacked(_: Any) -> torch.Tensor:

@@ -134,7 +134,7 @@ class OnlineCall(ObservedFunctionCall):
         super().__init__(call.function, call.args)
         self.tensors = call.tensors
         self._tape, self._call = tape, call
-        self._given = {_address(t) for t in tensors_in(self.args)}
+        self._given = {_address(t) for t in (*tensors_in(self.args), *self.tensors, *self.how.owned)}
         self.live = LiveBytes()  # what its own operators make, while it runs
         self._first_op = 0
         self._start_s = self._looking_s = 0.0
@@ -280,7 +280,8 @@ class OnlineCall(ObservedFunctionCall):
             return TRANSPARENT
         if {_address(t) for t in changed} - {_address(t) for t in ctx.dirty_tensors or ()}:
             return "writes in place without saying so"
-        if ctx.dirty_tensors or self._given & self._written:
+        restored = {_address(t) for t in self.how.restores}
+        if ctx.dirty_tensors or (self._given - restored) & self._written:
             return "writes its inputs in place"
         if self._reads_aside:
             return "reads what it is not given"
