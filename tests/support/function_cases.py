@@ -125,6 +125,25 @@ class Casts(Function):
         return g @ ctx.saved_tensors[0], None
 
 
+class SpendsContext(Function):
+    """Keeps Python objects in its context, and backward changes one and takes another away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        sine = kernel(np.sin, x)
+        ctx.save_for_backward(x, sine)
+        ctx.left, ctx.names = [sum, max], {"power": 1.0}
+        return kernel(np.multiply, x, sine)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, sine = ctx.saved_tensors
+        ctx.left.pop()
+        ctx.names["power"] *= 2
+        del ctx.names
+        return kernel(lambda g, x, s: g * (s + x * np.cos(x)), g, x, sine)
+
+
 def under_autocast(self: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         h = Casts.apply(x, self.layers[2].weight)
@@ -148,6 +167,7 @@ WORKS = {
     "memory of NumPy": lambda self, x: FromNumpy.apply(x),
     "random": lambda self, x: DropsOut.apply(x, 0.5),
     "autocast": under_autocast,
+    "changes its context in backward": lambda self, x: SpendsContext.apply(x),
 }
 
 
