@@ -6,7 +6,7 @@ SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps claims advice foresight zoo clean
+.PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps claims advice foresight zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test-all: .venv/.ready  ## run every test
 test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++
 	$(BIN)/pytest -q -n 2 -m accelerator
 	$(BIN)/pytest -q -n 2 --device standin -m "not slow" $(SWITCHED)
+
+test-triton: .venv/.ready  ## run the tests with Triton's interpreter; needs triton==3.9.0
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -n 0 -rs tests/tape/test_triton_kernels.py
 
 check: .venv/.ready  ## check format, lint, types, and the tables in the pages
 	$(BIN)/ruff format --check .

@@ -66,6 +66,7 @@ def main() -> int:
             Page(HOW_TO / "will-it-fit.md", f"answer {name}", RESULTS / "advice.jsonl", partial(answer_text, name))
             for name in QUESTIONS
         ),
+        Page(HOW_TO / "opaque-calls.md", "opaque", RESULTS / "opaque_cpu.jsonl", opaque_table),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
@@ -275,6 +276,17 @@ def checkpoint_table(lines: list[dict]) -> str:
     ]
     first = lines[0]
     return "\n".join([*rows, "", f"A {first['case']}, each layer checkpointed. {_medians(first)}"])
+
+
+def opaque_table(lines: list[dict]) -> str:
+    """A row per method; steps without a plan have no time of their own."""
+    rows = ["| method | activations | of plain | step time | gradients |", "|---|---:|---:|---:|---|"]
+    for line in lines:
+        size = f"{line['activation_bytes'] / MIB:.1f} MiB" if "activation_bytes" in line else ""
+        time = spread(line) if "time_ratio" in line else "a first step"
+        equal = "equal" if line["bitwise_equal"] else "**differ**"
+        rows.append(f"| {line['method']} | {size} | {line['fraction']:.3f} | {time} | {equal} |")
+    return "\n".join([*rows, "", f"An {lines[0]['case']}. {_medians(lines[0])}"])
 
 
 def long_table(lines: list[dict]) -> str:

@@ -1,6 +1,7 @@
 """``fit``: a model's training step within a budget, in one call."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -19,6 +20,7 @@ from lowtide.solvers.dispatch import check_method
 from lowtide.tape.offload.open_tiers import usable
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.tracer import Step, device_of
+from lowtide.tracing.whole_modules import matching
 
 logger = logging.getLogger("lowtide")
 
@@ -42,6 +44,7 @@ def fit(
     max_plans: int = 8,
     chunk_loss: bool = False,
     tile_mlp: int | str | None = None,
+    opaque: Sequence[str] = (),
     **deprecated: Unpack[DeprecatedOffload],
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
@@ -78,6 +81,10 @@ def fit(
             exist; the output has none while the model trains. Not bitwise: the difference is told with the first batch.
         tile_mlp: Run each MLP over so many parts of the sequence, one after the other, or ``"auto"``: parts as long as
             the model is wide. Not bitwise in general: kernels may split other numbers of rows in other ways.
+        opaque: Names of modules, as ``model.named_modules()`` has them, ``*`` for any text (``["*.experts"]``). Each
+            call of one is one op: what it makes and stores is saved, or the module's own call runs again for all of it,
+            as under non-reentrant checkpointing. Then its Python runs again, forward hooks included; generators,
+            autocast, train mode and buffers are put back.
         **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
     Returns:
@@ -99,6 +106,7 @@ def fit(
     given = {name: value for name, value in options.items() if value is not None}
     check_method(method, given)
     check_budget_kind(budget, budget_kind, device_of(model).type)
+    paths = tuple(matching(model, opaque)) if opaque else ()
     if budget_kind != ALLOCATED:
         given["budget_kind"] = budget_kind
     if policy.host_budget == "auto" and (method != "exact" or group_of(model) is not None):
@@ -109,7 +117,9 @@ def fit(
         raise ValueError(f"max_plans={max_plans}: no plan could be kept. Ask for 1 or more.")
     capacities = usable(device_of(model).type, policy)
     check_method(method, {"offload": policy} if capacities else {})
-    asked = FitOptions(budget, optimizer, step, method, given, policy, max_plans, checkpointing, chunk_loss, tile_mlp)
+    asked = FitOptions(
+        budget, optimizer, step, method, given, policy, max_plans, checkpointing, chunk_loss, tile_mlp, paths
+    )
     hint = budget_hint(budget)
     if hint:
         logger.warning("lowtide: %s", hint)

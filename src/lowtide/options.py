@@ -109,6 +109,7 @@ class FitOptions:
         checkpointing: What becomes of checkpointing that the model has switched on: ``replace`` or ``keep``.
         max_plans: Plans at hand at most; the one that was used least recently goes.
         chunk_loss, tile_mlp: Changes to the model for long sequences.
+        opaque: Paths of modules whose calls are one op each.
     """
 
     budget: int | str
@@ -121,6 +122,7 @@ class FitOptions:
     checkpointing: str = "replace"
     chunk_loss: bool = False
     tile_mlp: int | str | None = None
+    opaque: tuple[str, ...] = ()
 
     @property
     def budget_kind(self) -> str:

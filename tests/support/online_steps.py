@@ -44,9 +44,10 @@ def online(
     step: Any = None,
     seed: int = 7,
     make: Callable[[nn.Module, float], OnlineTape] = OnlineTape,
+    copies: bool = True,
 ) -> tuple[dict[str, torch.Tensor | None], OnlineTape]:
     """The outcome of one step of a copy of ``model`` within ``budget_bytes`` for what it makes, and the tape."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model) if copies else model
     tape = make(model, budget_bytes)
     torch.manual_seed(seed)
     with under(tape, model):

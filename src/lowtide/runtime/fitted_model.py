@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -31,6 +31,7 @@ from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors, call_of
 from lowtide.tracing.tracer import Step, check_supported, device_of
+from lowtide.tracing.whole_modules import called_whole
 from lowtide.verifier import Verification, suspended, verify_in
 
 Result = TypeVar("Result")
@@ -63,6 +64,11 @@ class Fit:
         self._watcher = StepWatcher(model, options, self._budget, self._planner, tiers, self._reasons)
         self._recovery = Recovery(model, self._budget, self._watcher)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
+        called = ExitStack()
+        called.enter_context(called_whole(model, options.opaque))
+        if options.opaque:
+            shown = ", ".join(options.opaque[:3]) + (", ..." if len(options.opaque) > 3 else "")
+            self._reasons.say(f"{shown}: run again as a whole where a plan says so, their forward hooks too")
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
             self._watcher.checkpointing.switch_off()
@@ -73,8 +79,10 @@ class Fit:
         except BaseException:
             self._watcher.close()
             unprepare()
+            called.close()
             raise
         self._undo: list[Any] = [
+            called.close,
             unprepare,
             backward_entry.observe(self._watcher),
             module_calls.install(model, self._watcher),

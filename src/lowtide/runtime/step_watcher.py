@@ -37,11 +37,12 @@ from lowtide.runtime.status import Counters
 from lowtide.runtime.step_memory import StepMemory
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
+from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
-from lowtide.tracing import module_calls
+from lowtide.tracing import module_calls, whole_modules
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.sharding.units import is_gathered_once
@@ -94,6 +95,7 @@ class StepWatcher:
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
         self._expected = ExpectedBytes()
+        self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._is_called = False  # the model runs, as part of the present step
@@ -110,6 +112,7 @@ class StepWatcher:
         # A model that is dropped in the middle of a step leaves nothing that sees the next model's ops.
         weakref.finalize(model, _close_all, self._open_seams).atexit = False
         self._nodes: dict[int, range] = {}  # of autograd, made by each call of the present step
+        self._thrown_away: dict[int, int] = {}  # how many of these are of graphs that were thrown away
         self._graphs: list[Callable[[], object]] = []  # of what its calls returned: None once one is gone
         self._more_calls = False  # than planned
         self._past = PastTraining(model, self, self.counters, reasons)
@@ -261,11 +264,11 @@ class StepWatcher:
         """The model runs: calls of it in this one are part of it."""
         self._is_called = True
 
-    def end_call(self, position: int, nodes: range, error: BaseException | None) -> None:
-        """The step's call at ``position`` is over, and made these nodes of autograd."""
+    def end_call(self, position: int, nodes: range, num_thrown_away: int, error: BaseException | None) -> None:
+        """The step's call at ``position`` is over, and made these nodes of autograd, some in runs of modules again."""
         self._is_called = False
         if error is None:
-            self._nodes[position] = nodes
+            self._nodes[position], self._thrown_away[position] = nodes, num_thrown_away
             return
         self._spoiled = True
         if is_out_of_memory(error) and not self.recovers:
@@ -274,7 +277,7 @@ class StepWatcher:
 
     @property
     def _made_nodes(self) -> dict[int, int]:
-        return {position: len(nodes) for position, nodes in self._nodes.items()}
+        return {position: len(nodes) - self._thrown_away[position] for position, nodes in self._nodes.items()}
 
     def _go_online(self, last_op: int) -> OnlineTape | None:
         """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
@@ -381,7 +384,7 @@ class StepWatcher:
         return ""
 
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
-        self._watch = kind(model, self._budget.for_step(model, batch), self._expected)
+        self._watch = kind(model, self._budget.for_step(model, batch), self._expected, self._known_calls)
         self._watch.begin_step(unseen_bytes)
         self._seam = self._opened(self._watch)
 
@@ -540,6 +543,8 @@ class StepWatcher:
         if model is None or not shapes or not isinstance(watch, WatchedStep) or watch.problem:
             return
         if watch.problem_of_recording:
+            for op, why in self._known_calls.kept.items():  # else the graph tells
+                self._say(f"{op} {why}: saved")
             self.shelf.refuse(shapes[0], watch.problem_of_recording)
             return
         if why := self._why_unlike_later_ones(watch, model):
@@ -641,7 +646,7 @@ class StepWatcher:
 class _Call:
     """Surrounds a call of the model: its ``region``, if it has one of its own, and the nodes that autograd makes."""
 
-    __slots__ = ("_first_node", "_position", "_region", "_watcher")
+    __slots__ = ("_first_node", "_position", "_region", "_thrown_away", "_watcher")
 
     def __init__(self, watcher: StepWatcher, position: int, region: attach.TapedRegion | None = None) -> None:
         self._watcher, self._position, self._region = watcher, position, region
@@ -649,7 +654,7 @@ class _Call:
     def __enter__(self) -> None:
         module_calls.thread_state.fitted_calls += 1
         self._watcher.begin_call()
-        self._first_node = num_nodes()
+        self._first_node, self._thrown_away = num_nodes(), whole_modules.num_nodes_thrown_away()
         if self._region is not None:
             self._region.__enter__()
 
@@ -657,7 +662,8 @@ class _Call:
         if self._region is not None:
             self._region.__exit__(failure)
         module_calls.thread_state.fitted_calls -= 1
-        self._watcher.end_call(self._position, range(self._first_node, num_nodes()), error)
+        thrown_away = whole_modules.num_nodes_thrown_away() - self._thrown_away
+        self._watcher.end_call(self._position, range(self._first_node, num_nodes()), thrown_away, error)
 
 
 def _close_all(seams: list[Seam]) -> None:

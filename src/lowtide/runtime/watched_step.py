@@ -23,6 +23,7 @@ from lowtide.device.names import device_name
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
+from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.online.values import Claim, SavedHandle, StoredValue
@@ -53,8 +54,14 @@ class WatchedStep(OnlineTape):
         found_gathered: ZeRO-3 had gathered parameters before the step, which later steps may have to do themselves.
     """
 
-    def __init__(self, model: nn.Module, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
-        super().__init__(model, budget_bytes, expected)
+    def __init__(
+        self,
+        model: nn.Module,
+        budget_bytes: float,
+        expected: ExpectedBytes | None = None,
+        known_calls: KnownCalls | None = None,
+    ) -> None:
+        super().__init__(model, budget_bytes, expected, known_calls)
         self.recorder = Recorder(device_of(model), region="step", restores_parameters=False, proves_calls=False)
         self._builder, self._storages = self.recorder.builder, self.recorder.live
         self.recorder.functions.on_error = self.stop_recording
@@ -103,7 +110,7 @@ class WatchedStep(OnlineTape):
         return super().opaque(path, module, run, inputs)
 
     def function(self, call: ObservedFunctionCall) -> Any:
-        return self.recorder.function(call)
+        return self.recorder.function(self.observed_call(call))
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
         self._poll()

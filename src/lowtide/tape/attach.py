@@ -21,6 +21,7 @@ from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.restore import check_can_be_rehearsed
 from lowtide.tracing.sharding import recording as sharding_recording
 from lowtide.tracing.tracer import check_supported
+from lowtide.tracing.whole_modules import called_whole
 
 
 class TapedRegion:
@@ -158,9 +159,10 @@ def applied(model: nn.Module, plan: Plan, tiers: Tiers) -> Iterator[Applied]:
 @contextmanager
 def taped_step(model: nn.Module, tape: Tape) -> Iterator[None]:
     """Tape everything that runs forward inside."""
-    undo = module_calls.install(model, _CallInRegion(model))
+    program = tape.program
+    with called_whole(model, program.called_whole):
+        undo = module_calls.install(model, _CallInRegion(model))
     try:
-        program = tape.program
         with nullcontext() if program.keeps_everything else TapedRegion(tape, program.root, whole_step=True):
             yield
     finally:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.tape.program import TapedOp
-from lowtide.tracing.function_calls import CallOfFunction, ObservedFunctionCall, why_not_same
+from lowtide.tracing.function_calls import ObservedFunctionCall, why_not_same
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.subclasses import plain_tensors
 
@@ -21,7 +21,7 @@ class CallUnderPlan:
 
     def __init__(self, op: TapedOp, call: ObservedFunctionCall) -> None:
         self.op, self.call = op, call
-        self.how = CallOfFunction(call.function, call.args)
+        self.how = call.how
         self._generators = GeneratorStates(call.tensors)
         self._key = self.how.key(call.args)
         # A kernel may write these unseen; a second run would then find other inputs.

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.function_calls import WatchedFunctions, name_of, run_again
+from lowtide.tracing.function_calls import ObservedFunctionCall, WatchedFunctions, run_again
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 from lowtide.tracing.sharding import recording as sharding_recording
+from lowtide.tracing.whole_modules import MODULE
 
 
 class OneOp(NamedTuple):
@@ -57,11 +58,11 @@ class TapedOp:
         self._set_operator(func)
         return True
 
-    def is_call_of(self, function: type) -> bool:
-        """Whether it is a call of the autograd Function ``function``, as one op."""
-        if self.func is None and self.name == name_of(function):
-            self.func, self.kernel = OneOp(function, self.name), run_again
-        return isinstance(self.func, OneOp) and self.func.function is function
+    def is_call_of(self, call: ObservedFunctionCall) -> bool:
+        """Whether it is ``call``, of an autograd Function or of a module that is called whole, as one op."""
+        if self.func is None and self.name == call.name:
+            self.func, self.kernel = OneOp(call.function, self.name), run_again
+        return isinstance(self.func, OneOp) and self.func.function is call.function and self.name == call.name
 
     def _set_operator(self, func: Any) -> None:
         self.func = func  # None if it is not registered yet
@@ -98,12 +99,14 @@ class PlanProgram:
     Attributes:
         num_ops_before_model: Ops of the step itself before its first call of the model.
         functions: Of the calls that are one op.
+        called_whole: Paths of the modules whose calls are.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
         self.functions = WatchedFunctions()
         self.max_inflight_bytes = plan.max_inflight_bytes
+        self.called_whole = sorted({plan.frames[op.frame].path for op in plan.ops if MODULE in op.name})
         self.calls = [TapedCall(frame.path) for frame in plan.frames]
         self.root = self.calls[0]
         for frame, call in zip(plan.frames[1:], self.calls[1:]):

@@ -557,7 +557,7 @@ class Tape(SwitchedMode):
         if self._pauses or planned is None or not (planned.has_actions or self.matches_all) or at >= len(planned.ops):
             return call.run()
         op = planned.ops[at]
-        if not op.is_call_of(call.function):
+        if not op.is_call_of(call):
             return call.run()
         self._call.next = at + 1
         self.pause()

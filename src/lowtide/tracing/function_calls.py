@@ -10,7 +10,7 @@ import enum
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.device.names import autocast_types
-from lowtide.graph.function_ops import PREFIX
-from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, tensors_in
+from lowtide.graph.function_ops import ELSEWHERE, PREFIX
+from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, storage_of, tensors_in
 from lowtide.tracing.restore import same_bits
 
 # Told of the context and of what the Function returned.
 Finished = Callable[[Any, Any], None]
+TRANSPARENT = "its operators say all"  # in place of a reason why what a call makes is kept
 _TENSOR = object()  # in place of a tensor among arguments
 _IMMUTABLE = (
     int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -51,9 +52,11 @@ class CallOfFunction:
     Attributes:
         requires_grad: Of each argument; so the context says of each whether it needs a gradient.
         autocast: Device type and dtype where autocast was on.
+        stays_whole: It is one op even where its operators say all.
     """
 
     __slots__ = ("_arguments", "autocast", "function", "requires_grad")
+    stays_whole = False
 
     def __init__(self, function: type, args: tuple) -> None:
         self.function = function
@@ -63,9 +66,27 @@ class CallOfFunction:
             (d, torch.get_autocast_dtype(d)) for d in autocast_types() if torch.is_autocast_enabled(d)
         )
 
+    @property
+    def restores(self) -> Sequence[torch.Tensor]:
+        """Tensors that another run writes, and puts back."""
+        return ()
+
+    @property
+    def owned(self) -> Sequence[torch.Tensor]:
+        """Tensors that it reads beside those that it is given, and that are no result of it."""
+        return ()
+
+    def why_not_again(self) -> str:
+        """What is against a second run, by what it is given and refers to; "" where nothing is."""
+        return why_not_again(self.function, self._arguments)
+
+    def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See ``run_again``."""
+        return _run_function_again(self, tensors)
+
     def key(self, args: tuple) -> tuple:
         """What decides which kernels run: equal for calls of which one proves the other. No numbers, which count up."""
-        return (self.function, self.requires_grad, self.autocast, *map(_kind_of, args))
+        return (self.function, self.requires_grad, self.autocast, *map(kind_of, args))
 
     def arguments(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """The arguments, with ``tensors`` in place of those of the call."""
@@ -77,13 +98,33 @@ class CallOfFunction:
 
 
 class ObservedFunctionCall:
-    """A call that is about to be made; ``run`` makes it."""
+    """A call that is about to be made; ``run`` makes it.
 
-    __slots__ = ("args", "function", "tensors")
+    Attributes:
+        seconds, why_kept: What it took, and why what it makes must be saved ("" if it need not), where whoever ran it
+            has found out; None elsewhere.
+    """
+
+    __slots__ = ("_how", "args", "function", "seconds", "tensors", "why_kept")
 
     def __init__(self, function: Any, args: tuple) -> None:
         self.function, self.args = function, args
+        self.seconds: float | None = None
+        self.why_kept: str | None = None
+        self._how: CallOfFunction | None = None
         self.tensors = [a for a in args if isinstance(a, torch.Tensor)]  # in containers there may be more
+
+    @property
+    def name(self) -> str:
+        """That of its op."""
+        return name_of(self.function)
+
+    @property
+    def how(self) -> CallOfFunction:
+        """What running it again needs."""
+        if self._how is None:
+            self._how = CallOfFunction(self.function, self.args)
+        return self._how
 
     def run(self) -> Any:
         """What the call returns."""
@@ -199,6 +240,10 @@ def stored_and_returned(ctx: Any, output: Any) -> list[torch.Tensor]:
 
 def run_again(call: CallOfFunction, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """``stored_and_returned`` of another run of ``call`` on ``tensors``, without a graph; the Function's own errors."""
+    return call.run_again(tensors)
+
+
+def _run_function_again(call: CallOfFunction, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     args = call.arguments(tensors)
     ctx = _StandIn(call.requires_grad)
     function: Any = call.function
@@ -219,6 +264,8 @@ def why_not_same(
     results: list[torch.Tensor],
     generators: GeneratorStates,
     buffers: list[torch.Tensor],
+    *,
+    own_memory: bool = False,
 ) -> str:
     """Run ``call`` again as a replay does; "" if all is the same, else what is not.
 
@@ -226,9 +273,11 @@ def why_not_same(
 
     Args:
         generators: Their states before the call that gave ``results``.
+        own_memory: Each run has to make all but the inputs anew: a table that a Function keeps is no result of a run.
     """
     read = [fingerprint(t) for t in tensors]
     buffers_now = [b.clone() for b in buffers]
+    given = [*tensors, *call.owned]
     hosts = HostGenerators()
     reason = ""
     with _disable_current_modes(), below_autograd(), torch._C._DisableAutocast(), generators.restored():
@@ -236,6 +285,8 @@ def why_not_same(
             again = run_again(call, *tensors)
             if len(again) != len(results) or not all(map(same_bits, results, again)):
                 reason = "gives other bits when it runs again"
+            elif own_memory and any(_is_same_memory(a, b) and _is_new(a, given) for a, b in zip(results, again)):
+                reason = ELSEWHERE
         except Exception as error:
             reason = f"cannot run again ({type(error).__name__}: {error})".splitlines()[0]
     if hosts.restore_if_moved():
@@ -250,26 +301,35 @@ def why_not_same(
     return reason
 
 
+def _is_new(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
+    return tensor.numel() > 0 and not any(_is_same_memory(tensor, t) for t in inputs)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    storage = storage_of(a)
+    return storage is not None and storage is storage_of(b)
+
+
 def why_not_again(function: type, args: tuple) -> str:
     """What is against a second run of a call, by what it is given and refers to; "" where nothing is."""
     for argument in args:
         if isinstance(argument, torch.Tensor):
             if type(argument) not in PLAIN_TYPES:
                 return f"is given a {type(argument).__qualname__}"
-        elif not _is_immutable(argument):
+        elif argument is not _TENSOR and not is_immutable(argument):
             return f"is given a {type(argument).__qualname__}, which may change before backward"
-    if any(_is_generator(value) for value in _referred_to(function)):
+    if any(is_generator(value) for value in _referred_to(function)):
         return "draws from a generator of its own"
     return ""
 
 
-def _is_immutable(value: Any) -> bool:
+def is_immutable(value: Any) -> bool:
     if isinstance(value, tuple):
-        return all(map(_is_immutable, value))
+        return all(map(is_immutable, value))
     return isinstance(value, _IMMUTABLE)
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     numpy_random = sys.modules.get("numpy.random")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy_random is not None:
@@ -324,11 +384,11 @@ class HostGenerators:
         return moved
 
 
-def _kind_of(argument: Any) -> Any:
+def kind_of(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.storage_offset() % 64, argument.dtype, argument.device
     if isinstance(argument, tuple):
-        return tuple(map(_kind_of, argument))
+        return tuple(map(kind_of, argument))
     by_value = isinstance(argument, _IMMUTABLE) and not isinstance(argument, (float, complex))
     if type(argument) is int or not by_value:
         return type(argument)

@@ -20,6 +20,7 @@ from lowtide.tracing import function_calls
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.sharding.observer import ShardingObserver, observe_units
 from lowtide.tracing.sharding.zero3 import observe_windows
+from lowtide.tracing.whole_modules import WholeCall, is_called_whole
 
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -133,7 +134,7 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
     for path, module in model.named_modules():
         if path.startswith(inside) and path not in compiled:
             continue
-        call = root if module is model else compiled_call_of(module, path) or ObservedCall(module, path)
+        call = root if module is model else _call_in_place(module, path)
         placed.append((weakref.ref(module), call, module._compiled_call_impl))
         module._compiled_call_impl = call
     stop_observing = observe_units(model, thread_state), observe_windows(model, thread_state)
@@ -148,6 +149,12 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
                 module._compiled_call_impl = before
 
     return undo
+
+
+def _call_in_place(module: nn.Module, path: str) -> ObservedCall | CompiledCall | WholeCall:
+    if (compiled := compiled_call_of(module, path)) is not None:
+        return compiled
+    return WholeCall(module, path, thread_state) if is_called_whole(module) else ObservedCall(module, path)
 
 
 def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:

@@ -28,13 +28,12 @@ from lowtide.measurement.op_inputs import COLLECTIVES, describe
 from lowtide.measurement.op_times import SWEPT_BYTES
 from lowtide.tracing.compiled_regions import CompiledOp
 from lowtide.tracing.function_calls import (
+    TRANSPARENT,
     CallOfFunction,
     ObservedFunctionCall,
     WatchedFunctions,
-    name_of,
     run_again,
     stored_and_returned,
-    why_not_again,
     why_not_same,
 )
 from lowtide.tracing.graph_builder import GraphBuilder, Mark
@@ -44,7 +43,6 @@ from lowtide.tracing.operators import UNINITIALISED, fingerprint, is_wrapper_typ
 
 _RUNS, _RUNS_S = 3, 0.2  # so often is a call run again for its time, within so many seconds
 # Verdicts, beside other reasons why what a call makes must be saved, and "".
-_TRANSPARENT = "its operators say all"
 _WRITES_UNSEEN = "writes in place without saying so"
 
 
@@ -117,7 +115,7 @@ class OpaqueCalls:
         self.on_error: Callable[[Exception], None] | None = None
         self._watched = WatchedFunctions()
         self._running: _Running | None = None
-        self._verdicts: dict[tuple, str] = {}  # by kind of call: why its results must be saved, "" or _TRANSPARENT
+        self._verdicts: dict[tuple, str] = {}  # by kind of call: why its results must be saved, "" or TRANSPARENT
         self._signatures: dict[str, int] = {}
 
     def record(self, call: ObservedFunctionCall) -> Any:
@@ -126,7 +124,7 @@ class OpaqueCalls:
         wrapped = any(is_wrapper_type(type(t)) for t in tensors_in(call.args))
         if self._running is not None or not builder.recording or builder.ops_ignored or wrapped:
             return call.run()
-        how = CallOfFunction(call.function, call.args)
+        how = call.how
         with _disable_current_modes():
             generators = GeneratorStates(call.tensors)
         running = self._running = _Running(call, how, builder.mark(), generators, time.perf_counter())
@@ -177,13 +175,14 @@ class OpaqueCalls:
         assert running is not None
         results = stored_and_returned(ctx, output)
         key = running.how.key(running.call.args)
-        ms = (time.perf_counter() - running.start_s) * 1e3
+        took_s = running.call.seconds
+        ms = 1e3 * (time.perf_counter() - running.start_s if took_s is None else took_s)
         verdict = self._verdicts.get(key)
         changed = set() if running.inputs is None else self._mark_changed(running)
         if verdict is None:
             verdict, ms = self._judge(running, ctx, results, changed, ms)
             self._verdicts[key] = verdict
-        if verdict == _TRANSPARENT or len(builder.saved) > running.mark.saved or self._is_needed_by_op(running.mark):
+        if verdict == TRANSPARENT or len(builder.saved) > running.mark.saved or self._is_needed_by_op(running.mark):
             return
         self._join(running, ctx, results, verdict, ms)
 
@@ -210,10 +209,10 @@ class OpaqueCalls:
     def _judge(
         self, running: _Running, ctx: Any, results: list[torch.Tensor], changed: set[int], ms: float
     ) -> tuple[str, float]:
-        """Why what the call made must be saved, or ``_TRANSPARENT``; and the milliseconds that it takes."""
+        """Why what the call made must be saved, or ``TRANSPARENT``; and the milliseconds that it takes."""
         args, mark = running.call.args, running.mark
-        if not changed and all(self._is_explained(t, running) for t in results):
-            return _TRANSPARENT, ms
+        if not running.how.stays_whole and not changed and all(self._is_explained(t, running) for t in results):
+            return TRANSPARENT, ms
         if changed - {self._live.find(t) for t in ctx.dirty_tensors or ()}:
             return _WRITES_UNSEEN, ms
         inputs = list(tensors_in(args))
@@ -223,10 +222,10 @@ class OpaqueCalls:
         given = {self._live.find(t) for t in inputs}
         if any(self._builder.storages[s].op is not None for s in read - given):
             return "reads what it is not given", ms
-        if reason := why_not_again(running.call.function, args):
+        if reason := running.how.why_not_again():
             return reason, ms
         if not self.proves:
-            return "", ms
+            return running.call.why_kept or "", ms
         tensors, generators = running.call.tensors, running.generators
         with self._builder.ignoring_ops():
             reason = why_not_same(running.how, tensors, results, generators, self.buffers)
@@ -262,11 +261,13 @@ class OpaqueCalls:
     def _join(self, running: _Running, ctx: Any, results: list[torch.Tensor], why_not: str, ms: float) -> None:
         builder, live = self._builder, self._live
         mark, args, number = running.mark, running.call.args, running.mark.ops
-        running.name, running.context, self.stored.stores = name_of(running.call.function), ctx, True
+        running.name, running.context, self.stored.stores = running.call.name, ctx, True
         ops = builder.ops[mark.ops :]
-        given = [n for t in tensors_in(args) if (n := live.find(t)) is not None]
+        restored = {live.find(t) for t in running.how.restores}
+        given = [n for t in running.call.tensors if (n := live.find(t)) is not None]
         reads = tuple(dict.fromkeys([*given, *(s for op in ops for s in op.reads if s < mark.storages)]))
-        writes = tuple(dict.fromkeys(s for op in ops for s in op.writes if s < mark.storages))
+        reads = tuple(s for s in reads if s not in restored)
+        writes = tuple(dict.fromkeys(s for op in ops for s in op.writes if s < mark.storages and s not in restored))
         dirty = [n for t in tensors_in(ctx.dirty_tensors or ()) if (n := live.find(t)) is not None]
         reason = self._why_fixed(reads, why_not)
         if any(storage_of(t) is None for t in (*results, *tensors_in(args))):

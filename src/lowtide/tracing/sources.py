@@ -1,6 +1,7 @@
 """``trace``: a StepGraph of one step, from a rehearsal on real tensors or from hollow ones, without memory."""
 
 import platform
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,11 @@ from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import hollow_batch, hollow_parameters, is_config, model_of
 from lowtide.hollow.workspaces import LIMIT_BYTES, Workspaces
+from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.optimizer_state import bytes_without_memory
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.tracer import Step, WithoutMemory, record
+from lowtide.tracing.whole_modules import called_whole, matching
 
 _CUDA_GENERATOR_BYTES = 16
 
@@ -29,6 +32,7 @@ def trace(
     step: Step | None = None,
     optimizer: Any = None,
     device: str | TargetDevice | None = None,
+    opaque: Sequence[str] = (),
 ) -> StepGraph:
     """Record one training step, forward and backward, below autograd.
 
@@ -45,6 +49,7 @@ def trace(
         device: Trace for this device without memory and without computing: ``"cpu"``, ``"cuda"`` or a
             ``TargetDevice``. None: on the real tensors. What depends on values that nobody has is listed in
             ``provenance["assumed"]``.
+        opaque: Names of modules (``"*.experts"``) whose calls are one op each, run again as a whole; see ``fit``.
 
     Returns:
         The step's ops, storages, lifetimes and what autograd stores. What the model returned counts as held until
@@ -54,8 +59,12 @@ def trace(
         StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
         UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
     """
+    if opaque and device is not None:
+        raise ValueError("opaque= needs real tensors: a call that runs again is proven. Leave out device= or opaque=.")
     if device is None:
-        return record(model, batch, step, optimizer)
+        module = unwrapped(model) if isinstance(model, nn.Module) else model
+        with called_whole(module, matching(module, opaque) if opaque else []):
+            return record(model, batch, step, optimizer)
     return trace_hollow(model, batch, target_of(device), step=step, optimizer=optimizer)
 
 

@@ -22,6 +22,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tape.execution_state import no_autocast
+from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.release import Releaser
@@ -30,20 +31,22 @@ from lowtide.tape.online.tape import OnlineTape, RunningOp, memory_of
 from lowtide.tape.online.values import MARK, Recipe, StoredValue, value_of_storage
 from lowtide.tape.recipes import keeps_graph
 from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
-from lowtide.tracing import module_calls
+from lowtide.tracing import function_calls, module_calls
+from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.operators import UNINITIALISED, storage_of
 
 _SEAL_EVERY = 17  # values; a prime, so that a step of any length seals other values each time
 _MOST_PROVEN = 20_000  # kinds that are remembered
 _claims = itertools.count()
 _gives_same_bits: dict[tuple, bool] = {}  # by kind of op
+_known_calls = KnownCalls()
 
 
 class DroppingTape(OnlineTape):
     """Open ``around`` the call; what autograd stored in it refers to the tape from then on."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        super().__init__(model, math.inf)
+        super().__init__(model, math.inf, known_calls=_known_calls)
         self._outer: list[frozenset[int]] = [frozenset({0})]  # by scope: it and those around it
         self._scopes = [0]  # that are open
         self.releaser = _Remaker(self._holdings, self.live, self._outer)
@@ -57,11 +60,13 @@ class DroppingTape(OnlineTape):
         """Inside, ops are seen and what autograd stores is dropped."""
         state = module_calls.thread_state
         outer, state.observer = state.observer, self
+        stop_seeing_functions = function_calls.install(state)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), self:
                 yield
         finally:
             state.observer = outer
+            stop_seeing_functions()
             self._forget_living()
 
     @contextmanager
@@ -93,6 +98,10 @@ class DroppingTape(OnlineTape):
     @property
     def _layer(self) -> int:
         return self._scopes[-1]
+
+    def function(self, call: ObservedFunctionCall) -> Any:
+        self._num_fixed += 1  # what it makes may have to stay
+        return super().function(call)
 
     def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:
         return ()

@@ -53,6 +53,7 @@ class Releaser:
         proven: Numbers of the ops of which another run gave the same bits.
         differed: Ops whose second run gave other bits; their outputs stay.
         thrashing: Replays have passed their ceiling; nothing is released any more in this step.
+        must_stay: Whether a value cannot go at the moment, though it could at another.
     """
 
     def __init__(self, holdings: Holdings, live: LiveBytes, budget_bytes: float) -> None:
@@ -63,6 +64,7 @@ class Releaser:
         self.proven: set[int] = set()
         self.differed: list[str] = []
         self.thrashing = False
+        self.must_stay: Callable[[StoredValue], bool] | None = None
         self.proof_s = self.replay_s = 0.0
         self.num_ops = 0  # of the forward pass so far: the clock of ``last_use``, and the measure of thrashing
         self._blocked: set[int] = set()  # ids of held values that cannot go
@@ -213,6 +215,8 @@ class Releaser:
         chain = chain_of([value], later=True)
         if chain is None or len(chain) > _LONGEST_CHAIN or pinned_bytes(chain) >= value.bytes:
             self._blocked.add(id(value))
+            return
+        if self.must_stay is not None and self.must_stay(value):
             return
         if value.seal != sum_of_words(value.tensor):  # written since the proof, by what no version counts
             value.why_kept = "was changed unseen"

@@ -108,6 +108,7 @@ def run_chain(
                 tensors = recipe.run(transient)
                 made = [(o, tensors[n]) for n, ref in recipe.outputs if (o := ref()) is not None]
                 del tensors
+                run_anyway.difference_update(id(other) for other, _ in made)  # one run gives all of an op's outputs
                 for other, tensor in take(value, made):
                     if left.get(id(other)):
                         transient[other] = tensor

@@ -9,8 +9,8 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lowtide.device.generators import state_bytes
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.tape.online.function_calls import KnownCalls, OnlineCall
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.release import Releaser
@@ -72,6 +73,8 @@ class OnlineTape(TorchDispatchMode):
         checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
         calls: Module calls entered.
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
+        known_calls: What calls of Functions have shown in earlier steps.
+        running_call: The one that runs now, if its operators are of interest.
     """
 
     @classmethod
@@ -82,7 +85,13 @@ class OnlineTape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, model: nn.Module | None, budget_bytes: float, expected: ExpectedBytes | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        budget_bytes: float,
+        expected: ExpectedBytes | None = None,
+        known_calls: KnownCalls | None = None,
+    ) -> None:
         super().__init__()
         self._model: Callable[[], nn.Module | None] = _no_model if model is None else weakref.ref(model)
         self._wrapped = model is not None and bool(wrapped_parameters(model))
@@ -92,6 +101,8 @@ class OnlineTape(TorchDispatchMode):
         self.problem = ""
         self.checkpointed = ""
         self._expected = expected or ExpectedBytes()
+        self.known_calls = known_calls or KnownCalls()
+        self.running_call: OnlineCall | None = None
         self._room_bytes = 0  # that the present op was given
         self._key: tuple = ()  # of the last op, in ``_expected``
         self._windows: OpenWindows | None = None  # of a sharded model
@@ -124,6 +135,26 @@ class OnlineTape(TorchDispatchMode):
         self._layers.clear()
         self._paths.clear()
         self.live.module = ""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """None: there is none, or it is gone."""
+        return self._model()
+
+    @property
+    def run_state(self) -> ExecutionState:
+        """Of the present step."""
+        return self._run
+
+    @property
+    def number(self) -> int:
+        """Of the last op."""
+        return self._number
+
+    def next_number(self) -> int:
+        """For an op that no dispatcher has shown."""
+        self._number += 1
+        return self._number
 
     @property
     def num_claims(self) -> int:
@@ -180,8 +211,15 @@ class OnlineTape(TorchDispatchMode):
         return result
 
     def function(self, call: ObservedFunctionCall) -> Any:
-        """A call of a custom autograd Function: its operators are seen one by one, what its kernels make is kept."""
-        return call.run()
+        """A call of a custom autograd Function: one op where its operators do not say all that it does."""
+        return self.observed_call(call).run()
+
+    def observed_call(self, call: ObservedFunctionCall) -> ObservedFunctionCall:
+        """``call`` as one that leaves a recipe, where it is part of the step."""
+        if self._pauses or self.problem or self.releaser.busy or self.running_call is not None:
+            return call
+        wrapped = any(is_wrapper_type(type(t)) for t in tensors_in(call.args))
+        return call if wrapped or fake_mode_is_on() else OnlineCall(self, call)
 
     def pause(self) -> None:
         self._pauses += 1
@@ -240,6 +278,8 @@ class OnlineTape(TorchDispatchMode):
         if op is not None:
             try:
                 self._finish(op, result, seconds)
+                if self.running_call is not None:
+                    self.running_call.note_op(args, result, op.written)
             except Exception as error:
                 self.give_up(error)
         return result
@@ -250,6 +290,11 @@ class OnlineTape(TorchDispatchMode):
         self._room_bytes = self._expected.of(key, func, args, kwargs)
         self.releaser.make_room(self._room_bytes)
         return key
+
+    def make_room_for_proof(self, size: int) -> None:
+        """A call is about to run again at once, beside what it has made."""
+        self.releaser.make_room(size)
+        self.live.peak = max(self.live.peak, self.live.now + size)
 
     def learn_size(self, key: tuple, made_bytes: int) -> None:
         self._expected.learn(key, made_bytes)
@@ -266,12 +311,11 @@ class OnlineTape(TorchDispatchMode):
             storage = storage_of(tensor)
             if storage is None or storage in self.live or any(s is storage for s in inputs):
                 continue
-            self.live.add(storage)
             if tensor.is_inference():
+                self.live.add(storage)
                 continue
-            value = StoredValue(storage, self._number, tensor._version, self._layer, self._run)
+            value = self.new_value(storage, tensor._version)
             value.cost_s = seconds
-            storage.__dict__[MARK] = value
             made.append((position, value))
         self.learn_size(op.key, sum(value.bytes for _, value in made))
         if op.backward or self._pauses:
@@ -287,6 +331,13 @@ class OnlineTape(TorchDispatchMode):
             if self._number % _OPS_BETWEEN_PROOFS == 0:  # long layers, and what runs in none
                 self.releaser.prove_layer(self._layer)
 
+    def new_value(self, storage: torch.UntypedStorage, version: int) -> StoredValue:
+        """The present op has made ``storage``."""
+        self.live.add(storage)
+        value = StoredValue(storage, self._number, version, self._layer, self._run)
+        storage.__dict__[MARK] = value
+        return value
+
     def _leave_recipe(self, op: "RunningOp", made: list[tuple[int, StoredValue]]) -> None:
         why = why_not_replayed(op.func, op.args, op.kwargs)
         if not why and op.func.namespace not in _KNOWN:
@@ -296,34 +347,43 @@ class OnlineTape(TorchDispatchMode):
             for _, value in made:
                 value.why_kept = why or op.unreadable
             return
-        recipe.outputs = [(position, weakref.ref(value)) for position, value in made]
-        recipe.room_bytes = max(self._room_bytes, sum(value.bytes for _, value in made))
+        recipe.take_outputs(made, self._room_bytes)
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
-        self._note_reads(recipe)
+        self.note_outside_reads(recipe)
 
     def _note_write(self, op: "RunningOp", seconds: float) -> None:
         """In-place: completes an output that nobody has read, or ends what the storage held."""
         for tensor in op.written:
-            storage = storage_of(tensor)
-            value = value_of_storage(storage, self._run)
-            if storage is not None and value is None:
-                for reference in self._read_outside.pop(storage._cdata, ()):
-                    if (recipe := reference()) is not None:
-                        recipe.note_written()
-            if storage is None or value is None:
-                continue
+            value = value_of_storage(storage_of(tensor), self._run)
             # The counter moves when this call has returned.
             version = tensor._version + 1
-            if len(op.written) == 1 and self._complete(op, value, version, seconds):
-                continue
-            value.overwritten, value.why_kept = True, "was written in place"
-            if value.tensor is not None and not value.is_needed:
-                self._holdings.let_go(value)
-            storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer, self._run)
-            replaced.why_kept = "was written in place"
+            if value is None or len(op.written) > 1 or not self._complete(op, value, version, seconds):
+                self._note_written(tensor, version)
 
-    def _note_reads(self, recipe: Recipe) -> None:
+    def note_written_unseen(self, tensor: torch.Tensor) -> None:
+        """A kernel has written ``tensor``, of which no version tells."""
+        self._note_written(tensor, tensor._version)
+
+    def _note_written(self, tensor: torch.Tensor, version: int) -> None:
+        """What its storage held has ended; the next value has ``version``."""
+        storage = storage_of(tensor)
+        value = value_of_storage(storage, self._run)
+        if storage is None:
+            return
+        if value is None:
+            for reference in self._read_outside.pop(storage._cdata, ()):
+                if (recipe := reference()) is not None:
+                    recipe.note_written()
+            return
+        value.overwritten, value.why_kept = True, "was written in place"
+        if value.tensor is not None and not value.is_needed:
+            self._holdings.let_go(value)
+        storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer, self._run)
+        replaced.why_kept = "was written in place"
+
+    def note_outside_reads(self, recipe: Recipe) -> None:
+        """``recipe`` reads what no op under the tape made: a write to that is to be noticed."""
         for kept in recipe.outside:
             self._read_outside[kept.tensor.untyped_storage()._cdata].append(weakref.ref(recipe))
 
@@ -358,7 +418,7 @@ class OnlineTape(TorchDispatchMode):
             value.why_kept = ""
         value.cost_s += seconds
         value.version = version
-        self._note_reads(recipe)
+        self.note_outside_reads(recipe)
         return True
 
     def keep_what_reads(self, targets: list[torch.Tensor]) -> None:
@@ -396,6 +456,32 @@ class OnlineTape(TorchDispatchMode):
         read_copies(readers, storage, copy)
         others = self._read_outside[storage._cdata]
         others[:] = [reference for reference in others if reference() not in readers]
+
+    def note_reads_of_op(self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()) -> None:
+        """An op is about to read ``tensors``, of which it writes some."""
+        own = {s._cdata for t in written if (s := storage_of(t)) is not None}
+        for tensor in tensors:
+            if self._assignments is not None:
+                self._assignments.check(tensor)
+            storage = storage_of(tensor)
+            value = value_of_storage(storage, self._run)
+            if value is not None and storage is not None and storage._cdata not in own:
+                value.num_reads += 1
+                value.last_use = self._number
+                value.leaves_layer |= bool(value.layer) and value.layer != self._layer
+                self.note_crossing(value)
+
+    @contextmanager
+    def expecting_writes(self, targets: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, ``targets`` may be written unseen: what is made from them is there, and stays."""
+        self.keep_what_reads(targets)
+        storages = [storage for t in targets if (storage := storage_of(t)) is not None]
+        read = [(value_of_storage(storage, self._run), storage) for storage in storages]
+        self.releaser.must_stay = lambda value: any(_readers_of(value, *r) for r in read)
+        try:
+            yield
+        finally:
+            self.releaser.must_stay = None
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
@@ -492,17 +578,7 @@ class RunningOp:
             self.rng = GeneratorState(device)
             if state_bytes(device):
                 tape.live.add(self.rng.storage)
-        own = {s._cdata for t in self.written if (s := storage_of(t)) is not None}
-        for tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            if tape._assignments is not None:
-                tape._assignments.check(tensor)
-            storage = storage_of(tensor)
-            value = value_of_storage(storage, tape._run)
-            if value is not None and storage is not None and storage._cdata not in own:
-                value.num_reads += 1
-                value.last_use = tape._number
-                value.leaves_layer |= bool(value.layer) and value.layer != tape._layer
-                tape.note_crossing(value)
+        tape.note_reads_of_op((*tensors_in(args), *tensors_in(kwargs)), self.written)
         if not self.written:
             try:
                 self.recipe = Recipe(func, args, kwargs, self.rng, tape._run)

@@ -13,7 +13,7 @@ recipe reads it (``readers_released``). So a recipe can pin memory only from a r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch._C import DispatchKey
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 
+from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.values import GatheredView, Kept, ViewSpec, gathered_view, sharing_version
@@ -185,7 +186,9 @@ class Recipe:
         "outputs", "outside", "room_bytes",
     )  # fmt: skip
 
-    def __init__(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, run: ExecutionState) -> None:
+    def __init__(
+        self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None, run: ExecutionState
+    ) -> None:
         """Raises: UnreadableError: an argument cannot be named."""
         self._func, self._rng, self._run = func, rng, run
         self.inputs: tuple[StoredValue, ...] = ()
@@ -211,6 +214,11 @@ class Recipe:
         ]
         named = {name: self._stored(a) for name, a in kwargs.items()}
         self._completions.append(_Completion(func, stored, named, rng))
+
+    def take_outputs(self, made: Iterable[tuple[int, StoredValue]], room_bytes: int) -> None:
+        """It makes these, by position in what it returns, and takes ``room_bytes``, workspace included."""
+        self.outputs = [(position, weakref.ref(value)) for position, value in made]
+        self.room_bytes = max(room_bytes, sum(value.bytes for _, value in made))
 
     def reads_outside(self, storage: torch.UntypedStorage) -> bool:
         return any(kept.tensor.untyped_storage()._cdata == storage._cdata for kept in self.outside)

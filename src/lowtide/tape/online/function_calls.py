@@ -1,0 +1,332 @@
+"""Calls of autograd Functions whose kernels no dispatcher sees, as ops of a step without a plan.
+
+The operators that such a call shows are seen as any others. When it returns, and before autograd stores anything: did
+those operators make all that it returned and stores? Then they stay. If not, the whole call is the recipe of all of
+that. The first call of a kind is looked at bit by bit and runs again at once; what must not run again is kept, by name.
+A release then proves each call once more, as it does any op.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.device.generators import GeneratorStates
+from lowtide.tape.execution_state import ExecutionState
+from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.release import Releaser
+from lowtide.tape.online.values import Recipe, StoredValue, UnreadableError, value_of_storage
+from lowtide.tracing.data_assignments import DataAssignedError
+from lowtide.tracing.function_calls import (
+    TRANSPARENT,
+    CallOfFunction,
+    Finished,
+    ObservedFunctionCall,
+    WatchedFunctions,
+    run_again,
+    stored_and_returned,
+    why_not_same,
+)
+from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
+from lowtide.tracing.subclasses import plain_tensors
+
+# Verdicts, beside other reasons why what a call makes is kept, and "".
+_WRITES = frozenset({"writes its inputs in place", "writes in place without saying so"})
+_MOST_KINDS = 10_000  # that are remembered: a kind holds its Function
+
+
+class TapeOfCalls(Protocol):
+    """What a call asks of the online tape that sees it."""
+
+    problem: str
+    known_calls: "KnownCalls"
+    running_call: "OnlineCall | None"
+    releaser: Releaser
+
+    @property
+    def model(self) -> nn.Module | None: ...
+    @property
+    def run_state(self) -> ExecutionState: ...
+    @property
+    def number(self) -> int: ...
+    def next_number(self) -> int: ...
+    def new_value(self, storage: torch.UntypedStorage, version: int) -> StoredValue: ...
+    def give_up(self, error: Exception) -> None: ...
+    def expecting_writes(self, targets: list[torch.Tensor]) -> AbstractContextManager[None]: ...
+    def note_reads_of_op(self, tensors: Iterable[torch.Tensor]) -> None: ...
+    def note_outside_reads(self, recipe: Recipe) -> None: ...
+    def note_written_unseen(self, tensor: torch.Tensor) -> None: ...
+    def make_room_for_proof(self, size: int) -> None: ...
+
+
+class KnownCalls:
+    """What calls of Functions have shown so far; outlives a step.
+
+    Attributes:
+        functions: Their subclasses that tell when they return.
+        kept: Of Functions that must not run again: name and why.
+    """
+
+    def __init__(self) -> None:
+        self.functions = WatchedFunctions()
+        self.kept: dict[str, str] = {}
+        self._verdicts: dict[tuple, str] = {}
+
+    def verdict(self, kind: tuple) -> str | None:
+        """Why what calls of this ``kind`` make is kept; None if there has been none yet."""
+        return self._verdicts.get(kind)
+
+    def learn(self, kind: tuple, name: str, verdict: str) -> None:
+        if len(self._verdicts) >= _MOST_KINDS:
+            self._verdicts.clear()
+        self._verdicts[kind] = verdict
+        if verdict not in ("", TRANSPARENT):
+            self.kept[name] = verdict
+
+
+class CallRecipe(Recipe):
+    """A call of a Function, ready to run again: what it stores and what it returned are its outputs, in this order."""
+
+    __slots__ = ("_name",)
+
+    def __init__(
+        self,
+        name: str,
+        how: CallOfFunction,
+        tensors: Sequence[torch.Tensor],
+        generators: GeneratorStates | None,
+        run: ExecutionState,
+    ) -> None:
+        """Raises: UnreadableError: an argument cannot be named."""
+        super().__init__(run_again, (how, *tensors), {}, generators, run)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+class OnlineCall(ObservedFunctionCall):
+    """A call that leaves a recipe when it returns, whoever else observes it."""
+
+    __slots__ = (
+        "_before",
+        "_call",
+        "_first_op",
+        "_generators",
+        "_given",
+        "_kind",
+        "_looking_s",
+        "_reads_aside",
+        "_seen",
+        "_start_s",
+        "_tape",
+        "_verdict",
+        "_written",
+        "live",
+    )  # fmt: skip
+
+    def __init__(self, tape: TapeOfCalls, call: ObservedFunctionCall) -> None:
+        super().__init__(call.function, call.args)
+        self.tensors = call.tensors
+        self._tape, self._call = tape, call
+        self._given = {_address(t) for t in (*tensors_in(self.args), *self.tensors, *self.how.owned)}
+        self.live = LiveBytes()  # what its own operators make, while it runs
+        self._first_op = 0
+        self._start_s = self._looking_s = 0.0
+        self._reads_aside = False
+        self._before: list[tuple[int, ...]] | None = None  # fingerprints of its inputs; where it is looked at
+        self._seen: dict[
+            int | None, tuple[int, ...]
+        ] = {}  # of what its operators made, by the storage's address; likewise
+        self._written: set[int] = set()  # addresses of storages that its operators wrote
+
+    @property
+    def name(self) -> str:
+        return self._call.name
+
+    @property
+    def how(self) -> CallOfFunction:
+        return self._call.how
+
+    def run(self) -> Any:
+        return self._run(self._tape.known_calls.functions, None)
+
+    def run_watched(self, watched: WatchedFunctions, finished: Finished) -> Any:
+        return self._run(watched, finished)
+
+    def _run(self, watched: WatchedFunctions, other: Finished | None) -> Any:
+        tape = self._tape
+        self._kind = self.how.key(self.args)
+        self._verdict = tape.known_calls.verdict(self._kind)
+        if self._verdict == TRANSPARENT:
+            return self._call.run() if other is None else self._call.run_watched(watched, other)
+
+        def finished(ctx: Any, output: Any) -> None:
+            tape.running_call = None
+            try:
+                if not tape.problem:
+                    self._finish(ctx, output)
+            except Exception as error:  # nothing of ours may end the step
+                tape.give_up(error)
+            if other is not None:  # now that it is known what the call is
+                other(ctx, output)
+
+        with ExitStack() as around:
+            try:
+                self._begin(around)
+            except DataAssignedError:  # whatever came of it would be wrong
+                raise
+            except Exception as error:
+                tape.give_up(error)
+            try:
+                return self._call.run_watched(watched, finished)
+            finally:
+                tape.running_call = None
+
+    def _begin(self, around: ExitStack) -> None:
+        """Note what there is before the call; what is to be closed behind it goes onto ``around``."""
+        tape = self._tape
+        with _disable_current_modes():
+            self._generators = GeneratorStates(self.tensors)
+            if self._verdict is None or self._verdict in _WRITES:
+                around.enter_context(tape.expecting_writes(self.tensors))
+                self._before = [fingerprint(t) for t in tensors_in(self.args)]
+        tape.note_reads_of_op(self.tensors)
+        self._first_op = tape.number
+        tape.running_call = self
+        self._start_s = time.perf_counter() - self._own_work_s()
+
+    def _own_work_s(self) -> float:
+        return self._looking_s + self._tape.releaser.proof_s + self._tape.releaser.replay_s
+
+    # -- what its operators do ----------------------------------------------------------------------------------
+
+    def note_op(self, args: tuple, result: Any, written: Sequence[torch.Tensor]) -> None:
+        """An operator has run inside."""
+        start = time.perf_counter()
+        self._look_at_op(args, result, written)
+        self._looking_s += time.perf_counter() - start
+
+    def _look_at_op(self, args: tuple, result: Any, written: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors_in(args):
+            value = value_of_storage(storage_of(tensor), self._tape.run_state)
+            if value is not None and value.number <= self._first_op and _address(tensor) not in self._given:
+                self._reads_aside = True
+        for tensor in (*written, *tensors_in(result)):
+            storage = storage_of(tensor)
+            if storage is None:
+                continue
+            is_written = any(tensor is w for w in written)
+            if is_written:
+                self._written.add(storage._cdata)
+            elif self._is_older(storage):
+                continue
+            if storage not in self.live:
+                self.live.add(storage)
+            # Not of a view, which may be taken when a kernel has written.
+            if self._before is not None and (is_written or storage._cdata not in self._seen):
+                with _disable_current_modes():
+                    self._seen[storage._cdata] = fingerprint(tensor)
+
+    def _is_older(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` was there before the call, as far as the tape knows."""
+        value = value_of_storage(storage, self._tape.run_state)
+        return value is None or value.number <= self._first_op
+
+    # -- when it has returned ------------------------------------------------------------------------------------
+
+    def _finish(self, ctx: Any, output: Any) -> None:
+        tape = self._tape
+        self.seconds = time.perf_counter() - self._own_work_s() - self._start_s
+        results = stored_and_returned(ctx, output)
+        changed = self._changed_inputs()
+        if self._verdict is None:
+            with _disable_current_modes():
+                self._verdict = self._judge(ctx, results, changed)
+            tape.known_calls.learn(self._kind, self.name, self._verdict)
+        self.why_kept = self._verdict
+        for tensor in changed:
+            tape.note_written_unseen(tensor)
+        if self._verdict == TRANSPARENT:
+            return
+        recipe, why = None, self._verdict
+        if not why:
+            with _disable_current_modes():
+                has_drawn = self._generators.have_moved()
+            try:
+                recipe = CallRecipe(
+                    self.name, self.how, self.tensors, self._generators if has_drawn else None, tape.run_state
+                )
+            except UnreadableError as error:
+                why = str(error)
+        self._leave(results, recipe, why)
+
+    def _changed_inputs(self) -> list[torch.Tensor]:
+        """Those that have changed though no operator wrote them."""
+        if self._before is None:
+            return []
+        with _disable_current_modes():
+            pairs = [(t, b, fingerprint(t)) for t, b in zip(tensors_in(self.args), self._before, strict=True)]
+        return [t for t, before, now in pairs if now != before and now != self._seen.get(_address(t))]
+
+    def _judge(self, ctx: Any, results: list[torch.Tensor], changed: list[torch.Tensor]) -> str:
+        """Why what calls of this kind make is kept, "" or ``TRANSPARENT``."""
+        if not self.how.stays_whole and not changed and all(map(self._is_explained, results)):
+            return TRANSPARENT
+        if {_address(t) for t in changed} - {_address(t) for t in ctx.dirty_tensors or ()}:
+            return "writes in place without saying so"
+        restored = {_address(t) for t in self.how.restores}
+        if ctx.dirty_tensors or (self._given - restored) & self._written:
+            return "writes its inputs in place"
+        if self._reads_aside:
+            return "reads what it is not given"
+        if reason := self.how.why_not_again():
+            return reason
+        tape, model = self._tape, self._tape.model
+        made = {
+            s._cdata: s.nbytes() for t in results if (s := storage_of(t)) is not None and s._cdata not in self._given
+        }
+        tape.make_room_for_proof(max(self.live.peak, sum(made.values())))
+        buffers = [] if model is None else list(plain_tensors(*model.buffers()))
+        return why_not_same(self.how, self.tensors, results, self._generators, buffers, own_memory=True)
+
+    def _is_explained(self, tensor: torch.Tensor) -> bool:
+        """Whether the operators that were seen made what is in ``tensor``."""
+        storage = storage_of(tensor)
+        value = value_of_storage(storage, self._tape.run_state)
+        if value is None or storage is None:
+            return _address(tensor) in self._given
+        if value.number <= self._first_op:
+            return True
+        return value.recipe is not None and not value.why_kept and self._seen.get(storage._cdata) == fingerprint(tensor)
+
+    def _leave(self, results: list[torch.Tensor], recipe: CallRecipe | None, why: str) -> None:
+        """``recipe`` makes what the call made, or that is kept for ``why``."""
+        tape = self._tape
+        made: list[tuple[int, StoredValue]] = []
+        number = tape.next_number()
+        for position, tensor in enumerate(results):
+            storage = storage_of(tensor)
+            if storage is None or storage._cdata in self._given or any(v.storage() is storage for _, v in made):
+                continue
+            value = value_of_storage(storage, tape.run_state)
+            if value is None:  # NumPy's memory, which no operator made
+                value = tape.new_value(storage, tensor._version)
+            elif value.number <= self._first_op:
+                continue
+            value.number, value.version, value.cost_s = number, tensor._version, self.seconds or 0.0
+            value.recipe, value.why_kept = recipe, why
+            made.append((position, value))
+        if recipe is not None and made:
+            recipe.take_outputs(made, self.live.peak)
+            tape.note_outside_reads(recipe)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    storage = storage_of(tensor)
+    return None if storage is None else storage._cdata

@@ -1,0 +1,396 @@
+"""Modules that the user names: each call is one op, run again as a whole as non-reentrant checkpointing does.
+
+    patterns -> paths (``matching``) -> ``called_whole``: module_calls.install puts a ``WholeCall`` on these modules
+    a call   -> what autograd stores in it is put into boxes; when it returns, its observer is told of all of that and
+                of the outputs, exactly as of a call of a Function; then the boxes are filled by the hooks around it
+    again    -> the module's own call with detached arguments, and a graph that is thrown away: what autograd stores
+                this time, in the same order, takes the place of what was dropped. The original graph's backward runs
+
+The Python of the module runs once more in each proof and replay, hooks included. Random generators, autocast, train
+mode and buffers are then those of the forward pass, and afterwards as they were.
+"""
+
+import difflib
+import fnmatch
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr as get_sequence_nr
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.errors import ReplayError
+from lowtide.graph.function_ops import PREFIX
+from lowtide.tracing.function_calls import (
+    CallOfFunction,
+    Finished,
+    ObservedFunctionCall,
+    WatchedFunctions,
+    is_generator,
+    is_immutable,
+    kind_of,
+)
+from lowtide.tracing.operators import tensors_in
+from lowtide.tracing.restore import same_bits
+from lowtide.tracing.subclasses import wrapped_parameters
+
+MODULE = ".module:"  # in the name of an op that is a module's call
+_TENSOR = object()  # in place of a tensor among arguments
+_AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")
+_nodes = threading.local()  # ``thrown_away``: of graphs of second runs
+_called_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Paths of the outermost modules whose names match one of ``patterns``.
+
+    Raises:
+        TypeError: ``patterns`` is one string, or holds something else.
+        ValueError: one matches no module, or what it matches cannot be one op.
+    """
+    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"opaque={patterns!r} is not a list of names. Pass opaque=['*.experts'], for example.")
+    names = [path for path, _ in model.named_modules() if path]
+    found: list[str] = []
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
+            raise ValueError(
+                f"opaque={pattern!r} matches no module of this {type(model).__name__}.\n"
+                f"  nearest  {', '.join(near) or 'there are no modules inside'}\n"
+                "Name modules as model.named_modules() does; * stands for any text."
+            )
+        found += matched
+    outermost = [p for p in dict.fromkeys(found) if not any(p.startswith(f"{q}.") for q in found)]
+    if outermost and wrapped_parameters(model):
+        raise ValueError("opaque= names modules of a sharded model, whose parameters come and go. Leave it out.")
+    return outermost
+
+
+@contextmanager
+def called_whole(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """Inside, calls of these modules of ``model`` are one op each, wherever its calls are observed."""
+    new = [m for m in map(model.get_submodule, paths) if m not in _called_whole]
+    _called_whole.update(new)
+    try:
+        yield
+    finally:
+        if _called_whole is not None:  # the interpreter ends
+            for module in new:
+                _called_whole.discard(module)
+
+
+def is_called_whole(module: nn.Module) -> bool:
+    return module in _called_whole
+
+
+# -- a call ------------------------------------------------------------------------------------------------------------
+
+
+class CallOfModule(CallOfFunction):
+    """How one call of a module was made: all that running it again needs beside the tensors that it was given.
+
+    Attributes:
+        stays_whole: Its operators never say all: the user asked for one op.
+    """
+
+    __slots__ = ("_changed", "_given", "_modes", "_module", "_unchanged")
+    stays_whole = True
+
+    def __init__(self, module: nn.Module, args: tuple) -> None:
+        super().__init__(type(module), tuple(tensors_in(args)))
+        self._module = module
+        self._given = _without_tensors(args)
+        self._modes = [(m, m.training) for m in module.modules()]
+        self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that it writes, and copies from before
+        self._unchanged: list[tuple[torch.Tensor, int]] = []  # the others, with their versions
+
+    def key(self, args: tuple) -> tuple:
+        training = tuple(training for _, training in self._modes)
+        kinds = map(kind_of, tensors_in(args))
+        given = kind_of(_hashable(self._given))
+        return (weakref.ref(self._module), self.requires_grad, self.autocast, training, given, *kinds)
+
+    @property
+    def restores(self) -> Sequence[torch.Tensor]:
+        return [buffer for buffer, _ in self._changed]
+
+    @property
+    def owned(self) -> Sequence[torch.Tensor]:
+        return list(self._module.buffers())
+
+    def note_buffers(self, before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The call has returned; ``before``: the buffers and what was in them."""
+        for buffer, copy in before:
+            if same_bits(buffer, copy):
+                self._unchanged.append((buffer, buffer._version))
+            else:
+                self._changed.append((buffer, copy))
+
+    def why_not_again(self) -> str:
+        for argument in _leaves(self._given):
+            if argument is not _TENSOR and not is_immutable(argument):
+                return f"is given a {type(argument).__qualname__}, which may change before backward"
+        for module, _ in self._modes:
+            if any(is_generator(value) for value in vars(module).values()):
+                return "draws from a generator of its own"
+        return ""
+
+    def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for buffer, version in self._unchanged:
+            if buffer._version != version:
+                raise ReplayError(
+                    f"{type(self._module).__qualname__} cannot run again: a buffer of shape {list(buffer.shape)} was "
+                    "changed in place after the call.\nChange it before the forward pass or after backward."
+                )
+        args, kwargs, parameters = _with_tensors(self._given, iter(self.arguments(tensors)))
+        stored: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> None:
+            stored.append(tensor.detach())
+
+        first_node = get_sequence_nr()
+        with ExitStack() as stack:
+            stack.callback(lambda: _note_thrown_away(get_sequence_nr() - first_node))
+            stack.enter_context(_autograd_on())
+            stack.enter_context(torch.enable_grad())
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+            stack.enter_context(self._as_before(parameters))
+            stack.enter_context(saved_tensors_hooks(pack, _never_unpacked))
+            output = self._module._call_impl(*args, **kwargs)
+        return [*stored, *(t.detach() for t in tensors_in(output))]
+
+    @contextmanager
+    def _as_before(self, parameters: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, train mode, buffers and the memory of parameters are those of the call."""
+        modes = [(m, m.training) for m, _ in self._modes]
+        buffers = [(buffer, buffer.clone()) for buffer, _ in self._changed]
+        moved = [
+            (p, p.data)
+            for p, given in zip(self._module.parameters(), parameters, strict=True)
+            if p.data_ptr() != given.data_ptr()
+        ]
+        _put_modes(self._modes)
+        _put(self._changed)
+        for parameter, given in zip(self._module.parameters(), parameters, strict=True):
+            if parameter.data_ptr() != given.data_ptr():
+                parameter.data = given.detach()
+        try:
+            yield
+        finally:
+            _put_modes(modes)
+            _put(buffers)
+            for parameter, data in moved:
+                parameter.data = data
+
+
+class ObservedModuleCall(ObservedFunctionCall):
+    """A call of a module that is one op."""
+
+    __slots__ = ("_kwargs", "_module", "_positional")
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        super().__init__(type(module), (args, kwargs))
+        self._module, self._positional, self._kwargs = module, args, kwargs
+        # Parameters too: a replay must not read those of a later step.
+        self.tensors = [*tensors_in(self.args), *module.parameters()]
+
+    @property
+    def name(self) -> str:
+        kind = type(self._module)
+        return f"{PREFIX}{kind.__qualname__.replace('.<locals>', '').replace('.', '_')}{MODULE}{kind.__module__}"
+
+    @property
+    def how(self) -> CallOfFunction:
+        if self._how is None:
+            self._how = CallOfModule(self._module, (*self.args, list(self._module.parameters())))
+        return self._how
+
+    def run(self) -> Any:
+        return self._module._call_impl(*self._positional, **self._kwargs)
+
+    def run_watched(self, watched: WatchedFunctions, finished: Finished) -> Any:
+        hooks = top_hooks(True)
+        before = [(b, b.detach().clone()) for b in self._module.buffers()]
+        boxes: list[_Box] = []
+
+        def pack(tensor: torch.Tensor) -> _Box:
+            boxes.append(_Box(tensor))
+            return boxes[-1]
+
+        try:
+            with saved_tensors_hooks(pack, _Box.unpacked):
+                output = self.run()
+            how = self.how
+            assert isinstance(how, CallOfModule)
+            how.note_buffers(before)
+            finished(_Stored(tuple(box.tensor for box in boxes)), output)
+        finally:
+            for box in boxes:
+                box.hand_on(hooks)
+        return output
+
+
+class WholeCall:
+    """Calls a module as one op of the thread's observer."""
+
+    __slots__ = ("_module", "_thread_state", "path")
+    lowtide = True
+
+    def __init__(self, module: nn.Module, path: str, thread_state: Any) -> None:
+        self._module, self.path, self._thread_state = weakref.ref(module), path, thread_state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None  # it is running
+        observer = self._thread_state.observer
+        if observer is None:
+            return module._call_impl(*args, **kwargs)
+        observer.enter(self.path)
+        try:
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return module._call_impl(*args, **kwargs)
+            self._thread_state.observer = None  # the calls inside are nobody's
+            return observer.function(ObservedModuleCall(module, args, kwargs))
+        finally:
+            self._thread_state.observer = observer
+            observer.leave()
+
+
+# -- what autograd stores ----------------------------------------------------------------------------------------------
+
+
+class _Box:
+    """What autograd holds while the call runs; afterwards, what the hooks around the call gave."""
+
+    __slots__ = ("_packed", "_unpack", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor = tensor
+        self._version = tensor._version
+        self._packed: Any = None
+        self._unpack: Callable[[Any], torch.Tensor] | None = None
+
+    def hand_on(self, hooks: tuple | None) -> None:
+        """The call is over. The tensor itself would make a cycle through its autograd node."""
+        tensor = self.tensor
+        if hooks is None or tensor._version != self._version:
+            self._packed = tensor.detach()
+        else:
+            self._packed, self._unpack = hooks[0](tensor), hooks[1]
+        del self.tensor
+
+    def unpacked(self) -> torch.Tensor:
+        if self._packed is None:
+            return self.tensor
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        if self._packed._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._packed.type()} {list(self._packed.shape)}] is at version {self._packed._version}; "
+                f"expected version {self._version} instead."
+            )
+        found: torch.Tensor = self._packed
+        return found
+
+
+class _Stored:
+    """What a call's observer is told in place of a Function's context. Has no attributes of its own to look through."""
+
+    __slots__ = ("__dict__", "dirty_tensors", "to_save")
+
+    def __init__(self, to_save: tuple[torch.Tensor, ...]) -> None:
+        self.to_save, self.dirty_tensors = to_save, None
+
+
+def num_nodes_thrown_away() -> int:
+    """How many nodes of autograd second runs of modules have made on this thread."""
+    return getattr(_nodes, "thrown_away", 0)
+
+
+def _note_thrown_away(count: int) -> None:
+    _nodes.thrown_away = num_nodes_thrown_away() + count
+
+
+def _never_unpacked(_: Any) -> torch.Tensor:
+    raise ReplayError("the graph of a call that was run again has no backward.\nThis is a bug in lowtide.")
+
+
+# -- arguments and state -----------------------------------------------------------------------------------------------
+
+
+def _without_tensors(value: Any) -> Any:
+    """A copy of lists, tuples and dicts with ``_TENSOR`` in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return _TENSOR
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_tensors, value))
+    if type(value) is dict:
+        return {name: _without_tensors(v) for name, v in value.items()}
+    return value
+
+
+def _with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if value is _TENSOR:
+        return next(tensors)
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(v, tensors) for v in value)
+    if type(value) is dict:
+        return {name: _with_tensors(v, tensors) for name, v in value.items()}
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if type(value) in (list, tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _hashable(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return tuple(map(_hashable, value))
+    if type(value) is dict:
+        return tuple((name, _hashable(v)) for name, v in value.items())
+    return type(value) if value is _TENSOR or not is_immutable(value) else value
+
+
+def _put_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        if module.training is not training:
+            module.training = training
+
+
+def _put(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write contents that no version tells of: nobody else sees what is there meanwhile."""
+    with torch.no_grad():
+        for buffer, content in buffers:
+            with _unsafe_preserve_version_counter(buffer):
+                buffer.copy_(content)
+
+
+@contextmanager
+def _autograd_on() -> Iterator[None]:
+    """Inside, operators build a graph, also where replays run, which is below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in _AUTOGRAD_KEYS:
+        with suppress(AttributeError):
+            excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
