@@ -237,14 +237,15 @@ class _Sample:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Sample:
-        is_float = tensor.dtype.is_floating_point
-        kept = None if is_float and tensor.requires_grad else tensor.detach().clone()
-        return _Sample(TensorLook.of(tensor), tensor.requires_grad, kept, is_float and tensor.requires_grad)
+        kept = None if tensor.dtype.is_floating_point else tensor.detach().clone()
+        return _Sample(TensorLook.of(tensor), tensor.requires_grad, kept, tensor.requires_grad)
 
     def tensor(self) -> torch.Tensor:
         if self.copy is not None:
             return self.copy.clone()
-        memory = torch.randn(self.look.bytes // self.look.dtype.itemsize).to(self.look.dtype)
+        # What has no gradient may be a variance, and is positive.
+        draw = torch.randn if self.requires_grad else torch.rand
+        memory = draw(self.look.bytes // self.look.dtype.itemsize).to(self.look.dtype)
         return memory.as_strided(self.look.size, self.look.stride).requires_grad_(self.requires_grad)
 
 

@@ -54,6 +54,7 @@ class CompiledModel(nn.Module):
 
     Attributes:
         plan: Of the shapes that were planned last; None before the first step has ended.
+        reason: Why the last step without a plan has led to none; "" where it has.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CompiledModel(nn.Module):
         self._plans: dict[str, CompiledPlan] = {}
         self._pending: tuple[str, StepWatch, int] | None = None
         self._last_plan: CompiledPlan | None = None
+        self.reason = ""
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
         modules = dict(model.named_modules())
@@ -106,6 +108,17 @@ class CompiledModel(nn.Module):
         for shapes in self._planners:
             self._make_plan(shapes)
 
+    def use(self, plan: CompiledPlan) -> None:
+        """Run the steps that ``plan`` was made for by it again; plans for other shapes stay.
+
+        Raises:
+            PlanMismatchError: this model did not make it.
+        """
+        made_for = [shapes for shapes, planner in self._planners.items() if planner.has_made(plan)]
+        if not made_for:
+            raise PlanMismatchError("the plan is of another model. Use one that this compiled model has made.")
+        self._last_plan = self._plans[made_for[0]] = plan
+
     def remove(self) -> None:
         """Have the model as it was before ``compile``."""
         modules = dict(self._model.named_modules())
@@ -121,7 +134,7 @@ class CompiledModel(nn.Module):
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         self._plan_watched()
-        shapes = _shapes_of(args, kwargs)
+        shapes = _shapes_of(args, kwargs, self._model.training)
         plan = self._plans.get(shapes)
         with torch._dynamo.config.patch(
             recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
@@ -154,8 +167,10 @@ class CompiledModel(nn.Module):
         watch.stop()
         self._pending = None
         if not watch.complete or not watch.shapes:
-            return  # a call without backward; the next one is watched
-        self._planners[shapes] = StepPlanner(watch.moments, watch.shapes, resident)
+            self.reason = watch.failed or "the last call without a plan had no backward"
+            return  # the next call is watched
+        self.reason = ""
+        self._planners[shapes] = StepPlanner(watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes)
         self._make_plan(shapes)
 
     def _make_plan(self, shapes: str) -> None:
@@ -203,10 +218,11 @@ def _parsed(budget: int | str | None) -> int | float | None:
     return parsed
 
 
-def _shapes_of(args: tuple, kwargs: dict[str, Any]) -> str:
+def _shapes_of(args: tuple, kwargs: dict[str, Any], training: bool) -> str:
     """What distinguishes steps that have plans of their own."""
     tensors = batch_tensors([*args, *(kwargs[name] for name in sorted(kwargs))])
-    return " ".join(f"{tuple(t.shape)}{t.dtype}" for t in tensors)
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    return " ".join([*(f"{tuple(t.shape)}{t.dtype}" for t in tensors), f"training={training}", f"autocast={autocast}"])
 
 
 def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

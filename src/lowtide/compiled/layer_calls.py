@@ -53,10 +53,11 @@ class LayerShape:
 
     def running(self, layer: str) -> Variant:
         """The variant that ``layer`` runs: as planned, else the one that stores least."""
-        found = self.variants.get(self._session.variants.get(layer, LEAST))
-        if found is None or found.run is None or found.refused:
-            return self.variants[PLAIN]
-        return found
+        for name in (self._session.variants.get(layer, LEAST), LEAST):
+            found = self.variants.get(name)
+            if found is not None and found.run is not None and not found.refused:
+                return found
+        return self.variants[PLAIN]
 
     def __call__(self, *inputs: Any) -> Any:
         variant = self.running(self._session.layer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.compiled import saved_sets
 from lowtide.compiled.captured_layer import Variant
@@ -49,6 +49,7 @@ class CompiledPlan:
 
     Attributes:
         budget_bytes: Absolute peak asked for; None without a budget.
+        margin_bytes: Part of every peak: how far a layer's code and the allocator were apart.
         resident_bytes: What lives through the whole step: parameters, gradients, buffers, batch, optimizer.
         predicted_peak_bytes, plain_peak_bytes: Absolute; the latter with every layer compiled as PyTorch does.
         predicted_overhead: Time of all layers beyond that of plain compiled ones, as a fraction of it.
@@ -60,6 +61,7 @@ class CompiledPlan:
     """
 
     budget_bytes: int | None
+    margin_bytes: int
     resident_bytes: int
     predicted_peak_bytes: int
     plain_peak_bytes: int
@@ -91,12 +93,22 @@ class StepPlanner:
         moments: Of a watched step.
         shapes: What each layer runs.
         resident_bytes: What lives through the whole step.
+        margin_bytes: How far a layer's code was from the allocator in the watched step: every peak counts so much more.
     """
 
-    def __init__(self, moments: Sequence[Moment], shapes: Mapping[str, LayerShape], resident_bytes: int) -> None:
-        self.moments, self.shapes, self.resident_bytes = moments, shapes, resident_bytes
+    def __init__(
+        self,
+        moments: Sequence[Moment],
+        shapes: Mapping[str, LayerShape],
+        resident_bytes: int,
+        *,
+        margin_bytes: int = 0,
+    ) -> None:
+        self.moments = [replace(moment, extra_bytes=moment.extra_bytes + margin_bytes) for moment in moments]
+        self.shapes, self.resident_bytes, self.margin_bytes = shapes, resident_bytes, margin_bytes
         self._distinct = list(dict.fromkeys(shapes.values()))
         self.refused: list[str] = []
+        self._made: list[CompiledPlan] = []
 
     @property
     def plain_peak_bytes(self) -> int:
@@ -124,7 +136,11 @@ class StepPlanner:
             choice = self._choice_of(dict.fromkeys(self.shapes, PLAIN))
         else:
             choice = self._within(limit)
-        return self._plan_of(choice, limit, plain_bytes, start_s)
+        self._made.append(self._plan_of(choice, limit, plain_bytes, start_s))
+        return self._made[-1]
+
+    def has_made(self, plan: CompiledPlan) -> bool:
+        return any(plan is made for made in self._made)
 
     def _within(self, limit: int) -> Choice:
         for shape in self._distinct:
@@ -267,6 +283,7 @@ class StepPlanner:
         moment = peak_moment(self.moments, self._options(ready=True), choice.variants)
         return CompiledPlan(
             budget_bytes=None if limit is None else limit + self.resident_bytes,
+            margin_bytes=self.margin_bytes,
             resident_bytes=self.resident_bytes,
             predicted_peak_bytes=self.resident_bytes + choice.peak_bytes,
             plain_peak_bytes=plain_bytes,

@@ -44,7 +44,7 @@ class StepWatch:
         self._live = self._granted = 0
         self._open: Counter[str] = Counter()
         self._stored = 0  # bytes, of the layers that are open
-        self._begun = False
+        self._begun = self._stopped = False
         # What a hook inside backward switches on or off, the engine undoes: the allocator's events are on all through,
         # and hooks only begin and end counts of them.
         self._events, self._counting = ExitStack(), ExitStack()
@@ -99,6 +99,8 @@ class StepWatch:
     def _follow(self, node: Any, layer: str, memory: VariantMemory) -> None:
         @never_compiled
         def begin(gradients: Any) -> None:
+            if self._stopped:
+                return
             self._between_ends()
             live = self._live - self._stored - self._granted
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
@@ -107,6 +109,8 @@ class StepWatch:
 
         @never_compiled
         def end(made: Any, gradients: Any) -> None:
+            if self._stopped:
+                return
             _, left = self._cut()
             self.off_bytes = max(self.off_bytes, abs(left - memory.backward_end_bytes))
             self._live += memory.backward_end_bytes
@@ -127,7 +131,7 @@ class StepWatch:
         """The step has ended if no layer waits for another backward."""
         if error is not None:
             self.failed = "backward failed"
-        if not self._begun or (self._open and error is None):
+        if self._stopped or not self._begun or (self._open and error is None):
             return
         self._between_ends()
         self.complete = not self.failed
@@ -135,6 +139,7 @@ class StepWatch:
 
     def stop(self) -> None:
         """End counting, whatever state it is in."""
+        self._stopped = True
         self._forget()
         self._counting.close()
         self._events.close()
