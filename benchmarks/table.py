@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ablation
+from compiled_table import compiled_table
 from doctor_table import examples_table, zoo_table
 from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table
 from gpu_table import gpu_table
@@ -52,12 +53,18 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
     args = parser.parse_args()
     differing = 0
-    measured_gpu = RESULTS / "gpu.jsonl"
+    measured_gpu, measured_compiled = RESULTS / "gpu.jsonl", RESULTS / "compiled_cpu.jsonl"
     for page in (
         Page(ROOT / "README.md", "summary", RESULTS / "decoder_cpu.jsonl", summary_table),
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(ROOT / "docs" / "benchmarks.md", "gpu", measured_gpu if measured_gpu.exists() else None, gpu_table),
+        Page(
+            ROOT / "docs" / "compiled.md",
+            "compiled",
+            measured_compiled if measured_compiled.exists() else None,
+            compiled_table,
+        ),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),

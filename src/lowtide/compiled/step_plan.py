@@ -21,7 +21,7 @@ from lowtide.compiled.saved_sets import SavedSet
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
 from lowtide.units import format_bytes
 
-_ROUNDS = 3
+_ROUNDS = 2
 _LEANER = 0.6  # of the peak in backward, where nothing fits
 
 
