@@ -41,7 +41,7 @@ class StepWatch:
         self.moments: list[Moment] = []
         self.complete, self.failed, self.off_bytes = False, "", 0
         self.shapes: dict[str, Any] = {}  # what ran, by layer, in the order of the first calls
-        self._live = self._granted = 0
+        self._live = self._granted = self._held = 0
         self._open: Counter[str] = Counter()
         self._stored = 0  # bytes, of the layers that are open
         self._begun = self._stopped = False
@@ -65,7 +65,8 @@ class StepWatch:
     def _between_ends(self) -> None:
         peak, left = self._cut()
         # Gradients that come in here count as passing: in later steps they are added to those that are there.
-        before = self._live - self._stored - self._granted
+        before = self._live - self._stored - self._granted - self._held
+        self._held = 0
         self.moments.append(Moment(BETWEEN, "", before, peak, dict(self._open)))
         self._live += left
         self._granted = self._new_gradients()
@@ -112,8 +113,10 @@ class StepWatch:
             if self._stopped:
                 return
             _, left = self._cut()
-            self.off_bytes = max(self.off_bytes, abs(left - memory.backward_end_bytes))
-            self._live += memory.backward_end_bytes
+            # Only because there is this hook, the engine holds what came in until the hook returns.
+            self._held = sum(t.untyped_storage().nbytes() for t in gradients if t is not None)
+            self.off_bytes = max(self.off_bytes, abs(left - memory.backward_end_bytes - self._held))
+            self._live += memory.backward_end_bytes + self._held
             self._open[layer] -= 1
             self._open += Counter()
             self._stored -= memory.stored_bytes
