@@ -34,7 +34,6 @@ MEMORY = VariantMemory(
     forward_end_bytes=2 * ROW,
     backward_peak_bytes=ROW,
     backward_end_bytes=-ROW,
-    holds_inputs=frozenset(),
 )
 
 
@@ -44,7 +43,7 @@ def watched(layers=3):
     watch = StepWatch([weight])
     rows = [weight * 1.0]  # none of which goes while a layer runs
     for i in range(layers):
-        watch.enter_forward(str(i))
+        watch.enter_forward(str(i), rows[-1:])
         rows.append(CompiledFunctionLike.apply(rows[-1]))
         watch.leave_forward(str(i), object(), MEMORY, rows[-1:], compiled_now=False)
     loss = (rows[-1] * 1.5).sum()  # a gradient with memory of its own
@@ -57,6 +56,7 @@ def test_every_layer_is_found_twice_with_what_is_open():
     watch = watched()
 
     assert watch.complete and not watch.failed
+    assert watch.handed_on == {"0", "1"}  # the last one's output goes elsewhere
     assert [(m.kind, m.layer) for m in watch.moments if m.kind != BETWEEN] == [
         *((FORWARD, str(i)) for i in range(3)),
         *((BACKWARD, str(i)) for i in (2, 1, 0)),
@@ -79,7 +79,7 @@ def test_what_layers_store_is_left_out_and_gradients_held_for_the_hooks_too():
 @pytest.mark.usefixtures("one_thread")
 def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
     watch = StepWatch([])
-    watch.enter_forward("a")
+    watch.enter_forward("a", [])
     watch.stop()
 
     assert not watch.complete
@@ -90,7 +90,7 @@ def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
 def test_a_backward_after_the_end_of_the_watch_is_not_counted():
     weight = nn.Parameter(torch.ones(8))
     watch = StepWatch([weight])
-    watch.enter_forward("a")
+    watch.enter_forward("a", [])
     x = CompiledFunctionLike.apply(weight * 1.0)
     watch.leave_forward("a", object(), MEMORY, [x], compiled_now=False)
     watch.stop()

@@ -32,7 +32,8 @@ class VariantMemory:
         stored_bytes: Made in forward and held until backward, beyond what the layer returns.
         forward_peak_bytes, forward_end_bytes: Beyond what lives when forward begins.
         backward_peak_bytes, backward_end_bytes: Beyond what lives when backward begins.
-        holds_inputs: Of the layer's graph inputs, by position, those that backward holds.
+        saved_output_bytes: Of what the layer returns, that backward holds as well: it counts where no next layer holds
+            it as an input. The variant that stores least holds every input that any other does.
     """
 
     stored_bytes: int
@@ -40,7 +41,7 @@ class VariantMemory:
     forward_end_bytes: int
     backward_peak_bytes: int
     backward_end_bytes: int
-    holds_inputs: frozenset[int]
+    saved_output_bytes: int = 0
 
 
 @dataclass
@@ -183,12 +184,10 @@ class CapturedLayer:
         if len(forward.returned) != ahead.results:
             raise UnreadableCodeError(f"generated code returns {len(forward.returned)} values, not {ahead.results}.")
         given: dict[str, InputMemory] = {}
-        holds = set[int]()
         for name, block in zip(held, stored, strict=False):
             look = back.placeholders[name]
             if isinstance(block, str):  # an input of the layer
                 position = positions[block]
-                holds.add(position)
                 sample = self._others.get(position)
                 # Parameters stay. Another input goes with this layer where nobody else holds it.
                 given[name] = InputMemory(look, block, sample.look.bytes if sample and sample.owned else 0)
@@ -199,14 +198,14 @@ class CapturedLayer:
             look = back.placeholders[name]
             given[name] = InputMemory(look, name, look.bytes if look else 0)
         backward = read_code(back.source, given, op_rates.workspace_bytes)
-        kept = {b for b in stored if isinstance(b, int) and b not in returned}
+        kept = {b for b in stored if isinstance(b, int)}
         return VariantMemory(
-            stored_bytes=sum(forward.block_bytes[b] for b in kept),
+            stored_bytes=sum(forward.block_bytes[b] for b in kept - returned),
             forward_peak_bytes=forward.peak_bytes,
             forward_end_bytes=forward.end_bytes,
             backward_peak_bytes=backward.peak_bytes,
             backward_end_bytes=backward.end_bytes,
-            holds_inputs=frozenset(holds),
+            saved_output_bytes=sum(forward.block_bytes[b] for b in kept & returned),
         )
 
 

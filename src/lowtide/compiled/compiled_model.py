@@ -170,7 +170,9 @@ class CompiledModel(nn.Module):
             self.reason = watch.failed or "the last call without a plan had no backward"
             return  # the next call is watched
         self.reason = ""
-        self._planners[shapes] = StepPlanner(watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes)
+        self._planners[shapes] = StepPlanner(
+            watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes, handed_on=watch.handed_on
+        )
         self._make_plan(shapes)
 
     def _make_plan(self, shapes: str) -> None:

@@ -100,7 +100,7 @@ class LayerCall:
             watch = None
         session.enter(self._name)
         if watch is not None:
-            watch.enter_forward(self._name)
+            watch.enter_forward(self._name, batch_tensors([*args, *kwargs.values()]))
         try:
             outputs = self._run(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as failed:

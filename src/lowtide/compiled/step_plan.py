@@ -8,7 +8,7 @@ rounds propose variants between those chosen, or leaner ones where nothing fits.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.compiled import saved_sets
@@ -94,6 +94,7 @@ class StepPlanner:
         shapes: What each layer runs.
         resident_bytes: What lives through the whole step.
         margin_bytes: How far a layer's code was from the allocator in the watched step: every peak counts so much more.
+        handed_on: Layers whose outputs are inputs of other layers, which hold them.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class StepPlanner:
         resident_bytes: int,
         *,
         margin_bytes: int = 0,
+        handed_on: Collection[str] = (),
     ) -> None:
+        self._handed_on = handed_on
         self.moments = [replace(moment, extra_bytes=moment.extra_bytes + margin_bytes) for moment in moments]
         self.shapes, self.resident_bytes, self.margin_bytes = shapes, resident_bytes, margin_bytes
         self._distinct = list(dict.fromkeys(shapes.values()))
@@ -189,8 +192,12 @@ class StepPlanner:
 
     def _options(self, *, ready: bool = False) -> dict[str, list[Option]]:
         """By layer; ``ready``: only what is compiled."""
-        by_shape = {id(shape): _options_of(shape, ready=ready) for shape in self._distinct}
-        return {layer: by_shape[id(shape)] for layer, shape in self.shapes.items()}
+        by_shape = {
+            (id(shape), held): _options_of(shape, ready=ready, outputs_held=held)
+            for shape in self._distinct
+            for held in (True, False)
+        }
+        return {layer: by_shape[id(shape), layer in self._handed_on] for layer, shape in self.shapes.items()}
 
     def _choice_of(self, variants: dict[str, str]) -> Choice:
         options = self._options(ready=True)
@@ -296,10 +303,16 @@ class StepPlanner:
         )
 
 
-def _options_of(shape: LayerShape, *, ready: bool) -> list[Option]:
-    """What each variant means: by its code where that was read, else as the solver believes."""
+def _options_of(shape: LayerShape, *, ready: bool, outputs_held: bool = True) -> list[Option]:
+    """What each variant means: by its code where that was read, else as the solver believes.
+
+    Args:
+        outputs_held: By a next layer, whatever this one saves.
+    """
     found = [
-        Option(name, v.memory.stored_bytes, v.memory.forward_peak_bytes, v.memory.backward_peak_bytes, v.step_ms)
+        Option(
+            name, _stored_bytes(v, outputs_held), v.memory.forward_peak_bytes, v.memory.backward_peak_bytes, v.step_ms
+        )
         for name, v in shape.variants.items()
         if not v.refused and (v.run is not None or not ready)
     ]
@@ -308,3 +321,7 @@ def _options_of(shape: LayerShape, *, ready: bool) -> list[Option]:
         beyond = max(0, saved.backward_bytes - saved.stored_bytes)
         found.append(Option(name, saved.stored_bytes, saved.forward_bytes, beyond, plain_ms + saved.recompute_ms))
     return found
+
+
+def _stored_bytes(variant: Variant, outputs_held: bool) -> int:
+    return variant.memory.stored_bytes + (0 if outputs_held else variant.memory.saved_output_bytes)

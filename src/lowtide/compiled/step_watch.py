@@ -40,6 +40,8 @@ class StepWatch:
         self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         self.moments: list[Moment] = []
         self.complete, self.failed, self.off_bytes = False, "", 0
+        self.handed_on: set[str] = set()  # layers all of whose outputs are inputs of others
+        self._returned: dict[str, set[int]] = {}
         self.shapes: dict[str, Any] = {}  # what ran, by layer, in the order of the first calls
         self._live = self._granted = self._held = 0
         self._open: Counter[str] = Counter()
@@ -74,7 +76,9 @@ class StepWatch:
     def _new_gradients(self) -> int:
         return sum(p.grad.nbytes for p in self._without_gradient if p.grad is not None)
 
-    def enter_forward(self, layer: str) -> None:
+    def enter_forward(self, layer: str, inputs: Iterable[torch.Tensor]) -> None:
+        taken = {t.untyped_storage().data_ptr() for t in inputs}
+        self.handed_on |= {name for name, made in self._returned.items() if made <= taken}
         self._between_ends()
         self._start()
 
@@ -85,6 +89,8 @@ class StepWatch:
         if not compiled_now:
             self.off_bytes = max(self.off_bytes, abs(left - memory.forward_end_bytes))
         self.moments.append(Moment(FORWARD, layer, self._live - self._stored, 0, dict(self._open)))
+        outputs = [t for t in outputs if isinstance(t, torch.Tensor)]
+        self._returned[layer] = {t.untyped_storage().data_ptr() for t in outputs}
         self._live += memory.forward_end_bytes
         self._open[layer] += 1
         self._stored += memory.stored_bytes
