@@ -39,19 +39,19 @@ def equal(found, expected):
     return all(map(same_bits, found, expected))
 
 
-def reference(**options):
+def reference(round_as_eager=False, **options):
     """A step of the layers compiled by PyTorch alone."""
     model = decoder(**options)
     for block in model.blocks:
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(fullgraph=True, dynamic=False, options={"emulate_precision_casts": round_as_eager})
     return step_of(model, model)
 
 
-def check_budgets(budgets, **options):
+def check_budgets(budgets, round_as_eager=False, **options):
     """At each budget: the peak fits and is as predicted, and no bit differs."""
-    expected = reference(**options)
+    expected = reference(round_as_eager, **options)
     model = decoder(**options)
-    compiled = lowtide.compile(model)
+    compiled = lowtide.compile(model, round_as_eager=round_as_eager)
     assert equal(step_of(compiled, model), expected)  # before there is a plan
     stored = []
     for budget in budgets:
@@ -82,8 +82,20 @@ def test_dropout_inside_keeps_its_mask():
 
 
 @pytest.mark.slow
-def test_bf16_layers_keep_their_bits():
-    check_budgets([None, "60%"], dtype=torch.bfloat16)
+def test_bf16_layers_that_round_alike_keep_their_bits():
+    check_budgets([None, "60%"], round_as_eager=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_bf16_variants_with_other_bits_are_left_out():
+    expected = reference(dtype=torch.bfloat16)
+    model = decoder(dtype=torch.bfloat16)
+    compiled = lowtide.compile(model)
+
+    assert equal(step_of(compiled, model), expected)
+    with pytest.raises(lowtide.BudgetInfeasibleError, match=r"has other bits.* round_as_eager=True"):
+        compiled.set_budget("60%")
+    assert equal(step_of(compiled, model), expected)
 
 
 @pytest.mark.slow

@@ -81,9 +81,11 @@ class CapturedLayer:
     Args:
         graph: Dynamo's graph.
         inputs: What it was called with; parameters are kept, others only described.
+        round_as_eager: Values of low precision are rounded inside fused kernels too.
     """
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], *, round_as_eager: bool = False) -> None:
+        self._round_as_eager = round_as_eager
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
@@ -160,6 +162,8 @@ class CapturedLayer:
             return made
 
         patches: dict[str, Any] = {"allow_buffer_reuse": reuse}
+        if self._round_as_eager:
+            patches["emulate_precision_casts"] = True
         if partitioner is not None:
             patches["custom_partitioner_fn"] = partitioner
         if not kernels:

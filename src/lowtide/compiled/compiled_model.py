@@ -28,6 +28,7 @@ def compile(  # torch's word for it
     budget: int | str | None = None,
     layers: Sequence[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    round_as_eager: bool = False,
 ) -> CompiledModel:
     """Compile each repeated layer of ``model`` so that a training step stays within ``budget`` and is fastest.
 
@@ -40,13 +41,16 @@ def compile(  # torch's word for it
             beyond what lives throughout; None: compile as PyTorch does.
         layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found.
         optimizer: Its state counts as resident.
+        round_as_eager: Compile with Inductor's ``emulate_precision_casts``. In bfloat16 and float16 a fused kernel
+            keeps more digits than the memory between two kernels, so variants seldom have the bits of the plain layer,
+            and are left out. With this all round alike; gradients are those of layers compiled with that setting.
 
     Raises:
         UnsupportedModelError: there are no such layers, or one is compiled already, checkpoints, or lies on another
             device than the CPU. A layer that cannot be compiled as one graph is refused by its first call.
         ValueError, TypeError: ``budget`` makes no sense.
     """
-    return CompiledModel(model, budget=budget, layers=layers, optimizer=optimizer)
+    return CompiledModel(model, budget=budget, layers=layers, optimizer=optimizer, round_as_eager=round_as_eager)
 
 
 class CompiledModel(nn.Module):
@@ -64,6 +68,7 @@ class CompiledModel(nn.Module):
         budget: int | str | None,
         layers: Sequence[str] | None,
         optimizer: torch.optim.Optimizer | None,
+        round_as_eager: bool = False,
     ) -> None:
         super().__init__()
         self._budget = _parsed(budget)
@@ -81,7 +86,7 @@ class CompiledModel(nn.Module):
         modules = dict(model.named_modules())
         for name in names:
             module = modules[name]
-            kind = kinds.setdefault(type(module), LayerKind(session))
+            kind = kinds.setdefault(type(module), LayerKind(session, round_as_eager=round_as_eager))
             self._calls[name] = module._compiled_call_impl = LayerCall(name, module, kind, session)
 
     def __getattr__(self, name: str) -> Any:

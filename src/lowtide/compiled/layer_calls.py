@@ -69,13 +69,13 @@ class LayerShape:
 class LayerKind:
     """Dynamo's backend for layers of one class; equal layers share what is compiled."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, *, round_as_eager: bool = False) -> None:
+        self._session, self._round_as_eager = session, round_as_eager
         self.shapes: list[LayerShape] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Compiled:
         self._session.compiled_now = True
-        captured = CapturedLayer(graph, inputs)
+        captured = CapturedLayer(graph, inputs, round_as_eager=self._round_as_eager)
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor)):
             return captured.inference()
         if len(self.shapes) >= _MOST_SHAPES:

@@ -165,9 +165,18 @@ class StepPlanner:
         raise BudgetInfeasibleError(
             f"no plan fits budget={format_bytes(budget_bytes)}: the compiled layers need at least "
             f"{format_bytes(least_bytes)}, of which {format_bytes(self.resident_bytes)} live through the whole step.\n"
-            "Raise the budget, or reduce the batch.",
+            "Raise the budget, or reduce the batch." + self._left_out(),
             budget_bytes=budget_bytes,
             least_bytes=least_bytes,
+        )
+
+    def _left_out(self) -> str:
+        reasons = [f"{name}: {v.refused}" for s in self._distinct for name, v in s.variants.items() if v.refused]
+        if not reasons:
+            return ""
+        return (
+            f"\n{len(reasons)} variants were left out, the first of them {reasons[0]}. In bfloat16 and float16, "
+            "round_as_eager=True makes variants agree."
         )
 
     def _least_bytes(self) -> int:
