@@ -6,7 +6,7 @@ SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps claims advice foresight zoo clean
+.PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ integrations: .venv/.ready  ## train in the libraries that people train with, wi
 
 real-steps: .venv/.ready  ## train in loops as people write them, with fit and without; a quarter of an hour
 	$(BIN)/python benchmarks/real_steps.py
+
+compiled: .venv/.ready  ## compare compiled layers under PyTorch's options and under plans; a quarter of an hour
+	$(BIN)/python benchmarks/compiled.py
 
 claims: .venv/.ready  ## recompute the numbers that are often quoted; some minutes
 	cd benchmarks && ../$(BIN)/python claims.py

@@ -18,6 +18,7 @@ from pathlib import Path
 import ablation
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
+from compiled_table import compiled_table
 from doctor_table import examples_table, zoo_table
 from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table
 from gpu_table import gpu_table
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
     args = parser.parse_args()
     differing = 0
-    measured_gpu = RESULTS / "gpu.jsonl"
+    measured_gpu, measured_compiled = RESULTS / "gpu.jsonl", RESULTS / "compiled_cpu.jsonl"
     for page in (
         Page(ROOT / "README.md", "summary", RESULTS / "decoder_cpu.jsonl", summary_table),
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
@@ -67,6 +68,12 @@ def main() -> int:
             for name in QUESTIONS
         ),
         Page(HOW_TO / "opaque-calls.md", "opaque", RESULTS / "opaque_cpu.jsonl", opaque_table),
+        Page(
+            ROOT / "docs" / "compiled.md",
+            "compiled",
+            measured_compiled if measured_compiled.exists() else None,
+            compiled_table,
+        ),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),

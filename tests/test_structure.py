@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
     "models", "scratch_file", "device", "measurement", "estimation", "hollow", "tracing", "tape", "verifier",
-    "rank_consensus", "long_sequences", "reports", "runtime", "argument_checks", "settings", "inference", "doctor",
+    "rank_consensus", "long_sequences", "reports", "runtime", "compiled", "argument_checks", "settings", "inference",
+    "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "foresight", "commands")
@@ -53,6 +54,7 @@ PUBLIC_FUNCTIONS = {
     "diagnose",
     "checkpoint",
     "checkpoint_sequential",
+    "compile",
 }
 
 MODULES = sorted(p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for p in SOURCE.rglob("*.py"))

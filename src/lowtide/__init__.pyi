@@ -1,6 +1,9 @@
 """The public names and where each lives: read by type checkers, and by ``__init__.py`` to load a name on first use."""
 
 from lowtide.api import fit as fit
+from lowtide.compiled.compiled_model import CompiledModel as CompiledModel
+from lowtide.compiled.compiled_model import compile as compile
+from lowtide.compiled.step_plan import CompiledPlan as CompiledPlan
 from lowtide.doctor.diagnosis import Diagnosis as Diagnosis
 from lowtide.doctor.diagnosis import diagnose as diagnose
 from lowtide.doctor.finding import Finding as Finding

@@ -1,0 +1,261 @@
+"""A decoder whose layers are compiled, by PyTorch's options and by lowtide: CPU, one thread, one JSON line per method.
+
+    python benchmarks/compiled.py            eight layers; a quarter of an hour, most of it compiling
+    python benchmarks/compiled.py --quick    a toy, to see that it runs
+
+The decoder is that of ``decoder.py``; each layer is compiled by itself. PyTorch's ways: nothing else, full and
+selective checkpointing (matrix products and attention kept), and ``activation_memory_budget``. lowtide gets the peaks
+that these had as budgets, and some below. The cache of compiled code is empty at first, but for --quick.
+Memory stays in the process. All methods run interleaved on the same weights: process CPU time as a ratio to compiling
+alone just before and just after. Peaks are the allocator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from checkpoint_calls import MALLOC_FIXED
+from paired_times import paired_times
+from provenance import provenance
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "compiled_cpu.jsonl"
+SEED = 0
+PLAIN = "compile alone"
+MEMORY_BUDGETS = (0.7, 0.5, 0.3, 0.1)
+AT_PEAK_OF = ("selective", "memory budget 0.5", "memory budget 0.3", "memory budget 0.1", "full checkpointing")
+FRACTIONS = (0.42, 0.28, 0.22)  # of the activations of compiling alone
+
+
+def main() -> int:
+    args = _arguments()
+    if args.here:
+        for line in Bench(args).lines():
+            print(json.dumps(line), flush=True)
+        return 0
+    with tempfile.TemporaryDirectory() as empty:
+        environment = {**os.environ, **MALLOC_FIXED, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if not args.quick:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = empty
+        found = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--here"], env=environment, stdout=subprocess.PIPE, check=False
+        )
+    if found.returncode == 0:
+        args.out.write_bytes(found.stdout)
+        print(f"wrote {args.out}", file=sys.stderr)
+    return found.returncode
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of every method (default 7)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="a toy model, one round, two methods of each side")
+    parser.add_argument("--here", action="store_true", help="in this process, lines to stdout")
+    return parser.parse_args()
+
+
+class Bench:
+    """One decoder, and the ways to run its layers."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        torch.set_num_threads(1)
+        torch._dynamo.config.recompile_limit = 256
+        layers, hidden, inner, heads, tokens, words = (
+            (2, 32, 64, 2, 32, 64) if args.quick else (8, 512, 1408, 8, 512, 4096)
+        )
+        self.args = args
+        self.case = f"decoder, {layers} layers of {hidden}, 4 x {tokens} tokens, float32, compiled by layer"
+        config = transformers.LlamaConfig(
+            hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner, num_attention_heads=heads,
+            num_key_value_heads=heads // 2, vocab_size=words, use_cache=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        torch.manual_seed(SEED)
+        self.model = transformers.LlamaForCausalLM(config).train()
+        ids = torch.randint(0, words, (4, tokens))
+        self.batch = {"input_ids": ids, "labels": ids}
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.ways: dict[str, Callable[[], float]] = {}
+        self.facts: dict[str, dict] = {}
+
+    def lines(self) -> list[dict]:
+        from lowtide.measurement.timing import time_ms
+
+        self._pytorchs_ways()
+        found = {name: self._outcome(name) for name in self.ways}
+        self._lowtides_ways({name: peak for name, (peak, _) in found.items()})
+        found |= {name: self._outcome(name) for name in self.ways if name not in found}
+        plain, times, ratios = paired_times(
+            partial(time_ms, self.ways[PLAIN]),
+            {name: partial(time_ms, way) for name, way in self.ways.items() if name != PLAIN},
+            rounds=1 if self.args.quick else self.args.rounds,
+            on_round=lambda done, total: print(f"round {done} of {total}", file=sys.stderr),
+            seed=SEED,
+        )
+        plain_bytes, reference = found[PLAIN]
+        lines = []
+        for name, fact in self.facts.items():
+            line = {"benchmark": "compiled_cpu", "case": self.case, "method": name, **fact}
+            if name in found:
+                peak, results = found[name]
+                ratio = ratios.get(name)
+                line |= {
+                    "activation_bytes": peak,
+                    "fraction": peak / plain_bytes,
+                    "bitwise_equal": results == reference,
+                    "time_ms": (times[name] if ratio else plain).median_ms,
+                    "time_ratio": ratio.median_ms if ratio else 1.0,
+                    "time_ratio_quartiles": ratio.quartiles if ratio else [1.0, 1.0],
+                }
+            lines.append(line | {"seed": SEED, "rounds": 1 if self.args.quick else self.args.rounds, **provenance()})
+        return lines
+
+    def _pytorchs_ways(self) -> None:
+        import torch
+
+        calls: dict[str, tuple[Callable | None, list]] = {"eager": (None, [])}
+        calls[PLAIN] = (None, self._compiled())
+        calls["full checkpointing"] = (_checkpoint, calls[PLAIN][1])
+        calls["selective"] = (None, self._compiled(wrap=_selectively))
+        for budget in MEMORY_BUDGETS[-1:] if self.args.quick else MEMORY_BUDGETS:
+            calls[f"memory budget {budget}"] = (None, self._compiled(activation_memory_budget=budget))
+        if self.args.quick:
+            del calls["selective"]
+        for name, (checkpoint, compiled) in calls.items():
+
+            def run(checkpoint=checkpoint, compiled=compiled) -> float:
+                layers = self.model.model.layers
+                for layer, call in zip(layers, compiled or [None] * len(layers)):
+                    layer._compiled_call_impl = call
+                    layer.gradient_checkpointing = checkpoint is not None
+                    layer._gradient_checkpointing_func = checkpoint
+                try:
+                    return self._step(self.model)
+                finally:
+                    for layer in layers:
+                        layer._compiled_call_impl, layer.gradient_checkpointing = None, False
+
+            self._say(name)
+            self.ways[name] = run
+            start = time.perf_counter()
+            torch.manual_seed(SEED)
+            run()
+            self.facts[name] = {"status": "ok", "first_step_s": time.perf_counter() - start}
+
+    def _compiled(self, wrap: Callable | None = None, **functorch) -> list[Callable]:
+        """Every layer's call, compiled with settings of its own."""
+        import torch
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        def backend(graph, inputs):
+            with config.patch(functorch):
+                return compile_fx(graph, inputs)
+
+        calls = [layer._call_impl if wrap is None else wrap(layer) for layer in self.model.model.layers]
+        return [torch.compile(call, backend=backend, fullgraph=True, dynamic=False) for call in calls]
+
+    def _lowtides_ways(self, peaks: dict[str, int]) -> None:
+        import lowtide
+
+        compiled = lowtide.compile(self.model, budget=None)
+        calls = {layer: layer._compiled_call_impl for layer in self.model.model.layers}
+        self._say("lowtide")
+        start = time.perf_counter()
+        self._step(compiled)
+        first_s = time.perf_counter() - start
+        plan = compiled.plan
+        at = [name for name in AT_PEAK_OF if name in peaks]
+        budgets = {f"lowtide, peak of {name}": peaks[name] for name in at}
+        budgets |= {f"lowtide {fraction:.2f}": int(fraction * peaks[PLAIN]) for fraction in FRACTIONS}
+        for name, activations in budgets.items():
+            self._say(name)
+            start = time.perf_counter()
+            fact = {"status": "ok", "first_step_s": first_s, "budget_bytes": activations}
+            try:
+                compiled.set_budget(activations + plan.resident_bytes)
+            except lowtide.BudgetInfeasibleError as error:
+                fact |= {"status": "infeasible", "least_bytes": error.least_bytes - plan.resident_bytes}
+                self.facts[name] = fact | {"planning_s": time.perf_counter() - start}
+                continue
+            chosen = compiled.plan
+
+            def run(chosen=chosen) -> float:
+                for layer, call in calls.items():
+                    layer._compiled_call_impl = call
+                compiled.use(chosen)
+                try:
+                    return self._step(compiled)
+                finally:
+                    for layer in calls:
+                        layer._compiled_call_impl = None
+
+            self.ways[name] = run
+            self.facts[name] = fact | {
+                "planning_s": time.perf_counter() - start,
+                "predicted_activation_bytes": chosen.predicted_peak_bytes - chosen.resident_bytes,
+                "predicted_overhead": chosen.predicted_overhead,
+                "variants": {v.name: v.layers for v in chosen.variants},
+            }
+
+    def _step(self, model) -> float:
+        loss = model(**self.batch).loss
+        loss.backward()
+        return loss.item()
+
+    def _outcome(self, name: str) -> tuple[int, list[bytes]]:
+        """Peak bytes, and digests of loss and gradients."""
+        import hashlib
+
+        import torch
+
+        from lowtide.measurement.allocator import peak_bytes
+
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        losses: list[float] = []
+        peak = peak_bytes(lambda: losses.append(self.ways[name]()))
+        tensors = [torch.tensor(losses), *(p.grad for p in self.model.parameters())]
+        return peak, [hashlib.sha256(t.numpy().tobytes()).digest() for t in tensors]
+
+    def _say(self, what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+
+def _checkpoint(function, *args):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def _selectively(layer):
+    """``layer``'s call under selective checkpointing, to be compiled as a whole: the compiler sees the policy."""
+    import torch
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    context = partial(create_selective_checkpoint_contexts, kept)
+
+    def call(*args, **kwargs):
+        return checkpoint(layer._call_impl, *args, use_reentrant=False, context_fn=context, **kwargs)
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The table of ``benchmarks/compiled.py``: a decoder compiled by layer, PyTorch's options beside lowtide's plans."""
+
+from __future__ import annotations
+
+MIB = 2**20
+COLUMNS = ("method", "activations", "of plain", "predicted", "time", "predicted", "first step, plan", "gradients")
+NOBODY = (
+    "The whole benchmark has not been run yet. `make compiled` runs it, in a quarter of an hour, and writes\n"
+    "`compiled_cpu.jsonl` into `benchmarks/results`; `python benchmarks/table.py` then puts the table here."
+)
+
+
+def compiled_table(lines: list[dict]) -> str:
+    """A row per method, in the order run; a sentence where there are no results."""
+    if not lines:
+        return NOBODY
+    rows = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 2) + "---|"]
+    rows += ["| " + " | ".join([line["method"], *_cells(line)]) + " |" for line in lines]
+    first = lines[0]
+    rows += [
+        "",
+        f"{first['case'][0].upper()}{first['case'][1:]}. Process CPU time beside compiling alone, medians of "
+        f"{first['rounds']} interleaved rounds ± half the quartile range; memory stays in the process. Peaks are the "
+        "allocator's, gradients are compared with compiling alone. The predicted time is that of the layers only. "
+        "First step: with an empty cache of compiled code; "
+        f"lowtide's plans share theirs. {first['device']}, {first['threads']} thread, torch {first['torch']}, "
+        f"transformers {first['transformers']}, commit {first['commit']}.",
+    ]
+    return "\n".join(rows)
+
+
+def _cells(line: dict) -> list[str]:
+    seconds = f"{line['planning_s']:.0f} s" if "planning_s" in line else f"{line['first_step_s']:.0f} s"
+    if line["status"] == "infeasible":
+        return [f"infeasible, least {line['least_bytes'] / MIB:.1f} MiB", "", "", "", "", seconds, ""]
+    quartiles = line["time_ratio_quartiles"]
+    ours = "predicted_activation_bytes" in line
+    return [
+        f"{line['activation_bytes'] / MIB:.1f} MiB",
+        f"{line['fraction']:.3f}",
+        f"{line['predicted_activation_bytes'] / MIB:.1f} MiB" if ours else "",
+        f"{100 * (line['time_ratio'] - 1):+.1f} % ± {50 * (quartiles[1] - quartiles[0]):.1f}",
+        f"{100 * line['predicted_overhead']:+.1f} %" if ours else "",
+        seconds,
+        "equal" if line["bitwise_equal"] else "**differ**",
+    ]

@@ -1,0 +1,282 @@
+"""One layer as Dynamo captured it: its graph and inputs, kept so that it can be compiled in several ways, and later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext, tracing
+
+from lowtide.compiled import op_rates
+from lowtide.compiled.generated_code import InputMemory, TensorLook, UnreadableCodeError, read_code
+from lowtide.compiled.joint_nodes import JointNodes
+from lowtide.compiled.layer_graph import LayerGraph, layer_graph
+from lowtide.compiled.partitioner import PlannedPartitioner
+from lowtide.compiled.saved_sets import SavedSet
+from lowtide.errors import UnsupportedModelError
+
+Compiled = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class VariantMemory:
+    """Bytes of one variant of a layer, read from its code.
+
+    Attributes:
+        stored_bytes: Made in forward and held until backward, beyond what the layer returns.
+        forward_peak_bytes, forward_end_bytes: Beyond what lives when forward begins.
+        backward_peak_bytes, backward_end_bytes: Beyond what lives when backward begins.
+        saved_output_bytes: Of what the layer returns, that backward holds as well: it counts where no next layer holds
+            it as an input. The variant that stores least holds every input that any other does.
+    """
+
+    stored_bytes: int
+    forward_peak_bytes: int
+    forward_end_bytes: int
+    backward_peak_bytes: int
+    backward_end_bytes: int
+    saved_output_bytes: int = 0
+
+
+@dataclass
+class Variant:
+    """One way to compile a layer.
+
+    Attributes:
+        name: ``plain`` for PyTorch's own.
+        saved: What it saves besides inputs; None: PyTorch's own choice.
+        memory: Read from its code.
+        run: The compiled function; None while only its code has been read.
+        step_ms: Forward and backward of one layer: predicted, or measured once it runs.
+        refused: Why it is not used; "" where nothing speaks against it.
+    """
+
+    name: str
+    saved: SavedSet
+    memory: VariantMemory
+    run: Compiled | None = None
+    step_ms: float = 0.0
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A graph that Inductor has made code of."""
+
+    placeholders: dict[str, TensorLook | None]
+    source: str
+    backward: bool
+    results: int
+
+
+class CapturedLayer:
+    """What Dynamo handed to the backend for one layer and one set of input shapes.
+
+    Args:
+        graph: Dynamo's graph.
+        inputs: What it was called with; parameters are kept, others only described.
+        round_as_eager: Values of low precision are rounded inside fused kernels too.
+    """
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], *, round_as_eager: bool = False) -> None:
+        self._round_as_eager = round_as_eager
+        context = TracingContext.try_get()
+        assert context is not None, "Dynamo calls a backend while it traces"
+        self._graph, self._context = graph, context
+        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        self._fakes = [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
+        if any(not isinstance(f, torch.Tensor) for f in self._fakes):
+            raise UnsupportedModelError(
+                "a compiled layer takes a number that changes between calls. lowtide.compile plans fixed sizes only: "
+                "pad the batches to a few lengths."
+            )
+        self.parameters = {i: t for i, t in enumerate(inputs) if isinstance(t, nn.Parameter)}
+        self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in self.parameters}
+        self.layer: LayerGraph | None = None
+        self._num_outputs = 0
+
+    @property
+    def input_looks(self) -> dict[int, TensorLook]:
+        """Of the inputs that are no parameters, by position."""
+        return {i: sample.look for i, sample in self._others.items()}
+
+    def sample_inputs(self) -> list[torch.Tensor]:
+        """Inputs like the captured ones: the layer's own parameters, random numbers for the rest."""
+        made: list[torch.Tensor] = []
+        for i in range(len(self._fakes)):
+            found = self.parameters.get(i)
+            made.append(found if found is not None else self._others[i].tensor())
+        return made
+
+    def variant(self, name: str, saved: SavedSet | None, *, kernels: bool = True) -> Variant:
+        """Compile the layer so that it saves ``saved``; None: as PyTorch does, which also makes ``layer``.
+
+        Args:
+            kernels: False: only make the code and read it, which takes a second; no kernel is compiled.
+
+        Raises:
+            UnreadableCodeError: the code is of a form that is not known, so nobody can say what it takes.
+            PlanMismatchError: the layer does not have what the plan saves.
+        """
+        lowered: list[_Lowered] = []
+        chosen: list[str] = []
+
+        def seen(graph: fx.Graph, info: Any, values: list[fx.Node]) -> None:
+            chosen[:] = [n.name for n in values if n.op != "placeholder"]
+            if self.layer is None:
+                nodes = JointNodes(graph, info.is_required_fw, self._num_outputs)
+                self.layer = layer_graph(nodes, chosen)
+
+        partitioner = _CountingPartitioner(None if saved is None else saved.names, seen, self)
+        run = self._compile(partitioner, lowered, kernels=kernels, reuse=saved is None)
+        if self.layer is None or len(lowered) != 2:
+            raise UnsupportedModelError(
+                f"a compiled layer became {len(lowered)} compiled graphs, not a forward and a backward. "
+                "Nothing in it needs a gradient, or it runs without gradients."
+            )
+        if saved is None:
+            made = {n: s for s, n in self.layer.names.items()}
+            stored = sum(self.layer.graph.storages[made[n]].bytes for n in chosen if n in made)
+            saved = SavedSet(None, stored, 0, 0, 0.0)
+        return Variant(name, saved, self._memory(lowered), run if kernels else None)
+
+    def inference(self) -> Compiled:
+        """The layer compiled for calls without gradients, as PyTorch does."""
+        return self._compile(None, [], kernels=True, reuse=True)
+
+    def _compile(
+        self, partitioner: PlannedPartitioner | None, lowered: list[_Lowered], *, kernels: bool, reuse: bool
+    ) -> Compiled:
+        from torch._functorch import config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+            made = compile_fx_inner(gm, example_inputs, **options)
+            lowered.append(_Lowered(_looks(gm), made.source_code, bool(options.get("is_backward")), _results(gm)))
+            return made
+
+        patches: dict[str, Any] = {"allow_buffer_reuse": reuse}
+        if self._round_as_eager:
+            patches["emulate_precision_casts"] = True
+        if partitioner is not None:
+            patches["custom_partitioner_fn"] = partitioner
+        if not kernels:
+            patches["fx_graph_cache"] = False
+        # Backward is otherwise lowered when it first runs, under other settings. PyTorch's cache of whole functions
+        # would hand out code whose text is not there to be read; compiled kernels and graphs are cached all the same.
+        functorch = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
+        with tracing(self._context), functorch_config.patch(functorch), _kernels_compiled(kernels):
+            return compile_fx(
+                copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches
+            )
+
+    def _memory(self, lowered: list[_Lowered]) -> VariantMemory:
+        ahead = next(x for x in lowered if not x.backward)
+        back = next(x for x in lowered if x.backward)
+        inputs = {name: InputMemory(look, name) for name, look in ahead.placeholders.items()}
+        forward = read_code(ahead.source, inputs, op_rates.workspace_bytes)
+        positions = {name: i for i, name in enumerate(ahead.placeholders)}
+        returned = set(forward.returned[: self._num_outputs])
+        stored = forward.returned[self._num_outputs :]
+        held = list(back.placeholders)[: len(stored)]
+        if len(forward.returned) != ahead.results:
+            raise UnreadableCodeError(f"generated code returns {len(forward.returned)} values, not {ahead.results}.")
+        given: dict[str, InputMemory] = {}
+        for name, block in zip(held, stored, strict=False):
+            look = back.placeholders[name]
+            if isinstance(block, str):  # an input of the layer
+                position = positions[block]
+                sample = self._others.get(position)
+                # Parameters stay. Another input goes with this layer where nobody else holds it.
+                given[name] = InputMemory(look, block, sample.look.bytes if sample and sample.owned else 0)
+            else:
+                size = 0 if block in returned else forward.block_bytes.get(block, 0) if block is not None else 0
+                given[name] = InputMemory(look, block, size)
+        for name in list(back.placeholders)[len(stored) :]:  # gradients
+            look = back.placeholders[name]
+            given[name] = InputMemory(look, name, look.bytes if look else 0)
+        backward = read_code(back.source, given, op_rates.workspace_bytes)
+        kept = {b for b in stored if isinstance(b, int)}
+        return VariantMemory(
+            stored_bytes=sum(forward.block_bytes[b] for b in kept - returned),
+            forward_peak_bytes=forward.peak_bytes,
+            forward_end_bytes=forward.end_bytes,
+            backward_peak_bytes=backward.peak_bytes,
+            backward_end_bytes=backward.end_bytes,
+            saved_output_bytes=sum(forward.block_bytes[b] for b in kept & returned),
+        )
+
+
+class _CountingPartitioner(PlannedPartitioner):
+    """Notes how many values the layer returns, which only the partitioner is told."""
+
+    def __init__(self, saved: Sequence[str] | None, seen: Any, captured: CapturedLayer) -> None:
+        super().__init__(saved, seen)
+        self._captured: CapturedLayer | None = captured
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_captured": None}
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+        if self._captured is not None:
+            self._captured._num_outputs = int(options["num_fwd_outputs"])
+        return super().__call__(gm, joint_inputs, **options)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """How to make an input like the one seen: random where it is of floating point, a copy of its bits elsewhere."""
+
+    look: TensorLook
+    requires_grad: bool
+    copy: torch.Tensor | None
+    owned: bool  # goes with the layer that holds it: the gradient flows on through it
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Sample:
+        kept = None if tensor.dtype.is_floating_point else tensor.detach().clone()
+        return _Sample(TensorLook.of(tensor), tensor.requires_grad, kept, tensor.requires_grad)
+
+    def tensor(self) -> torch.Tensor:
+        if self.copy is not None:
+            return self.copy.clone()
+        # What has no gradient may be a variance, and is positive.
+        draw = torch.randn if self.requires_grad else torch.rand
+        memory = draw(self.look.bytes // self.look.dtype.itemsize).to(self.look.dtype)
+        return memory.as_strided(self.look.size, self.look.stride).requires_grad_(self.requires_grad)
+
+
+def _looks(gm: fx.GraphModule) -> dict[str, TensorLook | None]:
+    found = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            found[str(node.target)] = TensorLook.of(value) if isinstance(value, torch.Tensor) else None
+    return found
+
+
+def _results(gm: fx.GraphModule) -> int:
+    returned = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
+    return len(returned) if isinstance(returned, (list, tuple)) else 1
+
+
+@contextmanager
+def _kernels_compiled(wanted: bool) -> Iterator[None]:
+    """Whether C++ kernels are compiled; without, the made code can be read and not run."""
+    if wanted:
+        yield
+        return
+    from torch._inductor.async_compile import AsyncCompile
+
+    with patch.object(AsyncCompile, "cpp_pybinding", lambda self, *args, **kwargs: _not_compiled):
+        yield
+
+
+def _not_compiled(*args: Any) -> None:
+    raise AssertionError("this code was made to be read, not to run")

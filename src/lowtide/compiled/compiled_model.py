@@ -1,0 +1,275 @@
+"""``lowtide.compile``: a model whose repeated layers are compiled, each so that the step fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
+from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
+from lowtide.compiled.step_watch import StepWatch
+from lowtide.errors import PlanMismatchError, UnsupportedModelError
+from lowtide.tracing.batches import Call, batch_tensors
+from lowtide.tracing.module_calls import is_compiled
+from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.tracing.tracer import resident_bytes
+from lowtide.units import parse_budget
+
+_RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one
+
+
+def compile(  # torch's word for it
+    model: nn.Module,
+    *,
+    budget: int | str | None = None,
+    layers: Sequence[str] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    round_as_eager: bool = False,
+) -> CompiledModel:
+    """Compile each repeated layer of ``model`` so that a training step stays within ``budget`` and is fastest.
+
+    Nothing runs now. The first step of each set of input shapes compiles the layers so that they store as little as
+    they can, and is watched; then there is a plan. Gradients are bitwise those of the layers compiled without lowtide.
+
+    Args:
+        model: On a CPU. It is changed in place until ``remove()``.
+        budget: Peak of allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of what the plain compiled step needs
+            beyond what lives throughout; None: compile as PyTorch does.
+        layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found.
+        optimizer: Its state counts as resident.
+        round_as_eager: Compile with Inductor's ``emulate_precision_casts``. In bfloat16 and float16 a fused kernel
+            keeps more digits than the memory between two kernels, so variants seldom have the bits of the plain layer,
+            and are left out. With this all round alike; gradients are those of layers compiled with that setting.
+
+    Raises:
+        UnsupportedModelError: there are no such layers, or one is compiled already, checkpoints, or lies on another
+            device than the CPU. A layer that cannot be compiled as one graph is refused by its first call.
+        ValueError, TypeError: ``budget`` makes no sense.
+    """
+    return CompiledModel(model, budget=budget, layers=layers, optimizer=optimizer, round_as_eager=round_as_eager)
+
+
+class CompiledModel(nn.Module):
+    """A model whose layers run compiled; attributes, parameters and state dict are those of the model.
+
+    Attributes:
+        plan: Of the shapes that were planned last; None before the first step has ended.
+        reason: Why the last step without a plan has led to none; "" where it has.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: int | str | None,
+        layers: Sequence[str] | None,
+        optimizer: torch.optim.Optimizer | None,
+        round_as_eager: bool = False,
+    ) -> None:
+        super().__init__()
+        self._budget = _parsed(budget)
+        names = _layers_of(model, layers)
+        self.__dict__["_model"] = model  # no submodule: names of parameters stay
+        self.__dict__["_session"] = session = Session()
+        self._optimizer = optimizer
+        self._planners: dict[str, StepPlanner] = {}
+        self._plans: dict[str, CompiledPlan] = {}
+        self._pending: tuple[str, StepWatch, int] | None = None
+        self._last_plan: CompiledPlan | None = None
+        self.reason = ""
+        kinds: dict[type, LayerKind] = {}
+        self._calls: dict[str, LayerCall] = {}
+        modules = dict(model.named_modules())
+        for name in names:
+            module = modules[name]
+            kind = kinds.setdefault(type(module), LayerKind(session, round_as_eager=round_as_eager))
+            self._calls[name] = module._compiled_call_impl = LayerCall(name, module, kind, session)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_model"], name)
+
+    @property
+    def plan(self) -> CompiledPlan | None:
+        """The plan for the last input shapes that were seen in a whole step; None before.
+
+        Raises:
+            BudgetInfeasibleError: no choice fits the budget.
+        """
+        self._plan_watched()
+        return self._last_plan
+
+    def set_budget(self, budget: int | str | None) -> None:
+        """Plan for another budget from now on; what is compiled stays, and only what is missing is compiled."""
+        self._plan_watched()
+        self._budget = _parsed(budget)
+        self._plans.clear()
+        for shapes in self._planners:
+            self._make_plan(shapes)
+
+    def use(self, plan: CompiledPlan) -> None:
+        """Run the steps that ``plan`` was made for by it again; plans for other shapes stay.
+
+        Raises:
+            PlanMismatchError: this model did not make it.
+        """
+        made_for = [shapes for shapes, planner in self._planners.items() if planner.has_made(plan)]
+        if not made_for:
+            raise PlanMismatchError("the plan is of another model. Use one that this compiled model has made.")
+        self._last_plan = self._plans[made_for[0]] = plan
+
+    def remove(self) -> None:
+        """Have the model as it was before ``compile``."""
+        modules = dict(self._model.named_modules())
+        for name, call in self._calls.items():
+            if modules[name]._compiled_call_impl is call:
+                modules[name]._compiled_call_impl = None
+        self._calls.clear()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._calls:
+            raise PlanMismatchError("the model was taken apart by remove(). Call the model itself, or compile it anew.")
+        session: Session = self._session
+        if not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        self._plan_watched()
+        shapes = _shapes_of(args, kwargs, self._model.training)
+        plan = self._plans.get(shapes)
+        with torch._dynamo.config.patch(
+            recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
+        ):
+            if plan is not None:
+                session.variants = plan.layers
+                return self._model(*args, **kwargs)
+            return self._watched(shapes, args, kwargs)
+
+    def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        session: Session = self._session
+        resident = self._resident_bytes(Call(args, kwargs))
+        watch = StepWatch(self._model.parameters())
+        self._pending = shapes, watch, resident
+        session.variants, session.watch = {}, watch
+        try:
+            return self._model(*args, **kwargs)
+        except BaseException:
+            watch.stop()
+            self._pending = None
+            raise
+        finally:
+            session.watch = None
+
+    def _plan_watched(self) -> None:
+        """Plan the step that was watched, if it has ended."""
+        if self._pending is None:
+            return
+        shapes, watch, resident = self._pending
+        watch.stop()
+        self._pending = None
+        if not watch.complete or not watch.shapes:
+            self.reason = watch.failed or "the last call without a plan had no backward"
+            return  # the next call is watched
+        self.reason = ""
+        self._planners[shapes] = StepPlanner(
+            watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes, handed_on=watch.handed_on
+        )
+        self._make_plan(shapes)
+
+    def _make_plan(self, shapes: str) -> None:
+        self._last_plan = self._plans[shapes] = self._planners[shapes].plan(self._budget)
+
+    def _resident_bytes(self, call: Call) -> int:
+        trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        state = 0
+        if self._optimizer is not None:
+            state, _ = optimizer_bytes(self._optimizer, [p for p in self._model.parameters() if p.requires_grad])
+        device = torch.device("cpu")
+        return state + sum(resident_bytes(self._model, call, device, trained).values())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._model.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._model.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self._model.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        self.training = mode
+        self._model.train(mode)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> CompiledModel:
+        self._model._apply(*args, **kwargs)
+        return self
+
+
+def _parsed(budget: int | str | None) -> int | float | None:
+    if budget is None:
+        return None
+    parsed = parse_budget(budget)
+    if isinstance(parsed, str):
+        raise ValueError('budget="auto" is not offered for compiled models. Pass bytes, "6GiB" or "40%".')
+    return parsed
+
+
+def _shapes_of(args: tuple, kwargs: dict[str, Any], training: bool) -> str:
+    """What distinguishes steps that have plans of their own."""
+    tensors = batch_tensors([*args, *(kwargs[name] for name in sorted(kwargs))])
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    return " ".join([*(f"{tuple(t.shape)}{t.dtype}" for t in tensors), f"training={training}", f"autocast={autocast}"])
+
+
+def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Paths of the modules to compile, none inside another."""
+    modules = dict(model.named_modules())
+    if patterns is not None:
+        found = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        way_out = f"layers={list(patterns)!r} matches none of its modules."
+    else:
+        found = [name for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+        found = [f"{name}.{child}".lstrip(".") for name in found for child in _repeated(modules[name])]
+        way_out = "it has no list of two or more equal modules. Name its layers with layers=."
+    outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    if not outer:
+        raise UnsupportedModelError(f"there is nothing to compile in the {type(model).__name__}: {way_out}")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"the model lies on {tensor.device}. lowtide.compile plans compiled layers on a CPU only, so far: what "
+                "other devices' generated code allocates is not read. Use lowtide.fit there."
+            )
+    for name in outer:
+        if is_compiled(modules[name]) or any(is_compiled(m) for m in modules[name].modules()):
+            raise UnsupportedModelError(f"{name} is compiled already. Take that off: lowtide.compile compiles it.")
+        if getattr(modules[name], "gradient_checkpointing", False):
+            raise UnsupportedModelError(
+                f"{name} has gradient checkpointing on. Switch it off (gradient_checkpointing_disable): the plan "
+                "decides what backward computes again."
+            )
+    return outer
+
+
+def _repeated(parent: nn.Module) -> list[str]:
+    """Children of a class that two or more of them have, if they hold parameters."""
+    children = list(parent.named_children())
+    classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList)]
+    return [
+        name
+        for name, child in children
+        if classes.count(type(child)) >= 2
+        and any(True for _ in child.children())
+        and any(True for _ in child.parameters())
+    ]

@@ -1,0 +1,279 @@
+"""What generated code allocates, read from the code itself: its Python is run on stand-ins that hold no memory.
+
+Inductor turns a graph into a Python function ``call``. It allocates buffers, calls kernels and deletes what it no
+longer needs, so the order of these lines is the true order of allocations: buffer reuse, fusion and the scheduler have
+had their say. Here the same function runs with kernels that do nothing and buffers that only count bytes. Python's own
+references decide what lives. A kernel that allocates its results (attention) runs on ``meta`` tensors for their sizes.
+
+Known weakness: the spelling of the code is no interface of PyTorch's. A name that is not known here is an error
+(``UnreadableCodeError``), never a guess. Memory that compiled kernels take past PyTorch's allocator is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import LowtideError
+
+
+class UnreadableCodeError(LowtideError):
+    """Generated code spells something in a way that is not known here, so its peak cannot be promised."""
+
+
+@dataclass(frozen=True)
+class TensorLook:
+    """Size, stride (in elements) and type of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory that it spans."""
+        if 0 in self.size:
+            return 0
+        return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorLook:
+        return TensorLook(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class InputMemory:
+    """A graph input, and the memory that goes when the function lets go of it.
+
+    Attributes:
+        look: None for a number.
+        block: Which memory it lies in; inputs with the same one share it.
+        bytes: Of that memory; 0 where somebody else holds it.
+    """
+
+    look: TensorLook | None
+    block: object
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CodeMemory:
+    """What one run of a function allocates, in bytes.
+
+    Attributes:
+        peak_bytes: Most that lives at once, beyond what lives when it begins.
+        end_bytes: What lives when it returns, beyond that; negative where it frees more of its inputs than it makes.
+        returned: By returned value, the block that it lies in: new blocks count from 0, an input has its name, and None
+            is no tensor.
+        block_bytes: Size of each new block that is returned.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    returned: tuple[int | str | None, ...]
+    block_bytes: dict[int, int]
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.live = self.peak = self.blocks = 0
+
+    def make(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def passing(self, size: int) -> None:
+        """``size`` more bytes, for a moment."""
+        self.peak = max(self.peak, self.live + size)
+
+
+class _Block:
+    """Memory of one allocation: it goes with the last stand-in in it."""
+
+    def __init__(self, counter: _Counter, size: int, name: str | None = None) -> None:
+        self.counter, self.size, self.name = counter, size, name  # the name of the input that was there before
+        self.number = counter.blocks
+        counter.blocks += 1
+        counter.make(size)
+
+    def __del__(self) -> None:
+        self.counter.live -= self.size
+
+
+class _StandIn:
+    """A tensor of generated code: what it looks like, and the block that it lies in."""
+
+    def __init__(self, block: _Block, look: TensorLook) -> None:
+        self.block, self.look = block, look
+
+    def meta(self) -> torch.Tensor:
+        return torch.empty_strided(self.look.size, self.look.stride, dtype=self.look.dtype, device="meta")
+
+
+Workspace = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], int]
+
+
+class _Operators:
+    """``torch.ops`` and what lies below it: operators that run on ``meta`` tensors."""
+
+    def __init__(self, reader: _Reader, target: Any, path: str) -> None:
+        self._reader, self._target, self._path = reader, target, path
+
+    def __getattr__(self, name: str) -> _Operators:
+        found = getattr(self._target, name, None)
+        if found is None:
+            raise UnreadableCodeError(f"generated code uses {self._path}.{name}, which does not exist here.")
+        return _Operators(self._reader, found, f"{self._path}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reader.operator(self._target, args, kwargs)
+
+
+class _Torch:
+    """``torch`` in generated code: its types and its operators, and nothing else."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self.ops = _Operators(reader, torch.ops, "torch.ops")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name, None)
+        if isinstance(found, torch.dtype):
+            return found
+        raise UnreadableCodeError(f"generated code uses torch.{name}, whose memory is not known here.")
+
+
+_KERNELS = ("cpp_fused", "triton_", "cpp_", "assert_")  # they write into buffers that are there
+
+
+class _Names(dict):
+    """Global names of generated code."""
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith(_KERNELS):
+            return _nothing
+        raise UnreadableCodeError(f"generated code uses {name!r}, whose memory is not known here.")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _Reader:
+    def __init__(self, workspace: Workspace) -> None:
+        self.counter, self._workspace = _Counter(), workspace
+
+    def names(self) -> _Names:
+        import builtins
+
+        from torch._inductor.select_algorithm import extern_kernels
+
+        operators = {name: getattr(torch.ops, name) for name in ("aten", "prims", "inductor")}
+        return _Names(
+            __builtins__={name: getattr(builtins, name) for name in ("len", "int", "float", "max", "min", "range")},
+            torch=_Torch(self),
+            empty_strided_cpu=self._empty,
+            empty_strided_cuda=self._empty,
+            empty_strided_xpu=self._empty,
+            reinterpret_tensor=self._reinterpret,
+            extern_kernels=_Operators(self, extern_kernels, "extern_kernels"),
+            inf=float("inf"),
+            nan=float("nan"),
+            **{name: _Operators(self, found, name) for name, found in operators.items()},
+        )
+
+    def _empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> _StandIn:
+        look = TensorLook(tuple(size), tuple(stride), dtype)
+        return _StandIn(_Block(self.counter, look.bytes), look)
+
+    def _reinterpret(self, of: _StandIn, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> _StandIn:
+        return _StandIn(of.block, TensorLook(tuple(size), tuple(stride), of.look.dtype))
+
+    def operator(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operator that allocates its own results, or writes into ``out``."""
+        extra = self._workspace(target, args, kwargs)
+        if "out" in kwargs:
+            self.counter.passing(extra)
+            return kwargs["out"]
+        try:
+            made = target(*map(_as_meta, args), **{name: _as_meta(value) for name, value in kwargs.items()})
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise UnreadableCodeError(f"generated code calls {target}, whose results have no known size.") from error
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        stand_ins = tuple(
+            _StandIn(_Block(self.counter, TensorLook.of(t).bytes), TensorLook.of(t))
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in results
+        )
+        self.counter.passing(extra)
+        return stand_ins if isinstance(made, (tuple, list)) else stand_ins[0]
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_meta, value))
+    return value.meta() if isinstance(value, _StandIn) else value
+
+
+def read_code(source: str, inputs: Mapping[str, InputMemory], workspace: Workspace | None = None) -> CodeMemory:
+    """Run the function ``call`` of ``source`` on stand-ins and return what it allocates.
+
+    Args:
+        source: The module that Inductor wrote.
+        inputs: By name.
+        workspace: Bytes that an operator takes for a moment beyond its results; default none.
+
+    Raises:
+        UnreadableCodeError: the code uses a name, or has a form, that is not known here.
+    """
+    reader = _Reader(workspace or _no_workspace)
+    function, taken = _call_of(source)
+    if not set(taken) <= set(inputs):
+        raise UnreadableCodeError(f"generated code takes {sorted(set(taken) - set(inputs))}, which the graph has not.")
+    names = reader.names()
+    exec(compile(ast.Module([function], []), "<generated code>", "exec"), names)
+    counter, blocks = reader.counter, dict[object, _Block]()
+    args: list[Any] = []
+    for name in taken:
+        given = inputs[name]
+        if given.look is None:
+            raise UnreadableCodeError(f"generated code takes the number {name!r}: sizes are not fixed.")
+        if given.block not in blocks:
+            blocks[given.block] = _Block(counter, given.bytes, name)
+        args.append(_StandIn(blocks[given.block], given.look))
+    start = counter.peak = counter.live
+    blocks.clear()
+    returned = names["call"](None, args)
+    args.clear()
+    found: list[int | str | None] = []
+    sizes: dict[int, int] = {}
+    for value in returned:
+        if not isinstance(value, _StandIn):
+            found.append(None)
+        elif value.block.name is not None:
+            found.append(value.block.name)
+        else:
+            found.append(value.block.number)
+            sizes[value.block.number] = value.block.size
+    return CodeMemory(counter.peak - start, counter.live - start, tuple(found), sizes)
+
+
+def _no_workspace(target: Any, args: Any, kwargs: Any) -> int:
+    return 0
+
+
+def _call_of(source: str) -> tuple[ast.FunctionDef, list[str]]:
+    """The function ``call``, and the names of its inputs in order."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "call"]
+    if len(functions) != 1:
+        raise UnreadableCodeError(f"generated code has {len(functions)} functions named call, not one.")
+    for statement in functions[0].body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name) and statement.value.id == "args":
+            target = statement.targets[0]
+            if isinstance(target, ast.Tuple):
+                return functions[0], [e.id for e in target.elts if isinstance(e, ast.Name)]
+    return functions[0], []

@@ -1,0 +1,150 @@
+"""What the nodes of a joint graph are to a memory planner: views, values that Inductor materialises, and what it fuses.
+
+Inductor writes a value to memory where it must: around calls of its own (matrix products, attention), for reductions,
+for what several later kernels read, and for what the graph returns. All else is computed inside the kernels that read
+it. These rules follow its scheduler; what it really did is read from its code afterwards (``generated_code.py``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compiled.partitioner import draws
+
+aten, prims = torch.ops.aten, torch.ops.prims
+VIEWS = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.unsqueeze,
+    aten.squeeze, aten.slice, aten.select, aten.alias, aten.detach, aten.as_strided,
+}  # fmt: skip
+REDUCTIONS = {
+    aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.var_mean, aten.prod, aten.cumsum, aten.max, aten.argmax,
+}  # fmt: skip
+# Fused though PyTorch's partitioner does not list them so.
+FUSED_TOO = {
+    prims.iota, aten.constant_pad_nd, aten.slice_scatter, aten.full, aten.index, aten.cat, prims.convert_element_type,
+    aten.embedding, aten.bitwise_and, aten.gather, aten.where, aten.scalar_tensor, aten.full_like,
+    prims.inductor_random, prims.inductor_lookup_seed,
+}  # fmt: skip
+SLOW_ELEMENTWISE = {
+    "exp", "silu", "sigmoid", "tanh", "gelu", "erf", "log", "sin", "cos", "_softmax", "pow", "inductor_random",
+}  # fmt: skip
+
+
+def packet_of(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and packet_of(node) in VIEWS
+
+
+def is_part(node: fx.Node) -> bool:
+    """One output of an operator that has several."""
+    return node.target is operator.getitem
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    return packet_of(node) in REDUCTIONS
+
+
+def bytes_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class JointNodes:
+    """The nodes of one joint graph, classified.
+
+    Attributes:
+        materialised: Values that get memory, in order; of an operator with several outputs the parts.
+        is_forward: Whether a node is needed for what forward returns.
+    """
+
+    def __init__(self, graph: fx.Graph, is_forward: Callable[[fx.Node], bool], num_outputs: int) -> None:
+        from torch._functorch.partitioners import get_default_op_list
+
+        self._ops = get_default_op_list()
+        self.nodes = list(graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.is_forward = {node: is_forward(node) for node in self.nodes}
+        returned = self.nodes[-1].args[0]
+        assert isinstance(returned, (list, tuple))
+        nodes = [base_of(a) if isinstance(a, fx.Node) else None for a in returned]
+        self.returned_forward = {n for n in nodes[:num_outputs] if n is not None}
+        self.returned_backward = {n for n in nodes[num_outputs:] if n is not None}
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        self.materialised = [n for n in self.nodes if n.op == "call_function" and self._is_materialised(n)]
+        self._kept = set(self.materialised)
+
+    def is_extern(self, node: fx.Node) -> bool:
+        """A kernel of its own that Inductor calls and does not write."""
+        if node.op != "call_function" or is_view(node) or is_part(node):
+            return False
+        return not (self._ops.is_fusible(node) or is_reduction(node) or packet_of(node) in FUSED_TOO)
+
+    def is_elementwise(self, node: fx.Node) -> bool:
+        return not (self.is_extern(node) or is_reduction(node) or is_part(node))
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """Who reads a value, through views."""
+        if node not in self._readers:
+            found: list[fx.Node] = []
+            for user in node.users:
+                found += self.readers(user) if is_view(user) else [user]
+            self._readers[node] = list(dict.fromkeys(found))
+        return self._readers[node]
+
+    def _is_materialised(self, node: fx.Node) -> bool:
+        if is_view(node) or isinstance(node.meta.get("val"), (tuple, list)):
+            return False  # the parts of several outputs are values, the whole is none
+        if is_part(node) or self.is_extern(node) or is_reduction(node) or draws(node):
+            return True
+        if node in self.returned_forward or node in self.returned_backward:
+            return True
+        if bytes_of(node) == 0:
+            return False
+        readers = [r for r in self.readers(node) if r.op != "output"]
+        if any(self.is_extern(r) for r in readers):
+            return True
+        if not self.is_forward[node]:
+            return False
+        same = [r for r in readers if self.is_forward[r]]
+        # A mask is small beside what it is made of: worth a choice of its own.
+        mask = node.meta["val"].dtype in (torch.bool, torch.uint8) and len(same) < len(readers)
+        return len(same) >= 2 or mask
+
+    def sources(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Values and inputs that ``node`` is computed from, and the nodes fused in between."""
+        start = node.args[0] if is_part(node) else node
+        assert isinstance(start, fx.Node)
+        reads, fused, seen = list[fx.Node](), list[fx.Node](), set[fx.Node]()
+        if start is not node:
+            fused.append(start)
+        work = list(start.all_input_nodes)
+        while work:
+            read = base_of(work.pop())
+            if read in seen:
+                continue
+            seen.add(read)
+            if read in self._kept or read.op in ("placeholder", "get_attr"):
+                reads.append(read)
+            else:
+                fused.append(read)
+                work += read.all_input_nodes
+        return sorted(reads, key=self.order.__getitem__), fused

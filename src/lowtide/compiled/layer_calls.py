@@ -1,0 +1,123 @@
+"""Calls of compiled layers: Dynamo's backend for them, and which variant runs in which layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
+from lowtide.compiled.proof import why_not_equal
+from lowtide.compiled.saved_sets import SavedSet, least
+from lowtide.compiled.step_watch import StepWatch
+from lowtide.errors import LowtideError, UnsupportedModelError
+from lowtide.tracing.batches import batch_tensors
+
+PLAIN, LEAST = "plain", "least"
+_MOST_SHAPES = 16  # that one kind of layer is compiled for
+
+
+class Session(threading.local):
+    """What runs now, on this thread."""
+
+    layer = ""
+    variants: Mapping[str, str] = {}  # by layer
+    watch: StepWatch | None = None
+    ran: tuple[LayerShape, Variant] | None = None
+    compiled_now = False
+
+    def enter(self, layer: str) -> None:
+        """``layer`` begins: what ran before is forgotten."""
+        self.layer, self.ran, self.compiled_now = layer, None, False
+
+
+class LayerShape:
+    """One kind of layer at one set of input shapes: its variants, of which each layer runs one.
+
+    Attributes:
+        variants: By name; ``plain`` and ``least`` are always there.
+        proposed: By name, what the solver proposes and nobody has made code of.
+    """
+
+    def __init__(self, captured: CapturedLayer, session: Session) -> None:
+        self.captured, self._session = captured, session
+        plain = captured.variant(PLAIN, None)
+        assert captured.layer is not None
+        smallest = captured.variant(LEAST, least(captured.layer))
+        smallest.refused = why_not_equal(captured, smallest, plain)
+        self.variants = {PLAIN: plain, LEAST: smallest}
+        self.proposed: dict[str, SavedSet] = {}
+
+    def running(self, layer: str) -> Variant:
+        """The variant that ``layer`` runs: as planned, else the one that stores least."""
+        for name in (self._session.variants.get(layer, LEAST), LEAST):
+            found = self.variants.get(name)
+            if found is not None and found.run is not None and not found.refused:
+                return found
+        return self.variants[PLAIN]
+
+    def __call__(self, *inputs: Any) -> Any:
+        variant = self.running(self._session.layer)
+        self._session.ran = self, variant
+        assert variant.run is not None
+        return variant.run(*inputs)
+
+
+class LayerKind:
+    """Dynamo's backend for layers of one class; equal layers share what is compiled."""
+
+    def __init__(self, session: Session, *, round_as_eager: bool = False) -> None:
+        self._session, self._round_as_eager = session, round_as_eager
+        self.shapes: list[LayerShape] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Compiled:
+        self._session.compiled_now = True
+        captured = CapturedLayer(graph, inputs, round_as_eager=self._round_as_eager)
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor)):
+            return captured.inference()
+        if len(self.shapes) >= _MOST_SHAPES:
+            raise UnsupportedModelError(
+                f"a layer is called with more than {_MOST_SHAPES} sets of input shapes. Each is compiled and planned "
+                "by itself: pad the batches to a few lengths."
+            )
+        self.shapes.append(LayerShape(captured, self._session))
+        return self.shapes[-1]
+
+
+class LayerCall:
+    """Calls one compiled layer, and tells the watch of the step when it begins and ends."""
+
+    def __init__(self, name: str, module: nn.Module, kind: LayerKind, session: Session) -> None:
+        self._name, self._session = name, session
+        self._run = torch.compile(module._call_impl, backend=kind, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session, watch = self._session, self._session.watch
+        if not torch.is_grad_enabled():
+            watch = None
+        session.enter(self._name)
+        if watch is not None:
+            watch.enter_forward(self._name, batch_tensors([*args, *kwargs.values()]))
+        try:
+            outputs = self._run(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as failed:
+            inner: Exception = failed.inner_exception
+            if not isinstance(inner, LowtideError):
+                raise
+            raise type(inner)(f"{self._name}: {inner}") from failed
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as broken:
+            raise UnsupportedModelError(
+                f"{self._name} cannot be compiled as one graph: {str(broken).splitlines()[0]} Mend the break, which "
+                "TORCH_LOGS=graph_breaks shows, or name other layers with layers=."
+            ) from broken
+        finally:
+            session.layer = ""
+        if watch is not None and session.ran is not None:
+            shape, variant = session.ran
+            watch.leave_forward(
+                self._name, shape, variant.memory, batch_tensors(outputs), compiled_now=session.compiled_now
+            )
+        return outputs

@@ -1,0 +1,129 @@
+"""Milliseconds of a value of a joint graph: kernels that Inductor only calls are timed, all else goes by its bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.compiled.generated_code import TensorLook
+from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
+from lowtide.device.generators import forked
+from lowtide.measurement.allocator import measuring
+
+LAUNCH_MS = 0.005
+SLOW_ELEMENT_MS = 1e-6  # a transcendental function, one element
+_SAMPLES = 3
+_COPIED_BYTES = 1 << 24
+
+_ms: dict[object, float] = {}
+_workspaces: dict[object, int] = {}
+
+
+def extern_ms(node: fx.Node) -> float:
+    """Time of one call of the operator of ``node`` on synthetic tensors; by its bytes where it does not run on them."""
+    target: Any = node.target
+    args, kwargs = _looks((node.args, node.kwargs))
+    key = str(target), repr(args), repr(kwargs)
+    if key not in _ms:
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                real_args, real_kwargs = _tensors(args), _tensors(kwargs)
+                target(*real_args, **real_kwargs)
+                times = []
+                for _ in range(_SAMPLES):
+                    start = time.process_time()
+                    target(*real_args, **real_kwargs)
+                    times.append(time.process_time() - start)
+            _ms[key] = min(times) * 1e3
+        except (RuntimeError, TypeError, NotImplementedError):
+            moved = sum(look.bytes for look in _all_looks((args, kwargs)))
+            _ms[key] = bytes_ms(2 * moved)
+    return _ms[key]
+
+
+def fused_ms(node: fx.Node, moved_bytes: int, fused: Sequence[fx.Node]) -> float:
+    """Time of a kernel that reads and writes ``moved_bytes`` and computes ``fused`` on the way."""
+    slow = sum(str(n.target).split(".")[1:2] in ([name] for name in SLOW_ELEMENTWISE) for n in [node, *fused])
+    value = node.meta.get("val")
+    elements = int(value.numel()) if isinstance(value, torch.Tensor) else 0
+    return LAUNCH_MS + bytes_ms(moved_bytes) + SLOW_ELEMENT_MS * elements * slow
+
+
+def bytes_ms(count: int) -> float:
+    return count / _bytes_per_ms()
+
+
+@cache
+def _bytes_per_ms() -> float:
+    with _disable_current_modes():
+        source = torch.ones(_COPIED_BYTES // 4)
+        into = torch.empty_like(source)
+        times = []
+        for _ in range(_SAMPLES):
+            start = time.process_time()
+            into.copy_(source)
+            times.append(time.process_time() - start)
+    return 2 * _COPIED_BYTES / (max(min(times), 1e-6) * 1e3)
+
+
+def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any) -> int:
+    """What a kernel allocates for a moment beyond its results, measured once on synthetic tensors."""
+    looks = tuple(_looks_of_stand_ins(a) for a in args), {k: _looks_of_stand_ins(v) for k, v in kwargs.items()}
+    key = str(target), repr(looks)
+    if key not in _workspaces:
+        _workspaces[key] = 0
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                real_args, real_kwargs = _tensors(looks[0]), _tensors(looks[1])
+                with forked(torch.device("cpu")), measuring("cpu") as counter:
+                    made = target(*real_args, **real_kwargs)
+                if counter is not None:
+                    _workspaces[key] = counter.workspace
+                del made
+        except (RuntimeError, TypeError, NotImplementedError):
+            pass
+    return _workspaces[key]
+
+
+def _looks(value: Any) -> Any:
+    """Arguments of a node with each node replaced by what it looks like."""
+    if isinstance(value, fx.Node):
+        seen = value.meta.get("val")
+        return TensorLook.of(seen) if isinstance(seen, torch.Tensor) else seen
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_looks, value))
+    if isinstance(value, dict):
+        return {name: _looks(v) for name, v in value.items()}
+    return value
+
+
+def _looks_of_stand_ins(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_looks_of_stand_ins, value))
+    return getattr(value, "look", value)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, TensorLook):
+        tensor = torch.empty(value.bytes // value.dtype.itemsize, dtype=value.dtype)
+        tensor.fill_(0.5 if value.dtype.is_floating_point else 0)
+        return tensor.as_strided(value.size, value.stride)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_tensors, value))
+    if isinstance(value, dict):
+        return {name: _tensors(v) for name, v in value.items()}
+    return value
+
+
+def _all_looks(value: Any) -> list[TensorLook]:
+    if isinstance(value, TensorLook):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [look for part in value for look in _all_looks(part)] if isinstance(value, tuple) else []

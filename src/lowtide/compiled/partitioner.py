@@ -1,0 +1,82 @@
+"""PyTorch's partitioner, told which forward values to save: the rest of its work stays its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from lowtide.errors import PlanMismatchError
+
+Seen = Callable[[fx.Graph, Any, list[fx.Node]], None]
+
+
+class PlannedPartitioner(CustomPartitionerFn):
+    """Partitions a joint graph so that exactly the named values are saved; without names as PyTorch does by itself.
+
+    PyTorch's cache of compiled code asks for ``uuid()``: it holds all that the result depends on, or one plan's code
+    would be handed to another process that has another plan.
+
+    Args:
+        saved: Names of forward nodes; None: PyTorch's own choice.
+        seen: Told of the graph, its classification and the values chosen, before the graph is split. It is no part of
+            the identity.
+    """
+
+    def __init__(self, saved: Sequence[str] | None, seen: Seen | None = None) -> None:
+        self.saved = None if saved is None else tuple(sorted(saved))
+        self._seen = seen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"saved": self.saved, "_seen": None}  # the cache's key pickles the configuration
+
+    def uuid(self) -> str:
+        return "lowtide-" + hashlib.sha256(repr(("saved", self.saved)).encode()).hexdigest()
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        choose = partitioners.choose_saved_values_set
+
+        def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+            values = choose(graph, info, memory_budget) if self.saved is None else self._named(graph)
+            if self._seen is not None:
+                self._seen(graph, info, values)
+            return values
+
+        with patch.object(partitioners, "choose_saved_values_set", chosen):
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        if self.saved is not None:
+            self._check_random(forward, backward)
+        return forward, backward
+
+    def _named(self, graph: fx.Graph) -> list[fx.Node]:
+        assert self.saved is not None
+        by_name = {node.name: node for node in graph.nodes}
+        missing = [name for name in self.saved if name not in by_name]
+        if missing:
+            raise PlanMismatchError(
+                f"the plan saves {', '.join(missing[:3])}, which the compiled layer does not have. Plan it again: "
+                "the layer, PyTorch or its settings have changed."
+            )
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)]
+        return inputs + [by_name[name] for name in self.saved]
+
+    @staticmethod
+    def _check_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """A draw from the generator that backward makes again would be another draw."""
+        drawn = {node.name for node in forward.graph.nodes if draws(node)}
+        again = [node.name for node in backward.graph.nodes if node.name in drawn and draws(node)]
+        if again:
+            raise PlanMismatchError(f"backward would draw {', '.join(again)} anew. Save them.")
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether ``node`` takes numbers from a generator."""
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,0 +1,99 @@
+"""Which values of a layer to save: sets along the trade-off of bytes, backward peak and time, by lowtide's solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lowtide.compiled.layer_graph import LayerGraph
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.simulation.simulator import simulate_actions
+from lowtide.solvers.dispatch import solve
+
+_SHARES = (0.0, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0)  # of what the layer stores where nothing is recomputed
+_TIGHT = 0.75  # of the peak in backward that a set has: how much less the next one may take
+
+
+@dataclass(frozen=True)
+class SavedSet:
+    """One way to split a layer into forward and backward.
+
+    Attributes:
+        names: Forward values that are saved besides the layer's inputs; None: PyTorch's own choice.
+        stored_bytes: Of these values.
+        forward_bytes: Most that lives in forward, by simulation, which writes nothing in place.
+        backward_bytes: Most that lives in backward, saved values included, by simulation.
+        recompute_ms: What backward computes again.
+    """
+
+    names: tuple[str, ...] | None
+    stored_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    recompute_ms: float
+
+
+def front(layer: LayerGraph, shares: Iterable[float] = _SHARES) -> list[SavedSet]:
+    """Sets from nothing saved to everything, each also with a lower peak in backward where there is one."""
+    everything = _evaluated(layer, {})
+    found: dict[tuple[str, ...] | None, SavedSet] = {}
+    for share in shares:
+        wide = within(layer, int(share * everything.stored_bytes), None)
+        if wide is None:
+            continue
+        found.setdefault(wide.names, wide)
+        tight = within(layer, wide.stored_bytes, int(_TIGHT * wide.backward_bytes))
+        if tight is not None:
+            found.setdefault(tight.names, tight)
+    return sorted(
+        (s for s in found.values() if not any(_beats(other, s) for other in found.values())),
+        key=lambda s: (s.stored_bytes, s.backward_bytes),
+    )
+
+
+def _beats(one: SavedSet, other: SavedSet) -> bool:
+    """Whether ``one`` is better in something and worse in nothing."""
+    mine = one.stored_bytes, one.backward_bytes, one.recompute_ms
+    theirs = other.stored_bytes, other.backward_bytes, other.recompute_ms
+    return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+def least(layer: LayerGraph) -> SavedSet:
+    """The set that saves no byte more than it must."""
+    found = within(layer, 0, None)
+    if found is not None:
+        return found
+    fixed = sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.graph.stored)
+    found = within(layer, fixed, None)
+    return found or _evaluated(layer, {})
+
+
+def within(layer: LayerGraph, stored_bytes: int, backward_bytes: int | None) -> SavedSet | None:
+    """The fastest set that stores and takes no more than that; None where the solver finds none."""
+    total = sum(s.bytes for s in layer.graph.storages)
+    stored_bytes += sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.graph.stored)
+    slack = 4 * total if backward_bytes is None else max(0, backward_bytes - stored_bytes)
+    graph = layer.with_slack(slack)
+    try:
+        plan = solve(graph, layer.costs, max(1, slack + stored_bytes + graph.resident_bytes))
+    except BudgetInfeasibleError:
+        return None
+    return _evaluated(layer, plan.action_of())
+
+
+def _evaluated(layer: LayerGraph, actions: dict[int, str]) -> SavedSet:
+    graph = layer.graph
+    kept = [s for s in layer.names if s in graph.stored and actions.get(s, SAVE) == SAVE]
+    # A replay may read what backward itself does not: it is saved where the plan says so.
+    kept += [s for s, action in actions.items() if action == SAVE and s not in graph.stored and s in layer.names]
+    once = {s: a for s, a in actions.items() if a in (SAVE, RECOMPUTE)}
+    line = simulate_actions(graph, layer.costs, once)
+    turn = next(i for i, event in enumerate(graph.events) if event == (0, layer.turn_op))
+    return SavedSet(
+        tuple(sorted(layer.names[s] for s in kept)),
+        sum(graph.storages[s].bytes for s in kept),
+        max(line.event_peak_bytes[:turn], default=0),
+        max(line.event_peak_bytes[turn + 1 :], default=0),
+        line.recompute_ms,
+    )

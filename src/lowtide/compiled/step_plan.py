@@ -1,0 +1,336 @@
+"""The plan of a compiled step: variants are proposed, one is chosen for each layer, its code is read, and compiled.
+
+What the solver believes of a variant is enough to choose it, not to promise a peak: that is read from its code. Once
+read, the code counts, and the choice is made again, until all that is chosen is read, compiled and timed. A last few
+rounds propose variants between those chosen, or leaner ones where nothing fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lowtide.compiled import saved_sets
+from lowtide.compiled.captured_layer import Variant
+from lowtide.compiled.choice import Choice, Moment, Option, fastest_within, least_peak, peak_moment, peak_of
+from lowtide.compiled.generated_code import UnreadableCodeError
+from lowtide.compiled.layer_calls import PLAIN, LayerShape
+from lowtide.compiled.proof import measure_ms, why_not_equal
+from lowtide.compiled.saved_sets import SavedSet
+from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
+from lowtide.units import format_bytes
+
+_ROUNDS = 2
+_LEANER = 0.6  # of the peak in backward, where nothing fits
+
+
+@dataclass(frozen=True)
+class PlannedVariant:
+    """A variant that the plan uses.
+
+    Attributes:
+        layers: How many layers run it.
+        stored_bytes: A layer holds so much from forward to backward, by its code.
+        backward_bytes: Peak of a layer's backward beyond what lives when it begins, by its code.
+        step_ms: Forward and backward of one layer, measured.
+    """
+
+    name: str
+    layers: int
+    stored_bytes: int
+    backward_bytes: int
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """What was decided for a compiled model, for one set of input shapes.
+
+    Attributes:
+        budget_bytes: Absolute peak asked for; None without a budget.
+        margin_bytes: Part of every peak: how far a layer's code and the allocator were apart.
+        resident_bytes: What lives through the whole step: parameters, gradients, buffers, batch, optimizer.
+        predicted_peak_bytes, plain_peak_bytes: Absolute; the latter with every layer compiled as PyTorch does.
+        predicted_overhead: Time of all layers beyond that of plain compiled ones, as a fraction of it.
+        layers: Name of the variant by layer.
+        variants: Those in use.
+        at_peak: What runs at the peak.
+        refused: Variants that were left out, with the reason.
+        planning_s: Seconds, compilation included.
+    """
+
+    budget_bytes: int | None
+    margin_bytes: int
+    resident_bytes: int
+    predicted_peak_bytes: int
+    plain_peak_bytes: int
+    predicted_overhead: float
+    layers: dict[str, str]
+    variants: tuple[PlannedVariant, ...]
+    at_peak: str
+    refused: tuple[str, ...]
+    planning_s: float
+
+    def __str__(self) -> str:
+        asked = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        lines = [
+            f"{asked}: predicted peak {format_bytes(self.predicted_peak_bytes)}, plain compiled "
+            f"{format_bytes(self.plain_peak_bytes)}, of which {format_bytes(self.resident_bytes)} live throughout",
+            f"layers take {100 * self.predicted_overhead:+.1f} % of time; peak in {self.at_peak}",
+        ]
+        lines += [
+            f"  {v.layers} layers {v.name}: {format_bytes(v.stored_bytes)} each until backward, {v.step_ms:.2f} ms"
+            for v in self.variants
+        ]
+        return "\n".join([*lines, *(f"  left out: {reason}" for reason in self.refused)])
+
+
+class StepPlanner:
+    """Plans the steps of one set of input shapes.
+
+    Args:
+        moments: Of a watched step.
+        shapes: What each layer runs.
+        resident_bytes: What lives through the whole step.
+        margin_bytes: How far a layer's code was from the allocator in the watched step: every peak counts so much more.
+        handed_on: Layers whose outputs are inputs of other layers, which hold them.
+    """
+
+    def __init__(
+        self,
+        moments: Sequence[Moment],
+        shapes: Mapping[str, LayerShape],
+        resident_bytes: int,
+        *,
+        margin_bytes: int = 0,
+        handed_on: Collection[str] = (),
+    ) -> None:
+        self._handed_on = handed_on
+        self.moments = [replace(moment, extra_bytes=moment.extra_bytes + margin_bytes) for moment in moments]
+        self.shapes, self.resident_bytes, self.margin_bytes = shapes, resident_bytes, margin_bytes
+        self._distinct = list(dict.fromkeys(shapes.values()))
+        self.refused: list[str] = []
+        self._made: list[CompiledPlan] = []
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """Absolute, with every layer compiled as PyTorch does."""
+        return self.resident_bytes + peak_of(self.moments, self._options(ready=True), dict.fromkeys(self.shapes, PLAIN))
+
+    def plan(self, budget: int | float | None) -> CompiledPlan:
+        """Choose and compile.
+
+        Args:
+            budget: Absolute bytes, or a fraction of what the plain compiled step needs beyond residents.
+
+        Raises:
+            BudgetInfeasibleError: no choice fits; ``least_bytes`` is what would do.
+        """
+        start_s = time.perf_counter()
+        for shape in self._distinct:
+            self._time(shape)
+        plain_bytes = self.plain_peak_bytes
+        budget_bytes = budget
+        if isinstance(budget, float):
+            budget_bytes = self.resident_bytes + int(budget * (plain_bytes - self.resident_bytes))
+        limit = None if budget_bytes is None else int(budget_bytes) - self.resident_bytes
+        if limit is None or plain_bytes - self.resident_bytes <= limit:
+            choice = self._choice_of(dict.fromkeys(self.shapes, PLAIN))
+        else:
+            choice = self._within(limit)
+        self._made.append(self._plan_of(choice, limit, plain_bytes, start_s))
+        return self._made[-1]
+
+    def has_made(self, plan: CompiledPlan) -> bool:
+        return any(plan is made for made in self._made)
+
+    def _within(self, limit: int) -> Choice:
+        for shape in self._distinct:
+            assert shape.captured.layer is not None
+            self._propose(shape, saved_sets.front(shape.captured.layer))
+        rounds = 0
+        while rounds < _ROUNDS:
+            choice = fastest_within(self.moments, self._options(), limit)
+            if choice is not None and self._advance(choice):
+                continue  # with what code takes, measured times, and without what was refused
+            rounds += 1
+            if not (self._lean_further() if choice is None else self._refine(choice)):
+                break
+        found = fastest_within(self.moments, self._options(ready=True), limit)
+        if found is not None:
+            return found
+        least_bytes = self.resident_bytes + self._least_bytes()
+        budget_bytes = self.resident_bytes + limit
+        raise BudgetInfeasibleError(
+            f"no plan fits budget={format_bytes(budget_bytes)}: the compiled layers need at least "
+            f"{format_bytes(least_bytes)}, of which {format_bytes(self.resident_bytes)} live through the whole step.\n"
+            "Raise the budget, or reduce the batch." + self._left_out(),
+            budget_bytes=budget_bytes,
+            least_bytes=least_bytes,
+        )
+
+    def _left_out(self) -> str:
+        reasons = [f"{name}: {v.refused}" for s in self._distinct for name, v in s.variants.items() if v.refused]
+        if not reasons:
+            return ""
+        return (
+            f"\n{len(reasons)} variants were left out, the first of them {reasons[0]}. In bfloat16 and float16, "
+            "round_as_eager=True makes variants agree."
+        )
+
+    def _least_bytes(self) -> int:
+        """The least peak, all code read that decides over it."""
+        while True:
+            choice = least_peak(self.moments, self._options())
+            if not self._advance(choice, kernels=False):
+                return choice.peak_bytes
+
+    def _advance(self, choice: Choice, *, kernels: bool = True) -> bool:
+        """Read the code of what is chosen, or compile it once all is read. Whether there was anything to do."""
+        chosen = {(self.shapes[layer], name) for layer, name in choice.variants.items()}
+        unread = [(shape, name) for shape, name in chosen if name in shape.proposed]
+        for shape, name in unread:
+            self._read(shape, name)
+        if unread or not kernels:
+            return bool(unread)
+        uncompiled = [(shape, name) for shape, name in chosen if shape.variants[name].run is None]
+        for shape, name in uncompiled:
+            self._compile(shape, name)
+        return bool(uncompiled)
+
+    def _options(self, *, ready: bool = False) -> dict[str, list[Option]]:
+        """By layer; ``ready``: only what is compiled."""
+        by_shape = {
+            (id(shape), held): _options_of(shape, ready=ready, outputs_held=held)
+            for shape in self._distinct
+            for held in (True, False)
+        }
+        return {layer: by_shape[id(shape), layer in self._handed_on] for layer, shape in self.shapes.items()}
+
+    def _choice_of(self, variants: dict[str, str]) -> Choice:
+        options = self._options(ready=True)
+        ms = {(layer, o.name): o.step_ms for layer, found in options.items() for o in found}
+        return Choice(variants, peak_of(self.moments, options, variants), sum(ms[item] for item in variants.items()))
+
+    def _time(self, shape: LayerShape) -> None:
+        """Times of all that is compiled and untimed, beside the plain variant."""
+        running = [v for v in shape.variants.values() if v.run is not None and not v.refused]
+        if any(not v.step_ms for v in running):
+            measure_ms(shape.captured, running)
+
+    def _propose(self, shape: LayerShape, sets: Sequence[SavedSet]) -> bool:
+        """Add the sets that are new. Whether there were any."""
+        known = {v.saved.names for v in shape.variants.values()} | {s.names for s in shape.proposed.values()}
+        new = [s for s in sets if s.names not in known]
+        for saved in new:
+            name = f"saving {len(saved.names or ())} values, {format_bytes(saved.stored_bytes)}"
+            while name in shape.variants or name in shape.proposed:
+                name += "'"
+            shape.proposed[name] = saved
+        return bool(new)
+
+    def _read(self, shape: LayerShape, name: str) -> None:
+        """Make the code of a proposed variant, and read it."""
+        saved = shape.proposed.pop(name)
+        try:
+            variant = shape.captured.variant(name, saved, kernels=False)
+        except (UnreadableCodeError, PlanMismatchError) as error:
+            self.refused.append(f"{name}: {error}")
+            return
+        variant.step_ms = shape.variants[PLAIN].step_ms + saved.recompute_ms
+        shape.variants[name] = variant
+
+    def _compile(self, shape: LayerShape, name: str) -> None:
+        """Compile a variant that was only read, and prove it."""
+        read = shape.variants[name]
+        made = shape.captured.variant(name, read.saved)
+        made.refused = why_not_equal(shape.captured, made, shape.variants[PLAIN])
+        shape.variants[name] = made
+        if made.refused:
+            self.refused.append(f"{name}: {made.refused}")
+        elif made.memory != read.memory:
+            self.refused.append(f"{name}: its code took other bytes when it was compiled; the second reading counts")
+        self._time(shape)
+
+    def _refine(self, choice: Choice) -> bool:
+        """Propose sets between each chosen one and the next larger. Whether there are new ones."""
+        found = False
+        for shape in self._distinct:
+            layer = shape.captured.layer
+            assert layer is not None
+            chosen = {choice.variants[name] for name, s in self.shapes.items() if s is shape}
+            sizes = sorted({option.stored_bytes for option in _options_of(shape, ready=False)})
+            wanted = []
+            for name in chosen:
+                mine = shape.variants[name].memory.stored_bytes
+                larger = [size for size in sizes if size > mine]
+                wanted += [(mine + size) // 2 for size in larger[:1]]
+            sets = [saved_sets.within(layer, size, None) for size in wanted]
+            found |= self._propose(shape, [s for s in sets if s is not None])
+        return found
+
+    def _lean_further(self) -> bool:
+        """Propose sets with a lower peak in backward than all that were read. Whether there are new ones."""
+        found = False
+        for shape in self._distinct:
+            layer = shape.captured.layer
+            assert layer is not None
+            sets = []
+            for option in sorted(_options_of(shape, ready=False), key=lambda o: o.stored_bytes)[:3]:
+                peak = option.stored_bytes + option.backward_bytes
+                sets.append(saved_sets.within(layer, option.stored_bytes, int(_LEANER * peak)))
+                sets.append(saved_sets.within(layer, int(1.5 * option.stored_bytes), int(_LEANER * peak)))
+            found |= self._propose(shape, [s for s in sets if s is not None])
+        return found
+
+    def _plan_of(self, choice: Choice, limit: int | None, plain_bytes: int, start_s: float) -> CompiledPlan:
+        plain_ms = sum(shape.variants[PLAIN].step_ms for shape in self.shapes.values())
+        counts: dict[tuple[int, str], list[str]] = {}
+        for layer, name in choice.variants.items():
+            counts.setdefault((id(self.shapes[layer]), name), []).append(layer)
+        used: list[PlannedVariant] = []
+        for (_, name), layers in counts.items():
+            found: Variant = self.shapes[layers[0]].variants[name]
+            memory = found.memory
+            used.append(
+                PlannedVariant(name, len(layers), memory.stored_bytes, memory.backward_peak_bytes, found.step_ms)
+            )
+        moment = peak_moment(self.moments, self._options(ready=True), choice.variants)
+        return CompiledPlan(
+            budget_bytes=None if limit is None else limit + self.resident_bytes,
+            margin_bytes=self.margin_bytes,
+            resident_bytes=self.resident_bytes,
+            predicted_peak_bytes=self.resident_bytes + choice.peak_bytes,
+            plain_peak_bytes=plain_bytes,
+            predicted_overhead=choice.layers_ms / plain_ms - 1 if plain_ms else 0.0,
+            layers=dict(choice.variants),
+            variants=tuple(used),
+            at_peak="" if moment is None else f"{moment.kind} {moment.layer}".strip(),
+            refused=tuple(dict.fromkeys(self.refused)),
+            planning_s=time.perf_counter() - start_s,
+        )
+
+
+def _options_of(shape: LayerShape, *, ready: bool, outputs_held: bool = True) -> list[Option]:
+    """What each variant means: by its code where that was read, else as the solver believes.
+
+    Args:
+        outputs_held: By a next layer, whatever this one saves.
+    """
+    found = [
+        Option(
+            name, _stored_bytes(v, outputs_held), v.memory.forward_peak_bytes, v.memory.backward_peak_bytes, v.step_ms
+        )
+        for name, v in shape.variants.items()
+        if not v.refused and (v.run is not None or not ready)
+    ]
+    plain_ms = shape.variants[PLAIN].step_ms
+    for name, saved in [] if ready else list(shape.proposed.items()):
+        beyond = max(0, saved.backward_bytes - saved.stored_bytes)
+        found.append(Option(name, saved.stored_bytes, saved.forward_bytes, beyond, plain_ms + saved.recompute_ms))
+    return found
+
+
+def _stored_bytes(variant: Variant, outputs_held: bool) -> int:
+    return variant.memory.stored_bytes + (0 if outputs_held else variant.memory.saved_output_bytes)

@@ -1,0 +1,165 @@
+"""What lives between the layers of one real step, and where it peaks there.
+
+The step is cut at the beginning and the end of every layer's forward and backward. Between the cuts the allocator's
+events are counted. What layers themselves take is known from their code, so it is not measured: the first call of a
+layer compiles it, which would be counted too. Where it could be counted, the difference to the code is kept.
+
+Gradients that did not exist before the step count as allocated beforehand: later steps have them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lowtide.compiled.captured_layer import VariantMemory
+from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment
+from lowtide.device.memory import PeakCounter
+from lowtide.measurement.allocator import measuring
+from lowtide.runtime import backward_entry
+from lowtide.tracing.module_calls import never_compiled
+
+
+class StepWatch:
+    """Follows one step; ``moments`` is what ``choice`` needs.
+
+    Args:
+        parameters: Those of the model.
+
+    Attributes:
+        complete: Backward has reached every layer that ran.
+        failed: Why nothing could be measured; "" otherwise.
+        off_bytes: The largest difference between a layer's bytes by its code and by the allocator.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
+        self.moments: list[Moment] = []
+        self.complete, self.failed, self.off_bytes = False, "", 0
+        self.handed_on: set[str] = set()  # layers all of whose outputs are inputs of others
+        self._returned: dict[str, set[int]] = {}
+        self.shapes: dict[str, Any] = {}  # what ran, by layer, in the order of the first calls
+        self._live = self._granted = self._held = 0
+        self._open: Counter[str] = Counter()
+        self._stored = 0  # bytes, of the layers that are open
+        self._begun = self._stopped = False
+        # What a hook inside backward switches on or off, the engine undoes: the allocator's events are on all through,
+        # and hooks only begin and end counts of them.
+        self._events, self._counting = ExitStack(), ExitStack()
+        self._counter: PeakCounter | None = None
+        if self._events.enter_context(measuring("cpu")) is None:
+            self.failed = "a profiler was active"
+        self._forget = backward_entry.observe(self)
+        self._start()
+
+    def _start(self) -> None:
+        self._counter = self._counting.enter_context(measuring("cpu"))
+
+    def _cut(self) -> tuple[int, int]:
+        """End what is counted now: its peak and what it left, bytes."""
+        self._counting.close()
+        return (0, 0) if self._counter is None else (self._counter.peak, self._counter.left)
+
+    def _between_ends(self) -> None:
+        peak, left = self._cut()
+        # Gradients that come in here count as passing: in later steps they are added to those that are there.
+        before = self._live - self._stored - self._granted - self._held
+        self._held = 0
+        self.moments.append(Moment(BETWEEN, "", before, peak, dict(self._open)))
+        self._live += left
+        self._granted = self._new_gradients()
+
+    def _new_gradients(self) -> int:
+        return sum(p.grad.nbytes for p in self._without_gradient if p.grad is not None)
+
+    def enter_forward(self, layer: str, inputs: Iterable[torch.Tensor]) -> None:
+        taken = {t.untyped_storage().data_ptr() for t in inputs}
+        self.handed_on |= {name for name, made in self._returned.items() if made <= taken}
+        self._between_ends()
+        self._start()
+
+    def leave_forward(
+        self, layer: str, shape: Any, memory: VariantMemory, outputs: Iterable[Any], *, compiled_now: bool
+    ) -> None:
+        _, left = self._cut()
+        if not compiled_now:
+            self.off_bytes = max(self.off_bytes, abs(left - memory.forward_end_bytes))
+        self.moments.append(Moment(FORWARD, layer, self._live - self._stored, 0, dict(self._open)))
+        outputs = [t for t in outputs if isinstance(t, torch.Tensor)]
+        self._returned[layer] = {t.untyped_storage().data_ptr() for t in outputs}
+        self._live += memory.forward_end_bytes
+        self._open[layer] += 1
+        self._stored += memory.stored_bytes
+        if self.shapes.setdefault(layer, shape) is not shape:
+            self.failed = f"{layer} was called with two sets of input shapes in one step"
+        node = _compiled_node(outputs)
+        if node is None:
+            self.failed = f"{layer} returned nothing that has a gradient"
+        else:
+            self._follow(node, layer, memory)
+        self._start()
+
+    def _follow(self, node: Any, layer: str, memory: VariantMemory) -> None:
+        @never_compiled
+        def begin(gradients: Any) -> None:
+            if self._stopped:
+                return
+            self._between_ends()
+            live = self._live - self._stored - self._granted
+            self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
+            self._begun = True
+            self._start()
+
+        @never_compiled
+        def end(made: Any, gradients: Any) -> None:
+            if self._stopped:
+                return
+            _, left = self._cut()
+            # Only because there is this hook, the engine holds what came in until the hook returns.
+            self._held = sum(t.untyped_storage().nbytes() for t in gradients if t is not None)
+            self.off_bytes = max(self.off_bytes, abs(left - memory.backward_end_bytes - self._held))
+            self._live += memory.backward_end_bytes + self._held
+            self._open[layer] -= 1
+            self._open += Counter()
+            self._stored -= memory.stored_bytes
+            self._start()
+
+        node.register_prehook(begin)
+        node.register_hook(end)
+
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
+        """Nothing: the hooks of the layers tell."""
+
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
+        """The step has ended if no layer waits for another backward."""
+        if error is not None:
+            self.failed = "backward failed"
+        if self._stopped or not self._begun or (self._open and error is None):
+            return
+        self._between_ends()
+        self.complete = not self.failed
+        self.stop()
+
+    def stop(self) -> None:
+        """End counting, whatever state it is in."""
+        self._stopped = True
+        self._forget()
+        self._counting.close()
+        self._events.close()
+
+
+def _compiled_node(outputs: Iterable[Any]) -> Any:
+    """The autograd node of compiled code behind ``outputs``."""
+    work = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    for node in work:
+        if "CompiledFunction" in type(node).__name__:
+            return node
+        if len(work) < 64:
+            work += [n for n, _ in node.next_functions if n is not None]
+    return None

@@ -1,0 +1,203 @@
+"""``lowtide.compile``: peaks as promised, gradients bit for bit those of layers compiled without lowtide."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.compiled_layers import Decoder
+from torch import nn
+
+import lowtide
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.tracing.restore import same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def decoder(**options):
+    torch.manual_seed(0)
+    model = Decoder(**options)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model
+
+
+def step_of(run, model, ids=IDS):
+    """Loss, gradients and the generator's state after one step."""
+    for p in model.parameters():
+        p.grad.zero_()
+    torch.manual_seed(1)
+    loss = run(ids)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
+
+
+def equal(found, expected):
+    return all(map(same_bits, found, expected))
+
+
+def reference(round_as_eager=False, **options):
+    """A step of the layers compiled by PyTorch alone."""
+    model = decoder(**options)
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False, options={"emulate_precision_casts": round_as_eager})
+    return step_of(model, model)
+
+
+def check_budgets(budgets, round_as_eager=False, **options):
+    """At each budget: the peak fits and is as predicted, and no bit differs."""
+    expected = reference(round_as_eager, **options)
+    model = decoder(**options)
+    compiled = lowtide.compile(model, round_as_eager=round_as_eager)
+    assert equal(step_of(compiled, model), expected)  # before there is a plan
+    stored = []
+    for budget in budgets:
+        compiled.set_budget(budget)
+        plan = compiled.plan
+        assert equal(step_of(compiled, model), expected)
+        measured = plan.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
+        assert measured <= plan.predicted_peak_bytes <= (plan.budget_bytes or measured * 2)
+        assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.005)
+        stored.append(plan.predicted_peak_bytes)
+    assert stored == sorted(stored, reverse=True) and stored[-1] < stored[0]
+    return compiled
+
+
+@pytest.mark.slow
+def test_every_budget_holds_and_gradients_are_those_of_plain_compiled_layers():
+    compiled = check_budgets([None, "80%", "50%"])
+
+    with pytest.raises(lowtide.BudgetInfeasibleError) as infeasible:
+        compiled.set_budget(compiled.plan.resident_bytes + 1)
+    compiled.set_budget(infeasible.value.least_bytes)
+    assert compiled.plan.predicted_peak_bytes <= infeasible.value.least_bytes
+
+
+@pytest.mark.slow
+def test_dropout_inside_keeps_its_mask():
+    check_budgets([None, "50%"], dropout=0.3)
+
+
+@pytest.mark.slow
+def test_bf16_layers_that_round_alike_keep_their_bits():
+    check_budgets([None, "60%"], round_as_eager=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_bf16_variants_with_other_bits_are_left_out():
+    expected = reference(dtype=torch.bfloat16)
+    model = decoder(dtype=torch.bfloat16)
+    compiled = lowtide.compile(model)
+
+    assert equal(step_of(compiled, model), expected)
+    with pytest.raises(lowtide.BudgetInfeasibleError, match=r"has other bits.* round_as_eager=True"):
+        compiled.set_budget("60%")
+    assert equal(step_of(compiled, model), expected)
+
+
+@pytest.mark.slow
+def test_another_shape_gets_a_plan_of_its_own_and_the_first_one_stays():
+    model = decoder(layers=2)
+    compiled = lowtide.compile(model, budget="60%")
+    step_of(compiled, model)
+    first = compiled.plan
+    step_of(compiled, model, IDS[:2])
+    second = compiled.plan
+
+    assert second.predicted_peak_bytes < first.predicted_peak_bytes
+    compiled.use(first)
+    measured = first.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
+    assert measured == pytest.approx(first.predicted_peak_bytes, rel=0.005)
+
+
+WARM = """
+import torch
+from support.compiled_layers import Decoder
+import lowtide
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = Decoder(layers=2)
+compiled = lowtide.compile(model, budget="{budget}")
+ids = torch.arange(128).reshape(4, 32) % 64
+for _ in range(2):
+    compiled(ids).backward()
+    plan = compiled.plan
+print(counters["inductor"]["fxgraph_cache_hit"], sum(p.grad.double().sum().item() for p in model.parameters()),
+      plan.predicted_peak_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_warm_cache_gives_the_plan_that_was_asked_for(tmp_path):
+    def run(budget):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        script = [sys.executable, "-c", WARM.format(budget=budget)]
+        return subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    cold_hits, cold_sum, cold_peak = run("60%")
+    warm_hits, warm_sum, warm_peak = run("60%")
+    _, other_sum, other_peak = run("100%")
+
+    assert int(warm_hits) > int(cold_hits)
+    assert (warm_sum, warm_peak) == (cold_sum, cold_peak)
+    assert other_sum == cold_sum and int(other_peak) > int(cold_peak)  # not the cached code of the other plan
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+def test_a_graph_break_is_refused_by_the_name_of_the_layer():
+    model = nn.Sequential(Breaking(), Breaking())
+
+    with pytest.raises(lowtide.errors.UnsupportedModelError, match="^0 cannot be compiled as one graph: "):
+        lowtide.compile(model)(torch.randn(2, 8))
+
+
+def test_a_model_without_repeated_layers_is_refused():
+    with pytest.raises(lowtide.errors.UnsupportedModelError, match="no list of two or more equal modules"):
+        lowtide.compile(nn.Linear(4, 4))
+    with pytest.raises(lowtide.errors.UnsupportedModelError, match=r"layers=\['nothing'\] matches none"):
+        lowtide.compile(decoder(), layers=["nothing"])
+
+
+def test_what_is_compiled_or_checkpointed_already_is_refused():
+    model = decoder()
+    model.blocks[2].compile(backend="eager")
+    with pytest.raises(lowtide.errors.UnsupportedModelError, match=r"blocks\.2 is compiled already"):
+        lowtide.compile(model)
+
+    model = decoder()
+    model.blocks[1].gradient_checkpointing = True
+    with pytest.raises(lowtide.errors.UnsupportedModelError, match=r"blocks\.1 has gradient checkpointing on"):
+        lowtide.compile(model)
+
+
+@pytest.mark.parametrize("budget", ["auto", "much", -1, 0.5])
+def test_a_budget_that_makes_no_sense_is_refused_at_once(budget):
+    with pytest.raises((ValueError, TypeError), match=r"6GiB"):
+        lowtide.compile(decoder(), budget=budget)
+
+
+def test_names_and_state_are_the_models_and_remove_puts_it_back():
+    model = decoder()
+    compiled = lowtide.compile(model)
+
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert compiled.head is model.head and compiled.plan is None
+    assert not compiled.eval().training and not model.blocks[0].training
+    compiled.remove()
+    assert all(block._compiled_call_impl is None for block in model.blocks)
+    with pytest.raises(lowtide.PlanMismatchError, match=r"taken apart by remove"):
+        compiled(IDS)

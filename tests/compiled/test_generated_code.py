@@ -1,0 +1,93 @@
+"""Peaks are read from generated code as Python would run it: by references, in the order of its lines."""
+
+import pytest
+import torch
+
+from lowtide.compiled.generated_code import InputMemory, TensorLook, UnreadableCodeError, read_code
+
+KIB = TensorLook((256,), (1,), torch.float32)
+HEAD = """
+class Runner:
+    def call(self, args):
+        x, y = args
+        args.clear()
+"""
+
+
+def read(body, *, x_bytes=0, y_bytes=0, same_memory=False):
+    inputs = {"x": InputMemory(KIB, "x", x_bytes), "y": InputMemory(KIB, "x" if same_memory else "y", y_bytes)}
+    return read_code(HEAD + "".join(f"        {line}\n" for line in body), inputs)
+
+
+def test_a_buffer_counts_from_its_allocation_to_its_deletion():
+    memory = read(
+        [
+            "buf0 = empty_strided_cpu((1024, ), (1, ), torch.float32)",
+            "buf1 = empty_strided_cpu((256, ), (1, ), torch.float32)",
+            "cpp_fused_add_0(x, buf0, buf1)",
+            "del buf0",
+            "buf2 = empty_strided_cpu((512, ), (1, ), torch.bfloat16)",
+            "return (buf2, buf1, x, )",
+        ]
+    )
+
+    assert memory.peak_bytes == 4096 + 1024
+    assert memory.end_bytes == 1024 + 1024
+    assert [memory.block_bytes[b] for b in memory.returned[:2]] == [1024, 1024]
+    assert memory.returned[2] == "x"
+
+
+def test_a_buffer_that_another_takes_over_counts_once():
+    memory = read(
+        [
+            "buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)",
+            "buf1 = reinterpret_tensor(buf0, (16, 16), (16, 1), 0); del buf0  # reuse",
+            "return (buf1, )",
+        ]
+    )
+
+    assert memory.peak_bytes == memory.end_bytes == 1024
+
+
+def test_an_input_goes_when_the_code_lets_go_of_it_and_not_before():
+    late = ["buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "del x", "return (buf0, )"]
+    early = ["del x", "buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "return (buf0, )"]
+
+    assert read(late, x_bytes=1024).peak_bytes == 1024
+    assert read(early, x_bytes=1024).peak_bytes == 0
+    assert read(early, x_bytes=1024).end_bytes == 0
+    assert read(early, x_bytes=1024, same_memory=True).peak_bytes == 1024  # ``y`` still shows that memory
+
+
+def test_the_tuple_of_a_call_holds_all_its_results():
+    call = "buf0 = torch.ops.aten.var_mean.correction(x, [0], correction=0, keepdim=False)"
+    parts = [call, "buf1 = buf0[0]", "buf2 = buf0[1]", "del buf2"]
+
+    assert read([*parts, "return (buf1, buf0[1], )"]).end_bytes == 8
+    assert read([*parts, "del buf0", "return (buf1, )"]).end_bytes == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "buf0 = alloc_from_pool(pool, 0, torch.float32, (256,), (1,))",
+        "buf0 = torch.empty(256)",
+        "buf0 = torch.ops.aten.no_such_operator.default(x)",
+    ],
+)
+def test_a_line_of_unknown_memory_is_refused_by_name(line):
+    with pytest.raises(UnreadableCodeError, match=r"alloc_from_pool|torch\.empty|no_such_operator"):
+        read([line, "return (buf0, )"])
+
+
+def test_a_number_among_the_inputs_is_refused():
+    with pytest.raises(UnreadableCodeError, match="'y': sizes are not fixed"):
+        read_code(HEAD + "        return (x, )\n", {"x": InputMemory(KIB, "x"), "y": InputMemory(None, "y")})
+
+
+def test_workspace_of_a_call_counts_for_a_moment():
+    source = HEAD + "        buf0 = torch.ops.aten.exp.default(x)\n        return (buf0, )\n"
+
+    memory = read_code(source, {"x": InputMemory(KIB, "x"), "y": InputMemory(KIB, "y")}, lambda *call: 500)
+
+    assert (memory.peak_bytes, memory.end_bytes) == (1524, 1024)

@@ -1,0 +1,80 @@
+"""What a layer saves, planned by lowtide's solver over its joint graph."""
+
+import itertools
+
+import pytest
+import torch
+from support.compiled_layers import layer_graph_of
+from torch.nn import functional as F
+
+from lowtide.compiled import saved_sets
+from lowtide.compiled.layer_graph import DRAWN
+from lowtide.solvers.dispatch import solve
+
+KIB = 1024
+
+
+def feed_forward(x, up, down):
+    return x + F.gelu(x @ up) @ down
+
+
+def inputs():
+    # 16 KiB for ``x``, four times as much for the wide value.
+    return [
+        torch.randn(128, 32, requires_grad=True),
+        *(torch.randn(s, requires_grad=True) for s in ((32, 128), (128, 32))),
+    ]
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return layer_graph_of(feed_forward, *inputs())
+
+
+def test_the_joint_graph_stores_what_its_formula_says(layer):
+    stored = sum(layer.graph.storages[s].bytes for s in layer.graph.stored)
+
+    # Before and after the gelu; the layer's own input is there anyway.
+    assert stored == 2 * 64 * KIB
+
+
+def test_the_least_set_saves_nothing_and_computes_again_what_it_needs(layer):
+    least = saved_sets.least(layer)
+
+    assert least.names == () and least.stored_bytes == 0
+    assert least.recompute_ms > 0
+
+
+def test_the_front_goes_from_nothing_saved_to_nothing_computed_again(layer):
+    front = saved_sets.front(layer)
+
+    assert front[0].stored_bytes == 0 and front[-1].recompute_ms == 0
+    by_time = sorted(front, key=lambda s: s.recompute_ms)
+    assert all(a.stored_bytes >= b.stored_bytes or a.backward_bytes >= b.backward_bytes
+               for a, b in itertools.pairwise(by_time))  # fmt: skip
+
+
+def test_a_bound_on_stored_bytes_holds(layer):
+    found = saved_sets.within(layer, 64 * KIB, None)
+
+    assert found is not None and found.stored_bytes <= 64 * KIB
+    assert found.recompute_ms < saved_sets.least(layer).recompute_ms
+
+
+def test_slack_lets_a_budget_bind_at_the_turn(layer):
+    # Everything stored and 1 MiB of the rest of the model: one byte less is not enough.
+    graph = layer.with_slack(1 << 20)
+
+    everything = solve(graph, layer.costs, (1 << 20) + 128 * KIB)
+    less = solve(graph, layer.costs, (1 << 20) + 128 * KIB - 1)
+
+    assert everything.counts["recompute"] == 0 and less.counts["recompute"] > 0
+
+
+def test_what_is_drawn_from_a_generator_is_saved():
+    layer = layer_graph_of(
+        lambda x, w: (x @ w) * torch.rand_like(x), *inputs()[:1], torch.randn(32, 32, requires_grad=True)
+    )
+    drawn = [s for s in layer.graph.storages if s.fixed == DRAWN]
+
+    assert drawn and all(layer.names[s.id] in saved_sets.least(layer).names for s in drawn)
