@@ -64,6 +64,17 @@ def plans_table(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
+def ranks_table(lines: list[dict]) -> str:
+    """A row per model and way to divide it: the worst error over ranks and precisions."""
+    rows = ["| model | divided | ranks and precisions | equal to the byte | worst |", "|---|---|---:|---:|---:|"]
+    for model, way in dict.fromkeys((line["model"], line["way"]) for line in lines):
+        mine = [line for line in lines if (line["model"], line["way"]) == (model, way)]
+        equal = sum(line["predicted_peak_bytes"] == line["measured_peak_bytes"] for line in mine)
+        worst = max((line["error"] for line in mine), key=abs)
+        rows.append(f"| {model} | {way} | {len(mine)} | {equal} | {percent(worst)} |")
+    return "\n".join([*rows, "", _origin(lines)])
+
+
 def _step(line: dict) -> tuple:
     return line["architecture"], tuple(line["shape"]), line["precision"]
 

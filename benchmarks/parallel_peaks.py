@@ -7,6 +7,9 @@
 Tensor and expert parallel models are made by ``from_pretrained(distributed_config=...)`` from a small model that was
 saved, without lowtide. Sequence parallel ones and stages of pipelines, which transformers does not train, are wrapped
 as lowtide does it and run on real tensors; stages send and receive in the order of 1F1B. One JSON line for each case.
+
+Predictions take each expert to be chosen equally often. Expert parallel ranks are measured as their routers choose, and
+again with choices that are balanced ("balanced"): the second compares the bytes, the first shows what imbalance adds.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,11 +56,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor 2": {"tensor_parallel": 2},
     "tensor 2, sequence": {"tensor_parallel": 2, "sequence_parallel": True},
     "expert 2": {"expert_parallel": 2, "data_parallel": 2},
+    "expert 2, balanced": {"expert_parallel": 2, "data_parallel": 2},
     "expert 2, tensor 2": {"expert_parallel": 2, "tensor_parallel": 2},
+    "expert 2, tensor 2, balanced": {"expert_parallel": 2, "tensor_parallel": 2},
     "pipeline 2, 4 micro-batches": {"pipeline_parallel": 2, "accumulate": 4},
 }
 PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 SHAPES = ((4, 128),)
+STEPS = 8
 
 
 def jobs_of(model: str) -> list[Job]:
@@ -170,7 +178,7 @@ def _rank(rank: int, path: str, jobs: list[Job], end: Any) -> None:
 
 
 def _measured(path: str, way: str, precision: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """(bytes before the step, peak above them) of this rank; the smaller of two steps, gloo's threads free late."""
+    """(bytes before the step, peak above them) of this rank; the least of some steps, as gloo's threads free late."""
     from lowtide.measurement.allocator import peak_bytes
     from lowtide.tracing.subclasses import plain_tensors
 
@@ -182,17 +190,31 @@ def _measured(path: str, way: str, precision: str, shape: tuple[int, int]) -> tu
     else:
         given = batch
     step, peaks = _step(model, batch, precision, WAYS[way]), []
-    for _ in range(3):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-        dist.barrier()
-        peaks.append(peak_bytes(step))
+    with _balanced() if way.endswith("balanced") else nullcontext():
+        for _ in range(1 + STEPS):
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+            dist.barrier()
+            peaks.append(peak_bytes(step))
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     tensors = plain_tensors(*model.parameters(), *gradients, *model.buffers(), *given.values())
     # Not storages: on a CPU, a loaded part is a view of the file.
     held = {t.data_ptr(): t.nbytes for t in tensors}
     return sum(held.values()), min(peaks[1:])
+
+
+def _balanced() -> AbstractContextManager:
+    """Inside, routers choose each expert equally often; their gradients are wrong, and as large as before."""
+    topk = torch.topk
+
+    def balanced(probabilities: torch.Tensor, k: int, dim: int = -1) -> Any:
+        rows, experts = probabilities.shape
+        chosen = torch.arange(rows * k).remainder_(experts).view(rows, k)
+        probabilities.data.scatter_(dim, chosen, 1.0)  # autograd saves the probabilities: overwritten, not copied
+        return topk(probabilities, k, dim=dim)
+
+    return patch.object(torch, "topk", balanced)
 
 
 def lines(model: str, jobs: list[Job]) -> Iterator[dict[str, Any]]:

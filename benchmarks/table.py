@@ -20,7 +20,7 @@ from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
 from compiled_table import compiled_table
 from doctor_table import examples_table, zoo_table
-from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table
+from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table, ranks_table
 from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
 from real_steps_table import real_steps_table
@@ -83,6 +83,7 @@ def main() -> int:
         Page(ROOT / "docs" / "claims.md", "claims", RESULTS / "claims.jsonl", claims_table),
         Page(ROOT / "docs" / "foresight.md", "peaks", RESULTS / "foresight_cpu.jsonl", peaks_table),
         Page(ROOT / "docs" / "foresight.md", "plans", RESULTS / "foresight_cpu.jsonl", plans_table),
+        Page(ROOT / "docs" / "foresight.md", "ranks", RESULTS / "parallel_peaks_cpu.jsonl", ranks_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
         Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
         Page(ROOT / "docs" / "integrations.md", "timed", RESULTS / "integrations_cpu.jsonl", timed_table),

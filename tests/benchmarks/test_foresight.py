@@ -2,7 +2,7 @@
 
 import claims
 import pytest
-from foresight_table import claims_table, peaks_table, plans_table
+from foresight_table import claims_table, peaks_table, plans_table, ranks_table
 
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), [(128, 2, 64, 4), (64, 2, 256, 8)])
@@ -33,6 +33,19 @@ def test_the_worst_error_is_the_one_farthest_from_zero():
     assert "| llama | 3 | 1 | -2.00 % |" in table
     assert "median 1.25 %, worst 2.00 %" in table and "In 1 more no plan exists" in table
     assert "| 50 % of the activations | 2 | 1.62 % | 2.00 % | 50 % |" in plans_table(lines)
+
+
+def test_ranks_that_differ_are_not_hidden_by_those_that_are_equal():
+    of_two = {"model": "mixtral", "way": "expert 2"}
+    table = ranks_table(
+        [
+            line(**of_two, rank=0),
+            line(**of_two, rank=1, measured_peak_bytes=201, error=-0.005),
+            line(model="mixtral", way="tensor 2", rank=0),
+        ]
+    )
+
+    assert "| mixtral | expert 2 | 2 | 1 | -0.50 % |" in table and "| mixtral | tensor 2 | 1 | 1 | 0 |" in table
 
 
 def test_no_table_is_made_of_gradients_that_differ():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import distributed as dist
 
 import lowtide
@@ -15,7 +16,7 @@ from lowtide.foresight import parallel_model
 from lowtide.foresight.forecast import Forecaster
 from lowtide.foresight.pipeline import waiting_bytes
 from lowtide.foresight.rank_memory import rank_memory
-from lowtide.foresight.setup import Setup
+from lowtide.foresight.setup import Setup, SetupError
 from lowtide.foresight.step_time import collective_bytes
 from lowtide.foresight.subjects import subject_named
 from lowtide.hollow.memory import UNKNOWN, origin_of
@@ -125,6 +126,19 @@ def test_fully_sharded_experts_have_fewer_replicas_than_the_rest(mixtral):
     assert rank_memory(facts, divided).parameters == pytest.approx(2 * (rest / 4 + experts / 2), rel=0.01)
 
 
+def test_what_only_one_rank_has_is_neither_reduced_nor_divided_among_replicas(mixtral):
+    divided = setup(expert_parallel=4, data_parallel=4)
+    facts = mixtral.facts(divided)
+
+    rest = sum(p.elements for p in facts.parameters if not p.expert)
+    experts = sum(p.elements for p in facts.parameters if p.expert)
+    assert rank_memory(facts, divided).gathered == 2 * rest
+    zero1, zero2 = (rank_memory(facts, replace(divided, sharding=kind)) for kind in ("zero1", "zero2"))
+    state = 2 * 2 * (rest / 4 + experts)
+    assert state <= zero1.optimizer <= state + 4 * 512 and "of experts by 1" in zero1.rule
+    assert zero2.gradients == pytest.approx(2 * (rest / 4 + experts), abs=2)
+
+
 def test_stages_of_a_pipeline_make_up_the_model_and_the_first_holds_most_micro_batches(llama):
     divided = setup(pipeline_parallel=2, accumulate=4)
     stages = [llama.facts(replace(divided, stage=stage)) for stage in (0, 1)]
@@ -171,7 +185,7 @@ def test_a_stage_that_is_tensor_parallel_leaves_out_what_others_have(llama, monk
         assert llama.trace(replace(divided, stage=stage)).ops
 
     monkeypatch.setattr(parallel_model, "_of_this_stage", lambda model, plan: plan)
-    with pytest.raises(ValueError, match="has no `out_features`"):  # transformers divides identities as well
+    with pytest.raises(SetupError, match="has no `out_features`"):  # transformers divides identities as well
         llama.facts(replace(divided, stage=0, precision="fp32"))
 
 
@@ -190,6 +204,24 @@ def test_what_ranks_send_is_counted_by_kind(llama):
 
     assert sent.count(HIDDEN_BYTES) == 37  # all-reduce of n ranks: 2 (n - 1) / n
     assert max(sent) == 64 * 1000 * 2 / 2  # logits, gathered
+
+
+def test_a_crash_of_transformers_names_model_and_degrees(llama, monkeypatch):
+    from transformers.distributed import tensor_parallel
+
+    def crash(*_):
+        raise AssertionError("no such mesh")
+
+    monkeypatch.setattr(tensor_parallel, "apply_tensor_parallelism", crash)
+    divided = setup(tensor_parallel=2, pipeline_parallel=2, stage=0, precision="fp32")
+    with pytest.raises(SetupError) as caught:
+        llama.facts(divided)
+
+    assert str(caught.value) == (
+        f"transformers {transformers.__version__} and torch {torch.__version__} cannot run {llama.name} with "
+        "--tensor-parallel 2 --pipeline-parallel 2: AssertionError: no such mesh\nPass other degrees, or none."
+    )
+    assert isinstance(caught.value.__cause__, AssertionError) and not dist.is_initialized()
 
 
 def test_counts_that_other_ranks_send_are_those_that_this_one_keeps():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.errors import LowtideError
 from lowtide.foresight import sequence_parallel
 from lowtide.foresight.setup import Setup, SetupError
 from lowtide.hollow.ranks import fake_ranks, is_shared
@@ -33,14 +34,28 @@ def is_divided(setup: Setup) -> bool:
 
 
 @contextmanager
-def one_rank(setup: Setup) -> Iterator[None]:
-    """Inside, this process is a rank of the stage that is asked about, among those that run the same micro-batch."""
+def one_rank(name: str, setup: Setup) -> Iterator[None]:
+    """Inside, this process is a rank of the stage that is asked about, among those that run the same micro-batch.
+
+    Raises:
+        SetupError: something inside failed that is no error of lowtide's: what transformers or DTensor cannot do.
+    """
     if not is_divided(setup):
         yield
         return
     each = _of_a_stage(setup)
     with fake_ranks(setup.pipeline_parallel * each, (setup.stage or 0) * each):
-        yield
+        try:
+            yield
+        except LowtideError:
+            raise
+        except Exception as error:
+            import transformers
+
+            raise SetupError(
+                f"transformers {transformers.__version__} and torch {torch.__version__} cannot run {name} with "
+                f"{_degrees(setup)}: {type(error).__name__}: {error}\nPass other degrees, or none."
+            ) from error
 
 
 def check(name: str, text: Any, setup: Setup) -> None:
@@ -127,6 +142,16 @@ def whole_gradients(model: Any, setup: Setup) -> dict[str, int]:
     embedding.weight.grad = None
     local = gradient._local_tensor if is_shared(gradient) else gradient
     return {name: local.numel() for name, p in model.named_parameters() if p is embedding.weight}
+
+
+def _degrees(setup: Setup) -> str:
+    """As they are passed."""
+    asked = [
+        f"--{name.replace('_', '-')} {degree}"
+        for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel")
+        if (degree := getattr(setup, name)) > 1
+    ]
+    return " ".join([*asked, *(["--sequence-parallel"] if setup.sequence_parallel else [])])
 
 
 def _of_a_stage(setup: Setup) -> int:

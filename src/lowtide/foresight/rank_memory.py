@@ -1,6 +1,7 @@
 """What one rank holds through the whole step, by exact arithmetic on the shapes of the real parameters.
 
-    none    A replica: everything, and buckets as large as the gradients (DistributedDataParallel's default).
+    none    A replica: everything, and buckets as large as the gradients that others have too (DistributedDataParallel's
+            default).
     zero1   The optimizer's part is of one flat vector, divided by the ranks (DeepSpeed, Rajbhandari et al. 2020,
             https://arxiv.org/abs/1910.02054). zero2: the gradients' too, beside one bucket that is being reduced.
     zero3   The parameters' too, beside what is gathered at a time: DeepSpeed's defaults, 1e9 elements and a prefetch
@@ -90,19 +91,25 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
     sharded = count > 1 and kind in ("zero3", "fsdp")
     held = [_shard(p, replicas(p, setup), kind) for p in facts.parameters] if sharded else list(facts.parameters)
     parameters = sum(map(parameter_bytes, held))
-    state, step = _optimizer_bytes([p for p in held if p.trains], setup, 1 if sharded else count)
+    state, step = _optimizer_bytes([p for p in held if p.trains], setup, is_divided=not sharded and kind != "none")
     gathered, host = 0, 0
     rule = "one device holds everything" if count == 1 else f"{count} data parallel ranks"
     divided = _divided_words(setup)
     rule = "; ".join([*divided, *([rule] if count > 1 or not divided else [])])
     if count > 1:
-        bucket = min(_BUCKET_ELEMENTS * max((p.itemsize for p in trained), default=0), gradients)
+        reduced = sum(p.gradient_bytes for p in trained if replicas(p, setup) > 1)
+        bucket = min(_BUCKET_ELEMENTS * max((p.itemsize for p in trained), default=0), reduced)
         if kind == "none":
-            gathered, rule = gradients, f"{rule}, replicas, with buckets as large as the gradients"
+            own = " but those of experts, which no other rank has" if reduced < gradients else ""
+            gathered, rule = reduced, f"{rule}, replicas, with buckets as large as the gradients{own}"
         elif kind in ("zero1", "zero2"):
             gathered, rule = bucket, f"{rule}; the optimizer's state is divided by {count}"
             if kind == "zero2":
-                gradients, rule = math.ceil(gradients / count), f"{rule}, the gradients too"
+                by_replicas = _by_replicas(trained, setup)
+                gradients = sum(math.ceil(sum(p.gradient_bytes for p in ps) / n) for n, ps in by_replicas.items())
+                rule = f"{rule}, the gradients too"
+            if experts := [n for p in trained if p.expert and (n := replicas(p, setup)) != count]:
+                rule = f"{rule}, of experts by {experts[0]}"
         elif kind == "zero3":
             live = max((p.itemsize for p in facts.parameters), default=0) * (_LIVE_ELEMENTS + _BUCKET_ELEMENTS)
             gradients = sum(p.elements * p.itemsize for p in held if p.trains)
@@ -123,6 +130,13 @@ def replicas(parameter: Parameter, setup: Setup) -> int:
     if parameter.expert:
         return setup.data_parallel * setup.tensor_parallel // setup.expert_parallel
     return setup.data_parallel
+
+
+def _by_replicas(parameters: Iterable[Parameter], setup: Setup) -> dict[int, list[Parameter]]:
+    found: dict[int, list[Parameter]] = defaultdict(list)
+    for p in parameters:
+        found[replicas(p, setup)].append(p)
+    return found
 
 
 def _divided_words(setup: Setup) -> list[str]:
@@ -166,14 +180,15 @@ def _gathered_by_fsdp(parameters: Iterable[Parameter]) -> tuple[int, int]:
     return sum(root) + 2 * sum(largest), len(units)
 
 
-def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, parts: int) -> tuple[int, int]:
-    """(state, temporaries of ``step()``) of one of ``parts``."""
+def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, *, is_divided: bool) -> tuple[int, int]:
+    """(state, temporaries of ``step()``) of one rank, of what it holds; of a part of that where ``is_divided``."""
     if setup.optimizer == "none" or not trained:
         return 0, 0
-    divided = setup.sharding != "none" and parts > 1
-    if divided:  # one flat vector, as DeepSpeed has it
-        flat = math.ceil(sum(p.elements for p in trained) / parts)
-        trained = [Parameter("", (flat,), trained[0].itemsize, True)]
+    if is_divided:  # flat vectors, as DeepSpeed has them: experts in their own, they have fewer replicas
+        trained = [
+            Parameter("", (math.ceil(sum(p.elements for p in ps) / n),), ps[0].itemsize, True)
+            for n, ps in _by_replicas(trained, setup).items()
+        ]
     copies = 0
     if setup.master_weights:
         copies = sum(4 * p.elements for p in trained)

@@ -106,7 +106,7 @@ class Subject:
         key = _model_key(setup)
         if key not in self._facts:
             self.check(setup)
-            with parallel_model.one_rank(setup), self._without_memory(target_of(setup.device)):
+            with parallel_model.one_rank(self.name, setup), self._without_memory(target_of(setup.device)):
                 model, _, _ = self.build(
                     setup if parallel_model.is_divided(setup) else replace(setup, chunk_loss=False)
                 )
@@ -135,7 +135,7 @@ class Subject:
 
     def _trace(self, setup: Setup) -> StepGraph:
         target = target_of(setup.device)
-        with parallel_model.one_rank(setup):
+        with parallel_model.one_rank(self.name, setup):
             with self._without_memory(target) as mode:
                 model, batch, step = self.build(setup)
             return trace_hollow(model, batch, target, step=step, optimizer=None, mode=mode)
