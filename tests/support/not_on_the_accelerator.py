@@ -27,7 +27,12 @@ LEFT_OUT = {
     "inference/test_layer_offload.py": "layers move to a file from a CPU only",
     "integrations/": "the library chooses the device",
     "measurement/test_op_inputs.py": _SPARSE,
+    "runtime/test_in_force_or_told.py::test_a_copy_that_trains_for_ever_is_told": _BESIDES,
+    "runtime/test_in_force_or_told.py::test_a_step_of_more_calls": _BESIDES,
+    "runtime/test_in_force_or_told.py::test_a_thread_that_died_after_its_forward": _BESIDES,
+    "runtime/test_in_force_or_told.py::test_layers_that_a_rehearsal_skipped": _BESIDES,
     "runtime/test_memory_pressure.py::test_the_budget_shrinks_with_free_memory_and_grows_back": _BESIDES,
+    "runtime/test_out_of_memory.py::test_the_budget_is_lower_by_what_was_missing": _BESIDES,
     "runtime/test_plan_transfer.py::test_a_plan_for_the_longest_batch_keeps_its_budget_on_all_shorter_ones[llama-40%": (
         "the attention of this model is not fused on the accelerator and needs more than 40 %"
     ),
