@@ -6,6 +6,7 @@ An entry that says "not looked at" failed there once, and nobody has found out y
 _SPARSE = "the accelerator has no sparse tensors"
 _FUSED = "the CPU has no kernel of the fused cell that the accelerator would run"
 _NUMPY = "the test has tensors in memory that NumPy owns, which is the host's"
+_NUMPY_CALL = "the call of the test computes in NumPy, and gives a host tensor beside the accelerator's"
 _DISK = "the disk tier holds storages of models on a CPU"
 _CPU_OP = "the test counts on an op, a workspace or a state that the CPU alone has"
 _BLOCKS = "the test counts bytes to less than a block of an accelerator's allocator"
@@ -53,9 +54,9 @@ LEFT_OUT = {
     "tape/online/test_room.py::test_workspaces_are_in_the_budget": _CPU_OP,
     "tape/test_guards_backward.py::test_an_address_used_again": _CPU_OP,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[memory of NumPy]": _NUMPY,
-    "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[random]": _LATER,
+    "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[random]": _NUMPY_CALL,
     "tape/test_guards_functions.py::test_a_model_of_opaque_calls_is_recomputed_as_a_whole": _LATER,
-    "tape/test_guards_functions.py::test_a_random_call_is_wrong_without_its_generator": _LATER,
+    "tape/test_guards_functions.py::test_a_random_call_is_wrong_without_its_generator": _NUMPY_CALL,
     "tape/test_guards_functions.py::test_an_explanation_names_calls_and_their_share": _BLOCKS,
     "tape/test_guards_functions.py::test_what_must_not_run_again_is_kept_and_named": _BLOCKS,
     "tape/test_guards_kernels.py::test_random_ops_draw_other": _CPU_OP,
