@@ -124,7 +124,7 @@ def test_peak_is_that_of_torchs_checkpoint(x):
 
 
 def test_nothing_made_inside_stays_after_the_call(block, x):
-    assert bytes_that_stay(block, x) > 10 * x.nbytes
+    assert bytes_that_stay(block, x) > 9 * x.nbytes  # 10 where dropout keeps its mask as floats, as on a CPU
     assert bytes_that_stay(partial(lowtide.checkpoint, block), x) == 0
 
 
@@ -521,7 +521,7 @@ def test_after_a_backward_that_retains_the_graph_what_it_made_is_gone(block, x):
 
     for call in (plain, lowtide.checkpoint):
         step(call, x)  # gradients are there
-    assert bytes_that_stay(partial(step, plain), x) > 10 * x.nbytes
+    assert bytes_that_stay(partial(step, plain), x) > 9 * x.nbytes
     assert bytes_that_stay(partial(step, lowtide.checkpoint), x) < 2 * x.nbytes
 
 

@@ -1,7 +1,7 @@
 """The allocator's model against examples worked by hand and against a map of its bytes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from support.allocations import play, traces
 
 from lowtide.simulation.caching_allocator import CachingAllocator, expandable_segments_here
@@ -91,6 +91,7 @@ def grown_reserved(trace):
     return found
 
 
+@example([(0, MIB + 1), (1, 1), (2, 19 * MIB + 1), (3, 1), (4, 1)])  # large pages around a small one
 @given(traces())
 def test_growing_segments_hold_what_a_map_of_their_bytes_says(trace):
     assert [reserved for _, reserved in play(CachingAllocator(expandable_segments=True), trace)] == grown_reserved(

@@ -16,6 +16,8 @@ from support.not_on_the_accelerator import LEFT_OUT
 from lowtide import api
 from lowtide.measurement import allocator
 
+_STARTED_WORK = "started work on the accelerator"
+
 
 def switch_to(name: str) -> ModuleType:
     """Make ``name`` the default device, with streams that run late. Only the tests' own accelerator is known."""
@@ -37,7 +39,10 @@ def reason_to_leave_out(node_id: str) -> str:
 
 
 class Switched:
-    """A pytest plugin: runs each test on ``device`` and counts the tests that started work there."""
+    """A pytest plugin: runs each test on ``device`` and counts the tests that started work there.
+
+    The counts are made of reports, which come to the process that prints from all that run tests (xdist's workers).
+    """
 
     def __init__(self, device: ModuleType) -> None:
         self._device = device
@@ -48,18 +53,23 @@ class Switched:
             item.add_marker(pytest.mark.host_only(reason))
         if marker := item.get_closest_marker("host_only"):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
-            self.left_out += 1
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         before = self._device.launched()
-        with self._device.schedule(LATE, LATE):
-            result = yield
-        if self._device.launched() > before:
+        try:
+            with self._device.schedule(LATE, LATE):
+                return (yield)
+        finally:
+            item.user_properties.append((_STARTED_WORK, self._device.launched() > before))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "setup" and report.skipped and "host_only" in report.keywords:
+            self.left_out += 1
+        elif report.when == "call" and dict(report.user_properties).get(_STARTED_WORK):
             self.on_device += 1
-        else:
+        elif report.when == "call":
             self.elsewhere += 1
-        return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         asked = self.on_device + self.left_out

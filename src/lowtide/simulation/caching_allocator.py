@@ -52,7 +52,8 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by pool: size and address, sorted
         self._free_at: dict[int, Block] = {}
-        self._next_address = 0
+        # By pool, far apart: a pool's growing segment is one range of addresses, whatever the other pool reserves.
+        self._next_address = {True: 0, False: 1 << 62}
         self._last: dict[bool, Block] = {}  # by pool: the last block of its growing segment
 
     def allocate(self, size: int) -> Block:
@@ -120,8 +121,8 @@ class CachingAllocator:
         return grown
 
     def _reserved(self, size: int, small: bool) -> Block:
-        block = Block(self._next_address, size, small)
-        self._next_address += size
+        block = Block(self._next_address[small], size, small)
+        self._next_address[small] += size
         self.reserved_bytes += size
         return block
 

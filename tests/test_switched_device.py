@@ -1,0 +1,48 @@
+"""The counts of a run with another default device (tests/support/switched_device.py)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_CONFTEST = """
+import contextlib
+from types import SimpleNamespace
+from support.switched_device import Switched
+
+kernels = []
+device = SimpleNamespace(launched=lambda: len(kernels), schedule=lambda *order: contextlib.nullcontext())
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "host_only(reason): why not")
+    config.pluginmanager.register(Switched(device))
+"""
+_TESTS = """
+import pytest
+from conftest import kernels
+
+def test_on_the_device(): kernels.append("add")
+def test_that_fails_on_the_device(): kernels.append("add"); raise ValueError
+def test_elsewhere(): pass
+@pytest.mark.host_only("it is the host's")
+def test_left_out(): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tests_are_counted_wherever_they_ran(tmp_path, workers):
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    (tmp_path / "test_four.py").write_text(_TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", str(workers), str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    counts = "2 tests ran on the accelerator, 1 touched no tensor of it, 1 were left out: 67% of those that touch"
+    assert counts in run.stdout, run.stdout + run.stderr
