@@ -66,10 +66,45 @@ def lightning_callback(made: dict[str, Any]) -> lowtide.Diagnosis:
     return callback.found
 
 
+def deepspeed_zero2(made: dict[str, Any]) -> lowtide.Diagnosis:
+    deepspeed = made["deepspeed"]
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = made["Model"]()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=made["CONFIG"])
+    try:
+        return lowtide.diagnose(engine, torch.randn(made["ROWS"], made["WIDTH"], dtype=torch.bfloat16))
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
+def megatron_gpt(made: dict[str, Any]) -> lowtide.Diagnosis:
+    torch.distributed.init_process_group("gloo")
+    made["parallel_state"].initialize_model_parallel()
+    made["random"].model_parallel_cuda_manual_seed(1)
+    config = made["TransformerConfig"](
+        num_layers=4, hidden_size=128, num_attention_heads=4, use_cpu_initialization=True
+    )
+    rows, length, words = made["ROWS"], made["LENGTH"], made["WORDS"]
+    model = made["GPTModel"](config, made["get_gpt_layer_local_spec"](), vocab_size=words, max_sequence_length=length)
+    positions = torch.arange(length).expand(rows, length)
+    mask = torch.ones(1, 1, length, length).tril().logical_not()
+    try:
+        return lowtide.diagnose(
+            model, torch.randint(0, words, (rows, length)),
+            lambda model, ids: model(ids, positions, mask, labels=ids).mean(),
+        )  # fmt: skip
+    finally:
+        made["parallel_state"].destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
 LOOKS: dict[str, Callable[[dict[str, Any]], lowtide.Diagnosis] | None] = {
     "plain_loop": plain_loop, "long_sequences": long_sequences, "classic_checkpoint": classic_checkpoint,
     "accelerate_loop": accelerate_loop, "lightning_callback": lightning_callback,
-    "transformers_trainer": None, "peft_lora": None, "trl_sft": None,
+    "deepspeed_zero2": deepspeed_zero2, "megatron_gpt": megatron_gpt,
+    "transformers_trainer": None, "peft_lora": None, "trl_sft": None, "trl_grpo": None,
 }  # fmt: skip
 
 

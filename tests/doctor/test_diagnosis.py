@@ -64,6 +64,40 @@ def test_the_proof_names_the_first_operator_that_gave_other_bits_and_its_line():
     assert proof.divergence.before.line.startswith("sick_setups.py:")
 
 
+def from_a_library(source):
+    made = {"nn": nn}
+    exec(compile(source, "/lib/site-packages/library.py", "exec"), made)
+    return made
+
+
+def test_what_outlives_a_step_is_named_by_the_users_line_and_not_by_the_librarys():
+    double, kept = from_a_library("def double(x):\n    return x * 2")["double"], []
+
+    def step(model, rows):
+        out = model(rows)
+        kept.append(double(out).detach())
+        return out.mean()
+
+    (found,) = lowtide.diagnose(nn.Linear(64, 64), ROWS, step, only=["LT207"])
+
+    assert f"made at test_diagnosis.py:{step.__code__.co_firstlineno + 2}" in found.evidence
+
+
+def test_what_a_library_keeps_by_itself_is_named_by_its_own_line():
+    source = """
+class Keeps(nn.Linear):
+    kept = []
+    def forward(self, x):
+        self.kept.append(x.detach() * 2)
+        return super().forward(x)
+"""
+    model = from_a_library(source)["Keeps"](64, 64)
+
+    (found,) = lowtide.diagnose(model, ROWS, only=["LT207"])
+
+    assert "made at library.py:5" in found.evidence  # not the line above, which calls the doctor
+
+
 def test_the_proof_of_a_healthy_step_is_equal_to_the_last_bit():
     case = Case(Stack(lambda: mlp(0.3)))
 

@@ -78,6 +78,7 @@ def test_a_mended_step_that_fails_leaves_the_finding():
 
     (found,) = diagnosed(Case(model), "LT102")
 
+    assert found.evidence.startswith("1 module has gradient_checkpointing=True")
     assert found.gain.startswith("not measured: the mended step fails: CheckpointError: ")
     assert found.gain_bytes is None and found.gain_ms is None
 
@@ -117,12 +118,25 @@ def test_a_policy_that_saves_spares_the_products_that_it_names():
     (found,) = diagnosed(SICK["LT106"][0](), "LT106")
 
     assert found.gain_ms == 3 * 2 * 32 * 64 * 256 and found.gain_bytes < 0  # in each block the first of two
+    assert found.mend == "Compare with overloads: torch.ops.aten.addmm.default."
 
 
 def test_a_policy_that_names_no_operator_has_no_mended_twin():
     (found,) = diagnosed(setups.selective("nothing"), "LT106")
 
     assert found.gain == "not measured: the policy names no operator, so there is nothing to mend it with"
+    assert found.mend.startswith("Let the policy save something") and not found.fix
+
+
+@pytest.mark.parametrize(("ms_without", "speaks"), [(98.0, True), (99.5, False)])
+def test_a_kv_cache_that_costs_time_alone_is_told(ms_without, speaks, monkeypatch):
+    model = llama(2, vocab_size=4096, use_cache=True)  # logits set the peak: no byte of it is the cache's
+    monkeypatch.setattr(setup, "calls_ms", lambda *_: 100.0 if model.config.use_cache else ms_without)
+
+    found = diagnosed(Case(model, TOKENS), "LT205")
+
+    assert [(f.gain_bytes, f.gain_ms) for f in found] == ([(0, 2.0)] if speaks else [])
+    assert model.config.use_cache
 
 
 def test_what_sharding_would_spare_is_told_by_the_sizes():

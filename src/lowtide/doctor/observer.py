@@ -22,6 +22,8 @@ from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
+_LIBRARIES = ("/site-packages/", "/dist-packages/")
+_AROUND_THE_STEP = str(Path(__file__).parent / "setup.py")
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__
 # Recomputing makes them anew, or leaves them out, where the values are the same.
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
@@ -118,7 +120,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Held:
-    """A storage of the step that outlives it."""
+    """A storage of the step that outlives it.
+
+    Attributes:
+        line: In the user's own code, of the call that made it; in a library where none of theirs is inside the step.
+    """
 
     size_bytes: int
     path: str
@@ -130,16 +136,17 @@ class StepObserver(TorchDispatchMode):
 
     Args:
         compare: Take fingerprints of what checkpointed calls make.
+        own_lines: Lines are those of the user's own code, not of the library that it calls.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, *, compare: bool) -> None:
+    def __init__(self, model: nn.Module, batch: Any, *, compare: bool, own_lines: bool = False) -> None:
         super().__init__()
         self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
         self._trainable = {n for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = {p.untyped_storage()._cdata: n for n, p in model.named_parameters() if storage_of(p)}
         there = (*model.parameters(), *model.buffers(), *batch_tensors(batch))
         self._residents = {s._cdata for t in there if (s := storage_of(t)) is not None}
-        self._compare = compare
+        self._compare, self._find_line = compare, own_line if own_lines else user_line
         self._stack: list[str] = []
         self._active: list[tuple[CheckpointCall, list[SeenOp] | None]] = []
         self._producer: dict[int, tuple[str, str, str]] = {}  # storage -> op, path, line
@@ -207,7 +214,7 @@ class StepObserver(TorchDispatchMode):
             storage = storage_of(tensor)
             if storage is None:
                 continue
-            line = line or ("" if self.in_backward and not self._active else user_line())
+            line = line or ("" if self.in_backward and not self._active else self._find_line())
             known = storage._cdata in self._alive or storage._cdata in self._residents
             if not known:
                 self._note_new(storage, tensor)
@@ -339,6 +346,20 @@ def user_line() -> str:
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def own_line() -> str:
+    """``file.py:12`` of the innermost frame of the step that no library owns; ``user_line()`` where there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == _AROUND_THE_STEP:
+            break  # what lies further out called the doctor
+        is_library = any(folder in name.replace("\\", "/") for folder in _LIBRARIES)
+        if not is_library and not name.startswith((*_NOT_THE_USERS, "<frozen")):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return user_line()
 
 
 def _in_function() -> bool:

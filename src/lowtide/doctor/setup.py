@@ -252,7 +252,7 @@ class Setup:
     @functools.cached_property
     def held(self) -> tuple[list[Held], list[Held]]:
         """Storages of a step that outlive it, after one step and after two."""
-        observer, found = StepObserver(self.model, self.batch, compare=False), []
+        observer, found = StepObserver(self.model, self.batch, compare=False, own_lines=True), []
         with self.preserved():
             run_step(self.model, self.batch, self.step)  # sets aside the gradients of other models, and holds leaves
             with observer.watching():

@@ -15,6 +15,7 @@ CHECK = Check(
     source="pytorch#176065 (aten.mm is not aten.mm.default)",
     mend="Compare with overloads: torch.ops.aten.mm.default.",
 )
+_NO_NAMES = "Let the policy save something, or checkpoint without one: as it is, it costs its calls alone."
 
 
 def look(setup: Setup) -> Finding | None:
@@ -23,15 +24,17 @@ def look(setup: Setup) -> Finding | None:
         return None
     number = sum(sum((c.decisions or {}).values()) for c in asked)
     packets = asked[0].policy_names
+    met = sorted({op for c in asked for op, _ in c.decisions or () if op.rpartition(".")[0] in packets})
+    overloads = met or [f"{p}.default" for p in packets]
     why = ""
     if packets:
-        met = sorted({op for c in asked for op, _ in c.decisions or () if op.rpartition(".")[0] in packets})
         why = f"; it names {', '.join(packets)}, and what runs is {', '.join(met) or 'something else'}"
     return CHECK.found(
         f"asked {number} times in {len(asked)} checkpointed calls, the policy said recompute every time{why}",
         module=asked[0].path,
+        mend=f"Compare with overloads: {', '.join(f'torch.ops.{op}' for op in overloads)}." if overloads else _NO_NAMES,
         gain=_gain(setup, packets),
-        fix="\n".join(f"torch.ops.{p}.default  # in place of torch.ops.{p}" for p in packets),
+        fix="\n".join(f"torch.ops.{op}  # in place of torch.ops.{op.rpartition('.')[0]}" for op in overloads),
     )
 
 

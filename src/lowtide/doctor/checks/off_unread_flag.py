@@ -23,8 +23,9 @@ def look(setup: Setup) -> Finding | None:
     if not leaves:
         return None
     stored = sum(s.size_bytes for s in setup.seen.stored.values())
+    flagged = "1 module has" if len(leaves) == 1 else f"{len(leaves)} modules have"
     return CHECK.found(
-        f"{len(leaves)} modules have gradient_checkpointing=True and ran in train mode; no call was checkpointed, and "
+        f"{flagged} gradient_checkpointing=True and ran in train mode; no call was checkpointed, and "
         f"the step stores {format_bytes(stored)} for backward",
         module=leaves[0],
         gain=setup.gain(lambda: checkpoint_seam.checkpointed_modules([setup.model.get_submodule(n) for n in leaves])),
