@@ -126,6 +126,26 @@ def test_a_watched_fit_has_the_bits_of_plain_training(device, order, autocast):
     assert all(map(torch.equal, theirs, ours))
 
 
+def test_what_the_caller_holds_of_a_watched_step_counts_once(device):
+    model, batch = residual().blocks[0].to("standin"), batch_on(rows=1024)
+    held = torch.empty(MIB, dtype=torch.uint8, device="standin")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step():
+        outputs = model(batch)
+        outputs.square().mean().backward()
+        return outputs
+
+    step()
+    optimizer.step()
+    with lowtide.fit(model, budget=MIB << 10, optimizer=optimizer, offload=NO_HOST) as fit:
+        outputs = step()
+        fit.wait()
+        (planned,) = fit._watcher.shelf.plans
+
+    assert outputs.nbytes > 0 and planned.graph.resident["other"] == held.nbytes
+
+
 def test_a_fitted_model_on_each_of_two_devices(device):
     with device.schedule(LATE, LATE):
         models = [mlp(4, 64).to(f"standin:{i}") for i in range(2)]

@@ -19,7 +19,7 @@ from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
-from lowtide.device.names import device_name
+from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
@@ -33,6 +33,7 @@ from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
+from lowtide.tracing.optimizer_state import existing_state_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.sharding.recording import ShardingRecording
@@ -72,6 +73,7 @@ class WatchedStep(OnlineTape):
         self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature
         self._first_s: dict[int, list[float]] = defaultdict(list)
         self._resident: dict[str, int] = {}
+        self._other_bytes = 0  # on the device before the step; on an accelerator the optimizer's state is among it
         self.found_gathered = False
         self._batch = ""
         self.problem_of_recording = ""
@@ -86,6 +88,7 @@ class WatchedStep(OnlineTape):
             # Of parameters what ZeRO-3 has gathered by now, and not what it leaves gathered at the end.
             before = resident_bytes(model, batch, device_of(model), set())
             self._resident = {part: before[part] for part in ("parameters", "batch")}
+            self._other_bytes = before["other"]
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 
@@ -238,6 +241,8 @@ class WatchedStep(OnlineTape):
         received = {name for name, p in model.named_parameters() if p.grad is not None}
         self._free_new_gradients(model)
         graph = finished_graph(self.recorder, model, (), optimizer, received)
+        if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
+            self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer))
         targets = self.recorder.sums.targets
         self.recorder.stop()
         graph = replace(
