@@ -6,6 +6,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import block_size, generators
+from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.values import StoredValue
 from lowtide.tracing import optimizer_state, recorder, tracer
@@ -61,4 +62,4 @@ def test_the_online_tape_counts_blocks():
     known, add, x = ExpectedBytes(), torch.ops.aten.add.Tensor, torch.zeros(3)
 
     assert known.of(known.key(add, (x, x)), add, (x, x), {}) == 512
-    assert StoredValue(x.untyped_storage(), 0, 0, 0, None).bytes == 512
+    assert StoredValue(x.untyped_storage(), 0, 0, 0, ExecutionState(lambda: None)).bytes == 512

@@ -80,8 +80,9 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 @contextmanager
 def called_whole(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     """Inside, calls of these modules of ``model`` are one op each, wherever its calls are observed."""
-    new = [m for m in map(model.get_submodule, paths) if m not in _called_whole]
+    new = weakref.WeakSet(m for m in map(model.get_submodule, paths) if m not in _called_whole)
     _called_whole.update(new)
+    del model  # a fit is inside for as long as the model lives, and must not be why it does
     try:
         yield
     finally:
