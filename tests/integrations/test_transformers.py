@@ -246,6 +246,8 @@ def lines(caplog, monkeypatch):
     """Of the Trainer's own logger. It propagates where the environment sets CI, and nowhere else."""
     logger = logging.getLogger("transformers")
     monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "disabled", False)
+    caplog.set_level("WARNING", logger="transformers")
     logger.addHandler(caplog.handler)
     yield lambda: [r.getMessage() for r in caplog.records if r.name == "transformers.trainer" and "lowtide" in r.msg]
     logger.removeHandler(caplog.handler)
