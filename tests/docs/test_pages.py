@@ -36,7 +36,15 @@ def test_every_python_block_runs_and_prints_what_it_says(capsys, monkeypatch, pa
 COMMANDS = re.compile(r"```sh\n((?:lowtide .*\n)+)```")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if COMMANDS.search(p.read_text())], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, marks=pytest.mark.slow) if p.stem == "will-it-fit" else p  # plans of the largest models
+        for p in PAGES
+        if COMMANDS.search(p.read_text())
+    ],
+    ids=name,
+)
 def test_every_command_of_a_page_runs(capsys, monkeypatch, tmp_path, page):
     monkeypatch.chdir(tmp_path)
     commands = [line for block in COMMANDS.findall(page.read_text()) for line in block.splitlines()]

@@ -8,6 +8,7 @@ import pytest
 from lowtide.measurement.timing import Times, compare_times
 
 
+@pytest.mark.slow
 def test_methods_take_turns_in_an_order_that_the_seed_fixes():
     def order(seed):
         calls = []

@@ -18,7 +18,7 @@ SLICE = [
 ]
 
 
-SLOW = {"mobilevit", "whisper"}  # of many small ops
+SLOW = {"mobilevit", "whisper", "mamba", "t5", "mixtral", "gemma3_text"}  # of many small ops
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def test_bench_tells_what_it_leaves_out(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_checkpoints_that_fail_are_a_finding_and_plans_run_all_the_same(folder, capsys):
     (folder / "s.json").write_text('{"modules": ["0", "1"]}')
     assert main(["compare", "train.py:runs_once", "--settings", "s.json", "--framework", "torch", "--json"]) == 1

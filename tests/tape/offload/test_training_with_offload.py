@@ -36,6 +36,7 @@ def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 def test_a_decoder_trains_bitwise_under_a_budget_that_recomputing_cannot_reach(tmp_path):
     model, batch = decoder()
     with pytest.raises(BudgetInfeasibleError) as alone:
