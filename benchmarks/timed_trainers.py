@@ -120,8 +120,8 @@ def _data(name: str, rows: list[str]) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., tuple[Any, dict]], int]] = {
-    "padded SFT": (sft, 100),
-    "GRPO with generation": (grpo, 40),
+    "padded SFT": (sft, 400),
+    "GRPO with generation": (grpo, 160),
 }
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from accelerator.build import NoCompilerError
+from support.garbage import ShortCollections
 from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
 from torch import nn
@@ -60,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ShortCollections())
     if config.getoption("--device"):
         config.pluginmanager.register(Switched(switch_to(config.getoption("--device"))))
 

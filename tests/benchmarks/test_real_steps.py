@@ -1,6 +1,5 @@
 """``benchmarks/real_steps.py``: one case in this process, and what is made of its line."""
 
-import gc
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,9 +24,7 @@ def two_layers():
 @pytest.fixture(scope="module")
 def line():
     torch.set_num_threads(1)
-    gc.freeze()  # each measured step looks for garbage, and what was imported is none
-    yield real_steps.line(replace(AUTOCAST, make=two_layers, sizes=lambda steps: [(24,)] * 4), quick=True)
-    gc.unfreeze()
+    return real_steps.line(replace(AUTOCAST, make=two_layers, sizes=lambda steps: [(24,)] * 4), quick=True)
 
 
 def test_a_quick_case_counts_every_step_and_trains_as_without(line):

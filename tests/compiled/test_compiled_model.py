@@ -134,7 +134,8 @@ print(counters["inductor"]["fxgraph_cache_hit"], sum(p.grad.double().sum().item(
 @pytest.mark.slow
 def test_a_warm_cache_gives_the_plan_that_was_asked_for(tmp_path):
     def run(budget):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        paths = os.pathsep.join(sys.path)
+        environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         script = [sys.executable, "-c", WARM.format(budget=budget)]
         return subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
 

@@ -1,16 +1,7 @@
-"""A look collects garbage a few times, which with transformers imported takes most of the time."""
-
-import gc
+"""What every test of the doctor leaves behind."""
 
 import pytest
 import torch
-
-
-@pytest.fixture(autouse=True)
-def _imported_modules_are_no_garbage():
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

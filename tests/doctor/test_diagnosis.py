@@ -237,7 +237,10 @@ def test_the_command_line_is_silent_on_other_ranks(options, script, capsys, monk
 def test_of_two_ranks_one_speaks(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(RANKS)
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_600 + os.getpid() % 300)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29_600 + os.getpid() % 300),
+    }  # fmt: skip
     command = [sys.executable, "-m", "lowtide.cli", "doctor", f"{path}:setup", "--only", "LT002", "--json"]
 
     ranks = [subprocess.Popen(command, env=environment | {"R": str(r)}, stdout=subprocess.PIPE) for r in range(2)]

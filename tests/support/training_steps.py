@@ -32,9 +32,6 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.tracer import run_step
 
-gc.collect()
-gc.freeze()  # what imports created is then skipped by the full collections of planning
-
 
 def drop_everything(graph: StepGraph) -> Plan:
     """Every storage that may be recomputed is: the plan with the most ways to go wrong."""

@@ -146,6 +146,37 @@ def test_operators_that_say_all_stay_what_they_were():
     assert tape.releaser.num_released and not again
 
 
+def test_tensors_that_are_gone_say_nothing_of_those_at_their_addresses():
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            total = x.sin()
+            for n in range(1, 8):
+                total = total + (x * n).cos()
+            ctx.save_for_backward(x)
+            return total
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            return g * (x.cos() - sum(n * (x * n).sin() for n in range(1, 8)))
+
+    model, x = between(lambda self, x: Sums.apply(x)), batch()
+    with calls_made_again() as again:
+        _, tape = online(model, x, 0)
+
+    assert tape.releaser.num_released and not again
+
+
+def test_watching_a_call_adds_no_op_to_the_step():
+    model = between(lambda self, x: Scales.apply(x, self.layers[0].weight))
+    _, watch = online(model, batch(), float("inf"), make=WatchedStep)
+
+    names = [op.name for op in watch.recorder.builder.ops if not op.backward]
+    assert any("Scales" in name for name in names)
+    assert not [name for name in names if name.startswith("aten.detach")]
+
+
 # -- guards, each with what happens without it -------------------------------------------------------------------------
 
 

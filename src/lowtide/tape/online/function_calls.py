@@ -226,10 +226,11 @@ class OnlineCall(ObservedFunctionCall):
                 self._written.add(storage._cdata)
             elif self._is_older(storage):
                 continue
-            if storage not in self.live:
+            is_new = storage not in self.live  # though one that is gone may have had its address
+            if is_new:
                 self.live.add(storage)
             # Not of a view, which may be taken when a kernel has written.
-            if self._before is not None and (is_written or storage._cdata not in self._seen):
+            if self._before is not None and (is_written or is_new):
                 with _disable_current_modes():
                     self._seen[storage._cdata] = fingerprint(tensor)
 
@@ -256,14 +257,14 @@ class OnlineCall(ObservedFunctionCall):
             return
         recipe, why = None, self._verdict
         if not why:
-            with _disable_current_modes():
+            with _disable_current_modes():  # views that a recipe takes are no ops of the step
                 has_drawn = self._generators.have_moved()
-            try:
-                recipe = CallRecipe(
-                    self.name, self.how, self.tensors, self._generators if has_drawn else None, tape.run_state
-                )
-            except UnreadableError as error:
-                why = str(error)
+                try:
+                    recipe = CallRecipe(
+                        self.name, self.how, self.tensors, self._generators if has_drawn else None, tape.run_state
+                    )
+                except UnreadableError as error:
+                    why = str(error)
         self._leave(results, recipe, why)
 
     def _changed_inputs(self) -> list[torch.Tensor]:
