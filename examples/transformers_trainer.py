@@ -8,12 +8,23 @@ import tempfile
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from lowtide.integrations.transformers import LowtideCallback
 from lowtide.measurement.allocator import peak_bytes
 
 torch.set_num_threads(1)
+
+
+class WaitForPlan(TrainerCallback):
+    """A short example waits for its plan; a long training has it after some steps."""
+
+    def __init__(self, lowtide: LowtideCallback) -> None:
+        self.lowtide = lowtide
+
+    def on_step_end(self, args, state, control, **_: object) -> None:
+        if state.global_step == 2:
+            self.lowtide.fit.wait()
 
 
 def trainer_with(callbacks: list) -> Trainer:
@@ -46,7 +57,9 @@ def train(callbacks: list) -> tuple[float, float, float]:
 
 
 plain_mib, plain_s, plain_loss = train([])
-mib, seconds, loss = train([LowtideCallback(budget="40MiB")])
+lowtide = LowtideCallback(budget="40MiB")
+mib, seconds, loss = train([lowtide, WaitForPlan(lowtide)])
 
+assert lowtide.fit.status().planned_steps
 assert loss == plain_loss  # bitwise: lowtide runs the same kernels again, on the same numbers
 print(f"peak {plain_mib:.1f} MiB -> {mib:.1f} MiB, {plain_s:.1f} s -> {seconds:.1f} s, loss {loss:.4f} in both")

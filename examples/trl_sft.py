@@ -13,7 +13,7 @@ import time
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from lowtide.integrations.transformers import LowtideCallback
@@ -27,6 +27,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     found = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+class WaitForPlan(TrainerCallback):
+    """A short example waits for its plan; a long training has it after some steps."""
+
+    def __init__(self, lowtide: LowtideCallback) -> None:
+        self.lowtide = lowtide
+
+    def on_step_end(self, args, state, control, **_: object) -> None:
+        if state.global_step == 2:
+            self.lowtide.fit.wait()
 
 
 def trainer_with(callbacks: list, **settings: bool) -> SFTTrainer:
@@ -60,7 +71,9 @@ def train(callbacks: list, **settings: bool) -> tuple[float, float, float]:
 
 
 plain_mib, plain_s, plain_loss = train([], gradient_checkpointing=False)
-mib, seconds, loss = train([LowtideCallback(budget="68MiB")])
+lowtide = LowtideCallback(budget="68MiB")
+mib, seconds, loss = train([lowtide, WaitForPlan(lowtide)])
 
+assert lowtide.fit.status().planned_steps
 assert loss == plain_loss  # bitwise: lowtide runs the same kernels again, on the same numbers
 print(f"peak {plain_mib:.1f} MiB -> {mib:.1f} MiB, {plain_s:.1f} s -> {seconds:.1f} s, loss {loss:.4f} in both")
