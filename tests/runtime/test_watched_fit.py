@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.watched_training import activation_bytes, batch_of, reasons_of, resident_bytes, same, train
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
@@ -49,9 +49,9 @@ def test_every_step_keeps_the_budget(model, budget):
 
 
 def num_runs(name: str, step: Callable[[], None]) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(use_kineto=False) as profiler:  # Kineto's hangs now and then where compilers have run before
         step()
-    return sum(event.name == name for event in profiler.events())
+    return sum(event.name == name for event in profiler.function_events)
 
 
 def test_what_the_watched_step_has_proven_is_not_proven_again_under_the_plan(model, budget):
@@ -246,9 +246,12 @@ def test_a_copy_that_trains_is_no_step_of_ours(model, budget):
         assert fit.status().reasons == ()
 
 
-def test_a_compiled_part_runs_online(model, budget):
-    model.layers[1].compile(backend="eager")
+def test_a_compiled_part_is_planned_as_one_op(model, budget):
+    model.layers[1].compile(backend="aot_eager")
     plain = copy.deepcopy(model)
-    with lowtide.fit(model, budget=budget + 300_000) as fit:
+    with lowtide.fit(model, budget=budget) as fit:
+        assert same(train(plain, [batch_of()]), train(model, [batch_of()]))
+        fit.wait()
         assert same(train(plain, [batch_of()] * 2), train(model, [batch_of()] * 2))
-        assert "layers.1 is compiled" in reasons_of(fit)
+        assert fit.status().planned_steps == 2
+        assert "one op, which is kept or runs again as a whole: layers.1" in reasons_of(fit)

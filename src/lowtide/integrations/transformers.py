@@ -84,9 +84,8 @@ class LowtideCallback(TrainerCallback):
             f"keeps each training step within its budget ({within}): the first steps are watched, then the tensors "
             "that cost least are recomputed. Losses and gradients stay bitwise the same"
         )
-        if compiled := module_calls.compiled_parts(model):
-            shown = ", ".join(path or "the model" for path in compiled[:3])
-            _say(f"torch_compile: compiled code runs as it is, and is saved whole ({shown}): only the rest is planned")
+        if module_calls.is_compiled(model):
+            _say("torch_compile: compiled code runs as it is, and is saved whole (the model): only the rest is planned")
         if args.world_size > 1 and args.ddp_find_unused_parameters is None and not args.activation_checkpointing:
             _say(
                 "without checkpointing the Trainer has DDP look for unused parameters in every step; "

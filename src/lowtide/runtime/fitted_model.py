@@ -30,6 +30,7 @@ from lowtide.runtime.step_region import step_region
 from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors, call_of
+from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, check_supported, device_of
 from lowtide.tracing.whole_modules import called_whole
 from lowtide.verifier import Verification, suspended, verify_in
@@ -69,6 +70,10 @@ class Fit:
         if options.opaque:
             shown = ", ".join(options.opaque[:3]) + (", ..." if len(options.opaque) > 3 else "")
             self._reasons.say(f"{shown}: run again as a whole where a plan says so, their forward hooks too")
+        compiled = [path for path in module_calls.compiled_parts(model) if path]
+        if compiled and not wrapped_parameters(model):
+            shown = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+            self._reasons.say(f"each call of compiled code is one op, which is kept or runs again as a whole: {shown}")
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
             self._watcher.checkpointing.switch_off()
@@ -106,9 +111,8 @@ class Fit:
             say(f"the model is in eval mode: {off}. Call model.train() first to train")
         if not first.shapes:
             say("the step never calls the model itself: only what runs inside fit.step_region() is taped")
-        if compiled := module_calls.compiled_parts(model):
-            shown = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
-            say(f"compiled code runs as it is and is saved whole: {shown}")
+        if module_calls.is_compiled(model):
+            say("the model is compiled as a whole: it runs as it is, and all that it stores is saved")
         return True
 
     # -- what was decided -----------------------------------------------------------------------------------

@@ -113,12 +113,13 @@ class WatchedStep(OnlineTape):
         return super().opaque(path, module, run, inputs)
 
     def function(self, call: ObservedFunctionCall) -> Any:
+        self._poll()
         return self.recorder.function(self.observed_call(call))
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
         self._poll()
         builder = self._builder
-        if not builder.recording:
+        if not builder.recording or builder.ops_ignored:  # of compiled code in backward some operators show
             return super()._run_op(func, args, kwargs)
         before = len(builder.ops)
         known = len(builder.signatures)
@@ -171,6 +172,8 @@ class WatchedStep(OnlineTape):
             self._note_unpacked(packed.saved)
             if self._storages.find(tensor) is None:
                 self._storages.add_remade(tensor, self._builder.saved[packed.saved])
+            if (given := self.recorder.functions.stored.given) is not None:
+                given()
         return tensor
 
     def handle(self, claim: Claim, tensor: torch.Tensor) -> SavedHandle:

@@ -6,7 +6,7 @@ backward.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.graph.step_graph import UNPACK, Op
 from lowtide.measurement.allocator import measuring
+from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
@@ -50,7 +51,7 @@ class CompiledRegions:
                 result = self._forward(module, run, inputs)
         finally:
             self._builder.leave()
-        for node in _nodes_since(first_node, batch_tensors(result)):
+        for node in nodes_since(first_node, batch_tensors(result)):
             self._record_backward(node)
         return result
 
@@ -100,19 +101,6 @@ def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
             torch.autograd.grad([t.float().sum() for t in outputs], wanted, allow_unused=True)
 
 
-def _nodes_since(first: int, outputs: list[torch.Tensor]) -> Iterator[Any]:
-    """The nodes behind ``outputs`` that were made since then; not those that accumulate gradients."""
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node._sequence_nr() < first or not node.next_functions:
-            continue
-        seen.add(node)
-        yield node
-        stack += [n for n, _ in node.next_functions if n is not None]
-
-
 class CompiledOp:
     """The op of one call, forward or backward: storages that appear while it runs are made by it.
 
@@ -136,7 +124,9 @@ class CompiledOp:
         builder.ops.append(Op(self._number, name, builder.frame, self._backward, reads, ()))
         self._start_s = time.perf_counter()
         self.running = ExitStack()
-        self._counter = self.running.enter_context(measuring(device))
+        self._device, self._measuring = device, self.running.enter_context(ExitStack())
+        self._counter = self._measuring.enter_context(measuring(device))
+        self._counts_copies = True
 
     def id_of(self, tensor: torch.Tensor) -> int | None:
         """As ``LiveStorages.id_of``, for what autograd stores of the call and what it returns."""
@@ -145,6 +135,11 @@ class CompiledOp:
         if number == known:
             self.makes.append(number)
         return number
+
+    def measure_anew(self) -> None:
+        """What was allocated so far is what the call was given, copies or remade: none of it is its workspace."""
+        self._measuring.close()
+        self._counter, self._counts_copies = self._measuring.enter_context(measuring(self._device)), False
 
     def finish(self, made: list[torch.Tensor], *, outside_s: float = 0.0) -> None:
         """End the call and complete the op: its time, what it made, and what the allocator had beyond that.
@@ -163,7 +158,7 @@ class CompiledOp:
 
         # While a step is traced autograd gets copies of what the step made, which the allocator has counted here.
         unpacked = {builder.saved[n] for kind, n in builder.events[self._first_event :] if kind == UNPACK}
-        copies = (s for s in unpacked if builder.storages[s].op is not None)
+        copies = [s for s in unpacked if builder.storages[s].op is not None] if self._counts_copies else []
         peak = 0 if self._counter is None else self._counter.peak - total(copies)
         builder.ops[self._number] = replace(
             builder.ops[self._number],

@@ -120,6 +120,16 @@ class ObservedFunctionCall:
         return name_of(self.function)
 
     @property
+    def is_unseen(self) -> bool:
+        """No operator of it shows, in backward neither, nor what it allocates."""
+        return False
+
+    @property
+    def peak_bytes(self) -> int:
+        """What it allocates that no operator shows, its results included; 0 where that is not known yet."""
+        return 0
+
+    @property
     def how(self) -> CallOfFunction:
         """What running it again needs."""
         if self._how is None:

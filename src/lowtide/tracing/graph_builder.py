@@ -180,6 +180,7 @@ class GraphBuilder:
         What died meanwhile becomes its workspace.
 
         Args:
+            op: ``workspace_bytes`` are all that it allocates at once, where no operator shows that, else 0.
             outputs: The storages of what it returns, by number of the output. What lives besides is saved.
         """
         makes = self.made_since(mark)
@@ -205,7 +206,9 @@ class GraphBuilder:
         gone = {(FREE, s) for s in range(mark.storages, len(self.storages))}
         since = [e for e in self.events[mark.events :] if e[0] != RUN and e not in gone]
         self.events[mark.events :] = [(RUN, op.id), *since]
-        self.ops.append(replace(op, makes=tuple(makes), workspace_bytes=max(peak - made_bytes, 0)))
+        self.ops.append(
+            replace(op, makes=tuple(makes), workspace_bytes=max(peak - made_bytes, op.workspace_bytes - made_bytes, 0))
+        )
         self.add_reads(op.id, op.reads, op.writes)
 
     def unfix(self, storage: int) -> None:

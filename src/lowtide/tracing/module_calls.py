@@ -151,9 +151,10 @@ def install(model: nn.Module, root: Callable[..., Any]) -> Callable[[], None]:
     return undo
 
 
-def _call_in_place(module: nn.Module, path: str) -> ObservedCall | CompiledCall | WholeCall:
-    if (compiled := compiled_call_of(module, path)) is not None:
-        return compiled
+def _call_in_place(module: nn.Module, path: str) -> ObservedCall | WholeCall:
+    if is_compiled(module):
+        compiled = module._compiled_call_impl
+        return WholeCall(module, path, thread_state, compiled or module._call_impl)
     return WholeCall(module, path, thread_state) if is_called_whole(module) else ObservedCall(module, path)
 
 

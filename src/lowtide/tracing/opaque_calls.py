@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
+from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates, state_bytes
@@ -26,6 +27,7 @@ from lowtide.graph.function_ops import IN_CONTEXT
 from lowtide.graph.step_graph import Op
 from lowtide.measurement.op_inputs import COLLECTIVES, describe
 from lowtide.measurement.op_times import SWEPT_BYTES
+from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.compiled_regions import CompiledOp
 from lowtide.tracing.function_calls import (
     TRANSPARENT,
@@ -55,11 +57,13 @@ class StoresOfCalls:
         unpacked: What the node that runs now in backward was given, if it is one op: the tensor, its storage's id, and
             its fingerprint then.
         looking_s: Seconds that went into giving it those, and into looking at them.
+        given: Called when it was given one, where it is compiled code.
     """
 
     stores: bool = False
     unpacked: list[tuple[torch.Tensor, int, tuple[int, ...]]] | None = None
     looking_s: float = 0.0
+    given: Callable[[], None] | None = None
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -131,13 +135,17 @@ class OpaqueCalls:
         verdict = self._verdicts.get(how.key(call.args))
         if verdict is None or verdict == _WRITES_UNSEEN:
             running.inputs = self._fingerprints(tensors_in(call.args))
+        first_node = get_sequence_nr()
         try:
             result = call.run_watched(self._watched, self._returned)
         finally:
             self._running, self.stored.stores = None, False
         nodes = {t.grad_fn for t in tensors_in(result)} - {None}
-        if running.name and running.context in nodes and self.proves:
-            self._record_backward(running.context, running.name)
+        if running.name and call.is_unseen:
+            for node in nodes_since(first_node, list(tensors_in(result))):
+                self._record_backward(node, running.name, looks=False)
+        elif running.name and running.context in nodes and self.proves:
+            self._record_backward(running.context, running.name, looks=True)
         return result
 
     def note_op(self, made: Any, written: list[torch.Tensor]) -> None:
@@ -296,6 +304,7 @@ class OpaqueCalls:
             rng_bytes=state_bytes(self._device) if draws else 0,
             signature=self._signature_of(running, ms),
             dynamic=any(o.dynamic for o in ops),
+            workspace_bytes=running.call.peak_bytes,
         )
         builder.join_ops(mark, op, [-1 if s is None else s for s in outputs])
         for storage in dirty:
@@ -313,8 +322,13 @@ class OpaqueCalls:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _record_backward(self, node: Any, name: str) -> None:
-        """When backward comes to ``node``, record it as one op: its kernels are not seen either."""
+    def _record_backward(self, node: Any, name: str, *, looks: bool) -> None:
+        """When backward comes to ``node``, record it as one op: its kernels are not seen either.
+
+        Args:
+            looks: Whether it writes what it was given is looked at. Compiled code writes what nobody else reads, and
+                frees it as it goes, which looking would prevent.
+        """
         builder, live, device, note_made = self._builder, self._live, self._device, self._note_made
         stored, open_in_backward = self.stored, self._open_in_backward
         op: CompiledOp | None = None
@@ -322,16 +336,17 @@ class OpaqueCalls:
         @never_compiled
         def begin(gradients: Any) -> None:
             nonlocal op
-            stored.unpacked, stored.looking_s = [], 0.0
+            stored.unpacked, stored.looking_s = [] if looks else None, 0.0
             read = (n for t in tensors_in(gradients) if (n := live.find(t)) is not None)
             op = CompiledOp(builder, live, device, tuple(dict.fromkeys(read)), f"{name}.backward")
             op.running.enter_context(builder.ignoring_ops())
             open_in_backward.callback(op.running.close)
+            stored.given = None if looks else op.measure_anew
 
         @never_compiled
         def end(made: Any, gradients: Any) -> None:
             assert op is not None
-            unpacked, stored.unpacked = stored.unpacked or [], None
+            unpacked, stored.unpacked, stored.given = stored.unpacked or [], None, None
             with stored.looking():
                 for tensor, number, before in unpacked:
                     if fingerprint(tensor) != before:

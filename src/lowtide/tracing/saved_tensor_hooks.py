@@ -108,4 +108,6 @@ class SavedTensorHooks:
             self._builder.add_event(DROP, packed.saved)
         else:
             self._live.add_copy(tensor, packed.saved)
+        if functions.given is not None:
+            functions.given()
         return tensor

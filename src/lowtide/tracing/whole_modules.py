@@ -1,4 +1,5 @@
-"""Modules that the user names: each call is one op, run again as a whole as non-reentrant checkpointing does.
+"""Modules whose calls are one op each, run again as a whole as non-reentrant checkpointing does: those that the user
+names, and those that are compiled.
 
     patterns -> paths (``matching``) -> ``called_whole``: module_calls.install puts a ``WholeCall`` on these modules
     a call   -> what autograd stores in it is put into boxes; when it returns, its observer is told of all of that and
@@ -6,8 +7,9 @@
     again    -> the module's own call with detached arguments, and a graph that is thrown away: what autograd stores
                 this time, in the same order, takes the place of what was dropped. The original graph's backward runs
 
-The Python of the module runs once more in each proof and replay, hooks included. Random generators, autocast, train
-mode and buffers are then those of the forward pass, and afterwards as they were.
+The Python of the module runs once more in each proof and replay, hooks included; of a compiled module, its compiled
+code. Random generators, autocast, train mode and buffers are then those of the forward pass, and afterwards as they
+were.
 """
 
 import difflib
@@ -16,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +27,13 @@ from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
 from lowtide.graph.function_ops import PREFIX
+from lowtide.measurement.allocator import measuring
+from lowtide.tracing.autograd_leaves import nodes_since
+from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.function_calls import (
     CallOfFunction,
     Finished,
@@ -98,6 +105,32 @@ def is_called_whole(module: nn.Module) -> bool:
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
+class CompiledCode:
+    """Calls a module that is compiled. No dispatcher sees what happens inside.
+
+    Attributes:
+        peak_bytes: What a call allocated at most, by kind of call; a call that compiles counts for nothing.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.peak_bytes: dict[tuple, int] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return self._call(*args, **kwargs)
+
+    def run_again(self, kind: tuple, device: torch.device, args: Any, kwargs: Any) -> Any:
+        """The same of a call that has compiled by now."""
+        if kind in self.peak_bytes:
+            return self(*args, **kwargs)
+        with measuring(device) as counter:
+            result = self(*args, **kwargs)
+        if counter is not None:
+            self.peak_bytes[kind] = counter.peak
+        return result
+
+
 class CallOfModule(CallOfFunction):
     """How one call of a module was made: all that running it again needs beside the tensors that it was given.
 
@@ -105,12 +138,12 @@ class CallOfModule(CallOfFunction):
         stays_whole: Its operators never say all: the user asked for one op.
     """
 
-    __slots__ = ("_changed", "_given", "_modes", "_module", "_unchanged")
+    __slots__ = ("_changed", "_compiled", "_given", "_modes", "_module", "_unchanged")
     stays_whole = True
 
-    def __init__(self, module: nn.Module, args: tuple) -> None:
+    def __init__(self, module: nn.Module, args: tuple, compiled: CompiledCode | None) -> None:
         super().__init__(type(module), tuple(tensors_in(args)))
-        self._module = module
+        self._module, self._compiled = module, compiled
         self._given = _without_tensors(args)
         self._modes = [(m, m.training) for m in module.modules()]
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that it writes, and copies from before
@@ -169,7 +202,10 @@ class CallOfModule(CallOfFunction):
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             stack.enter_context(self._as_before(parameters))
             stack.enter_context(saved_tensors_hooks(pack, _never_unpacked))
-            output = self._module._call_impl(*args, **kwargs)
+            if self._compiled is None:
+                output = self._module._call_impl(*args, **kwargs)
+            else:
+                output = self._compiled.run_again(self.key(tuple(tensors)), tensors[0].device, args, kwargs)
         return [*stored, *(t.detach() for t in tensors_in(output))]
 
     @contextmanager
@@ -199,11 +235,11 @@ class CallOfModule(CallOfFunction):
 class ObservedModuleCall(ObservedFunctionCall):
     """A call of a module that is one op."""
 
-    __slots__ = ("_kwargs", "_module", "_positional")
+    __slots__ = ("_compiled", "_kwargs", "_module", "_positional")
 
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, compiled: CompiledCode | None = None) -> None:
         super().__init__(type(module), (args, kwargs))
-        self._module, self._positional, self._kwargs = module, args, kwargs
+        self._module, self._positional, self._kwargs, self._compiled = module, args, kwargs, compiled
         # Parameters too: a replay must not read those of a later step.
         self.tensors = [*tensors_in(self.args), *module.parameters()]
 
@@ -215,11 +251,20 @@ class ObservedModuleCall(ObservedFunctionCall):
     @property
     def how(self) -> CallOfFunction:
         if self._how is None:
-            self._how = CallOfModule(self._module, (*self.args, list(self._module.parameters())))
+            self._how = CallOfModule(self._module, (*self.args, list(self._module.parameters())), self._compiled)
         return self._how
 
+    @property
+    def is_unseen(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    def peak_bytes(self) -> int:
+        return 0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.key(tuple(self.tensors)), 0)
+
     def run(self) -> Any:
-        return self._module._call_impl(*self._positional, **self._kwargs)
+        call = self._module._call_impl if self._compiled is None else self._compiled
+        return call(*self._positional, **self._kwargs)
 
     def run_watched(self, watched: WatchedFunctions, finished: Finished) -> Any:
         hooks = top_hooks(True)
@@ -231,8 +276,12 @@ class ObservedModuleCall(ObservedFunctionCall):
             return boxes[-1]
 
         try:
+            first_node = get_sequence_nr()
             with saved_tensors_hooks(pack, _Box.unpacked):
                 output = self.run()
+            if self._compiled is not None:  # the compiler makes nodes, too
+                num_left = sum(1 for _ in nodes_since(first_node, list(tensors_in(output))))
+                _note_thrown_away(get_sequence_nr() - first_node - num_left)
             how = self.how
             assert isinstance(how, CallOfModule)
             how.note_buffers(before)
@@ -244,29 +293,47 @@ class ObservedModuleCall(ObservedFunctionCall):
 
 
 class WholeCall:
-    """Calls a module as one op of the thread's observer."""
+    """Calls a module as one op of the thread's observer.
 
-    __slots__ = ("_module", "_thread_state", "path")
+    Args:
+        compiled: How to call it, if it is compiled.
+    """
+
+    __slots__ = ("_compiled", "_module", "_thread_state", "path")
     lowtide = True
 
-    def __init__(self, module: nn.Module, path: str, thread_state: Any) -> None:
+    def __init__(
+        self, module: nn.Module, path: str, thread_state: Any, compiled: Callable[..., Any] | None = None
+    ) -> None:
         self._module, self.path, self._thread_state = weakref.ref(module), path, thread_state
+        self._compiled = None if compiled is None else CompiledCode(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None  # it is running
+        call = self._compiled or module._call_impl
         observer = self._thread_state.observer
         if observer is None:
-            return module._call_impl(*args, **kwargs)
+            return call(*args, **kwargs)
+        if self._compiled is not None and (wrapped_parameters(module) or is_partitioned(module.parameters())):
+            return self._unplanned(observer, module, partial(self._compiled, *args, **kwargs), (args, kwargs))
         observer.enter(self.path)
         try:
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-                return module._call_impl(*args, **kwargs)
+                return call(*args, **kwargs)
             self._thread_state.observer = None  # the calls inside are nobody's
-            return observer.function(ObservedModuleCall(module, args, kwargs))
+            return observer.function(ObservedModuleCall(module, args, kwargs, self._compiled))
         finally:
             self._thread_state.observer = observer
             observer.leave()
+
+    def _unplanned(self, observer: Any, module: nn.Module, run: Callable[[], Any], given: Any) -> Any:
+        """Compiled code whose parameters come and go: what it stores is saved."""
+        self._thread_state.observer = None
+        try:
+            return observer.opaque(self.path, module, run, list(tensors_in(given)))
+        finally:
+            self._thread_state.observer = observer
 
 
 # -- what autograd stores ----------------------------------------------------------------------------------------------

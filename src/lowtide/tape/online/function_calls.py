@@ -150,6 +150,14 @@ class OnlineCall(ObservedFunctionCall):
         return self._call.name
 
     @property
+    def is_unseen(self) -> bool:
+        return self._call.is_unseen
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._call.peak_bytes
+
+    @property
     def how(self) -> CallOfFunction:
         return self._call.how
 
@@ -196,6 +204,8 @@ class OnlineCall(ObservedFunctionCall):
             if self._verdict is None or self._verdict in _WRITES:
                 around.enter_context(tape.expecting_writes(self.tensors))
                 self._before = [fingerprint(t) for t in tensors_in(self.args)]
+            if peak_bytes := self.peak_bytes:
+                tape.make_room_for_proof(peak_bytes)
         tape.note_reads_of_op(self.tensors)
         self._first_op = tape.number
         tape.running_call = self
@@ -324,7 +334,7 @@ class OnlineCall(ObservedFunctionCall):
             value.recipe, value.why_kept = recipe, why
             made.append((position, value))
         if recipe is not None and made:
-            recipe.take_outputs(made, self.live.peak)
+            recipe.take_outputs(made, max(self.live.peak, self.peak_bytes))
             tape.note_outside_reads(recipe)
 
 
