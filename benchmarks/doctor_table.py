@@ -1,4 +1,4 @@
-"""docs/doctor.md's table of what the doctor says of set-ups that nobody made sick."""
+"""docs/doctor.md's tables: what the doctor says of set-ups made for its checks, and of those that nobody made sick."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def examples_table(lines: list[dict]) -> str:
     told = [f"{line['example']}: {', '.join(line['findings'])}" for line in lines if line["findings"]]
     others = [line["example"] for line in lines if not line["findings"] and not line["notes"]]
     return f"Of `examples/`, {', '.join(others)} are passed in silence" + (f"; {'; '.join(told)}." if told else ".")
+
+
+def bugs_table(lines: list[dict]) -> str:
+    """One row per reproduction of ``doctor_bugs.py``; then what a whole look takes."""
+    cases = [line for line in lines if "code" in line]
+    if silent := [line["case"] for line in cases if not (line["found"] and line["mended_is_silent"])]:
+        raise SystemExit(f"no longer shown, or not silent when mended: {', '.join(silent)}.")
+    rows = ["| code | shown in | what it says |", "|---|---|---|"]
+    for line in cases:
+        evidence = line["evidence"].replace("|", "/").replace("\n", " ")
+        rows.append(f"| {line['code']} | {line['library']} {line['version']} | {evidence} |")
+    (whole,) = (line for line in lines if "checks" in line)
+    return "\n".join([
+        *rows, "",
+        f"{len(cases)} set-ups. Mended, each is passed in silence. All {whole['checks']} checks look at {whole['case']} in "
+        f"{whole['seconds']:.1f} s of one core. {whole['device']}, python {whole['python']}, commit {whole['commit']}.",
+    ])  # fmt: skip

@@ -47,6 +47,61 @@ def peaks_table(lines: list[dict]) -> str:
     return "\n".join([*rows, "", note])
 
 
+def zoo_table(lines: list[dict]) -> str:
+    """A row per variant, over all architectures; then those whose peaks differ, each with the reason that is known."""
+    rows = [
+        "| variant | traced on real tensors | equal to the byte | differ | worst | no hollow trace |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for variant in dict.fromkeys(line["variant"] for line in lines):
+        mine = [line for line in lines if line["variant"] == variant and line["status"] != "not built"]
+        equal = sum(line["status"] == "equal" for line in mine)
+        off = [_off(line) for line in mine if line["status"] == "differs"]
+        rows.append(
+            f"| {variant} | {len(mine)} | {equal} ({100 * equal / len(mine):.1f} %) | {len(off)} | "
+            f"{percent(max(off, key=abs, default=0.0))} | {len(mine) - equal - len(off)} |"
+        )
+    traced = [line for line in lines if line["status"] != "not built"]
+    equal = sum(line["status"] == "equal" for line in traced)
+    kinds = len({(line["task"], line["type"]) for line in traced})
+    note = (
+        f"{kinds} architectures, {len(traced)} traces, {equal} of them ({100 * equal / len(traced):.1f} %) equal to "
+        f"the byte. {len(lines) - len(traced)} more cannot run in that variant on real tensors either. {_origin(lines)}"
+    )
+    named = ["| what differs | variant | peak off | why |", "|---|---|---:|---|"]
+    for line in sorted(traced, key=lambda line: (line["type"], line["variant"])):
+        if line["status"] != "equal":
+            off = percent(_off(line)) if line["status"] == "differs" else "-"
+            named.append(f"| {line['type']} ({line['task']}) | {line['variant']} | {off} | {_why(line)} |")
+    return "\n".join([*rows, "", note, "", *named])
+
+
+def _off(line: dict) -> float:
+    return line["hollow_peak_bytes"] / line["real_peak_bytes"] - 1
+
+
+def _why(line: dict) -> str:
+    if line["status"] != "differs":
+        return f"{line['status']}: {line['reason']}".replace("|", "/")
+    first = line.get("first_difference")
+    apart = [] if first is None else [f"first apart: {first[0]}, without memory {first[1]}"]
+    return "; ".join([*line["assumed"][:2], *apart]).replace("|", "/") or "no op differs; cause not found"
+
+
+def large_table(lines: list[dict]) -> str:
+    """A row per large model: what planning it takes."""
+    rows = [
+        "| model | tokens | kernels | ops | plain peak | seconds | memory |",
+        "|---|---:|---|---:|---:|---:|---:|",
+    ]
+    rows += [
+        f"| {x['model']} | {x['tokens']:,} | {x['kernels']} | {x['ops']:,} | {x['plain_peak_bytes'] / 2**30:,.0f} GiB "
+        f"| {x['process_s']:.1f} | {x['process_peak_bytes'] / 2**30:.2f} GiB |"
+        for x in lines
+    ]
+    return "\n".join([*rows, "", _origin(lines)])
+
+
 def plans_table(lines: list[dict]) -> str:
     """A row per plan: how far predictions are off."""
     ran = [line for line in lines if "error" in line]

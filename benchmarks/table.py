@@ -19,8 +19,9 @@ import ablation
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
 from compiled_table import compiled_table
-from doctor_table import examples_table, zoo_table
-from foresight_table import claims_table, foreseen_times_table, peaks_table, plans_table, ranks_table
+from doctor_table import bugs_table, examples_table, zoo_table
+from foresight_table import claims_table, foreseen_times_table, large_table, peaks_table, plans_table, ranks_table
+from foresight_table import zoo_table as hollow_zoo_table
 from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
 from real_steps_table import real_steps_table
@@ -78,11 +79,14 @@ def main() -> int:
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
+        Page(ROOT / "docs" / "doctor.md", "bugs", RESULTS / "doctor_bugs_cpu.jsonl", bugs_table),
         Page(ROOT / "docs" / "doctor.md", "zoo", RESULTS / "doctor_zoo_cpu.jsonl", zoo_table),
         Page(ROOT / "docs" / "doctor.md", "examples", RESULTS / "doctor_examples_cpu.jsonl", examples_table),
         Page(ROOT / "docs" / "claims.md", "claims", RESULTS / "claims.jsonl", claims_table),
         Page(ROOT / "docs" / "foresight.md", "peaks", RESULTS / "foresight_cpu.jsonl", peaks_table),
         Page(ROOT / "docs" / "foresight.md", "plans", RESULTS / "foresight_cpu.jsonl", plans_table),
+        Page(ROOT / "docs" / "foresight.md", "zoo", RESULTS / "hollow_zoo_cpu.jsonl", hollow_zoo_table),
+        Page(ROOT / "docs" / "foresight.md", "large", RESULTS / "hollow_large_cpu.jsonl", large_table),
         Page(ROOT / "docs" / "foresight.md", "ranks", RESULTS / "parallel_peaks_cpu.jsonl", ranks_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
         Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
