@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,12 @@ def main() -> int:
 
 def reproductions() -> Iterator[dict[str, Any]]:
     setups = importlib.import_module("support.sick_setups")
-    for name, (sick, mended) in setups.SICK.items():
+    compiled = {
+        "LT010 Inductor": tuple(
+            partial(setups.compiled_dropout, 0.1, dropout, backend="inductor") for dropout in (0.3, 0.0)
+        )
+    }
+    for name, (sick, mended) in sorted((setups.SICK | compiled).items()):
         code = name.split()[0]
         begun = time.process_time()
         found = setups.diagnosed(sick(), code)

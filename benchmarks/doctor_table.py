@@ -42,12 +42,13 @@ def bugs_table(lines: list[dict]) -> str:
     if silent := [line["case"] for line in cases if not (line["found"] and line["mended_is_silent"])]:
         raise SystemExit(f"no longer shown, or not silent when mended: {', '.join(silent)}.")
     rows = ["| code | shown in | what it says |", "|---|---|---|"]
-    for line in cases:
+    for line in sorted(cases, key=lambda line: line["case"]):
         evidence = line["evidence"].replace("|", "/").replace("\n", " ")
-        rows.append(f"| {line['code']} | {line['library']} {line['version']} | {evidence} |")
+        rows.append(f"| {line['case']} | {line['library']} {line['version']} | {evidence} |")
     (whole,) = (line for line in lines if "checks" in line)
     return "\n".join([
         *rows, "",
-        f"{len(cases)} set-ups. Mended, each is passed in silence. All {whole['checks']} checks look at {whole['case']} in "
-        f"{whole['seconds']:.1f} s of one core. {whole['device']}, python {whole['python']}, commit {whole['commit']}.",
+        f"{len(cases)} set-ups. Mended, each is passed in silence. All {whole['checks']} checks look at "
+        f"{whole['case']} in {whole['seconds']:.1f} s of one core. {whole['device']}, python {whole['python']}, commit "
+        f"{whole['commit']}.",
     ])  # fmt: skip

@@ -210,22 +210,24 @@ def router(counts: bool) -> Case:
 
 
 class Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.dropout = dropout
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + nn.functional.dropout(torch.relu(layer(x)), 0.3)
+            x = x + nn.functional.dropout(torch.relu(layer(x)), self.dropout)
         return x
 
 
-def compiled_dropout(budget: float) -> Case:
+def compiled_dropout(budget: float, dropout: float = 0.3, backend: str = "aot_eager_decomp_partition") -> Case:
     import torch._functorch.config as functorch
 
-    model = Residual()
-    model.compile(backend="aot_eager_decomp_partition")
+    torch._dynamo.reset()
+    model = Residual(dropout)
+    model.compile(backend=backend)
     return Case(model, around=lambda: functorch.patch(activation_memory_budget=budget))
 
 
@@ -541,6 +543,7 @@ SICK: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "LT008": (lambda: cached(True), lambda: cached(False)),
     "LT009": (lambda: router(True), lambda: router(False)),
     "LT010": (lambda: compiled_dropout(0.1), lambda: compiled_dropout(1.0)),
+    "LT010 without dropout": (lambda: compiled_dropout(0.1), lambda: compiled_dropout(0.1, dropout=0.0)),
     "LT011": (lambda: autocast_around_backward(True), lambda: autocast_around_backward(False)),
     "LT101": (lambda: in_eval(True), lambda: in_eval(False)),
     "LT102": (lambda: Case(Flagged(False)), lambda: Case(Flagged(True))),
