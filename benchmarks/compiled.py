@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from checkpoint_calls import MALLOC_FIXED
+from interleaved_methods import MALLOC_FIXED
 from paired_times import paired_times
 from provenance import provenance
 

@@ -62,6 +62,20 @@ def test_the_numbers_are_near_the_plain_models(name, options):
     assert all(map(torch.equal, after, expected))
 
 
+def test_the_loss_of_a_model_with_adapters_goes_in_chunks():
+    peft = pytest.importorskip("peft")
+    model, batch = peft.get_peft_model(causal_model(), peft.LoraConfig(target_modules=["q_proj"])), batch_of()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model(**batch).loss.backward()
+    expected = [p.grad.clone() for p in trained]
+    model.zero_grad()
+
+    with lowtide.fit(model, batch, budget="80%", chunk_loss=True) as fit:
+        model(**batch).loss.backward()
+        assert fit.status().in_force
+    assert_near([p.grad for p in trained], expected, 1e-5)
+
+
 def test_the_losss_difference_is_told_with_the_first_batch():
     model = causal_model()
     with lowtide.fit(model, budget="60%", chunk_loss=True) as fit:

@@ -230,7 +230,7 @@ def chunk_the_loss(model: nn.Module, say: Callable[[str], None] | None) -> Calla
             f"chunk_loss needs torch.nn.functional.linear_cross_entropy, which torch {torch.__version__} does not have."
             "\nInstall torch 2.13, or leave chunk_loss out."
         )
-    causal = next((m for m in model.modules() if _head_of(m) is not None and hasattr(m, "loss_function")), None)
+    causal = next((m for m in model.modules() if _has_own_loss(m) and _head_of(m) is not None), None)
     if causal is None:
         raise _unsupported("none of its modules has both")
     plain, head = causal.loss_function, _head_of(causal)
@@ -267,6 +267,11 @@ def chunk_the_loss(model: nn.Module, say: Callable[[str], None] | None) -> Calla
         undo()
         raise
     return undo
+
+
+def _has_own_loss(module: nn.Module) -> bool:
+    """A wrapper, such as PEFT's, shows attributes of the model in it as if they were its own."""
+    return hasattr(type(module), "loss_function") or "loss_function" in vars(module)
 
 
 def _head_of(module: nn.Module) -> Any:
