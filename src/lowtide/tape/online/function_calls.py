@@ -60,7 +60,7 @@ class TapeOfCalls(Protocol):
     def note_reads_of_op(self, tensors: Iterable[torch.Tensor]) -> None: ...
     def note_outside_reads(self, recipe: Recipe) -> None: ...
     def note_written_unseen(self, tensor: torch.Tensor) -> None: ...
-    def make_room_for_proof(self, size: int) -> None: ...
+    def make_room_for_call(self, size: int) -> None: ...
 
 
 class KnownCalls:
@@ -205,7 +205,7 @@ class OnlineCall(ObservedFunctionCall):
                 around.enter_context(tape.expecting_writes(self.tensors))
                 self._before = [fingerprint(t) for t in tensors_in(self.args)]
             if peak_bytes := self.peak_bytes:
-                tape.make_room_for_proof(peak_bytes)
+                tape.make_room_for_call(peak_bytes)
         tape.note_reads_of_op(self.tensors)
         self._first_op = tape.number
         tape.running_call = self
@@ -302,7 +302,7 @@ class OnlineCall(ObservedFunctionCall):
         made = {
             s._cdata: s.nbytes() for t in results if (s := storage_of(t)) is not None and s._cdata not in self._given
         }
-        tape.make_room_for_proof(max(self.live.peak, sum(made.values())))
+        tape.make_room_for_call(max(self.live.peak, sum(made.values())))
         buffers = [] if model is None else list(plain_tensors(*model.buffers()))
         return why_not_same(self.how, self.tensors, results, self._generators, buffers, own_memory=True)
 

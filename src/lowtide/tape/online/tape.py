@@ -291,8 +291,8 @@ class OnlineTape(TorchDispatchMode):
         self.releaser.make_room(self._room_bytes)
         return key
 
-    def make_room_for_proof(self, size: int) -> None:
-        """A call is about to run again at once, beside what it has made."""
+    def make_room_for_call(self, size: int) -> None:
+        """A call is about to run, of which operators do not show what it allocates, or again for a proof."""
         self.releaser.make_room(size)
         self.live.peak = max(self.live.peak, self.live.now + size)
 
