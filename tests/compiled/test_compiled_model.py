@@ -14,7 +14,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.restore import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
 
 
 def decoder(**options):

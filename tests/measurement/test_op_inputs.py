@@ -108,7 +108,7 @@ def test_rebuilding_leaves_the_global_random_state_alone():
     ("signature", "reason"),
     [
         (describe(aten.relu.default, (object(),), {}), "builtins.object"),
-        (describe(aten.relu.default, (torch.eye(2).to_sparse(),), {}), "torch.Tensor"),
+        (describe(aten.relu.default, (torch.eye(2, device="cpu").to_sparse(),), {}), "torch.Tensor"),
         ({"op": "aten.nothing.default", "args": []}, "not an operator"),
         ({"op": "os.system", "args": ["true"]}, "not an operator"),
         ({"op": "nonsense", "args": []}, "not an operator"),
