@@ -37,7 +37,7 @@ LEFT_OUT = {
     "doctor/test_healthy.py::test_nothing_is_said_of_a_healthy_set_up[data parallel]": _RANKS,
     "estimation/test_estimate.py::test_this_machine_measures_itself": "the accelerator's clock is its own",
     "hollow/": _LATER,
-    "inference/test_layer_offload.py": "layers move to a file from a CPU only",
+    "inference/test_layer_offload.py": "the test looks at the file that a CPU's layers move to",
     "integrations/": "the library chooses the device",
     "measurement/test_allocator.py::test_a_measurement_inside": _COUNTED,
     "measurement/test_allocator.py::test_a_peak_inside_a_profiler": _COUNTED,

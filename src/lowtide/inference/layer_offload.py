@@ -1,6 +1,6 @@
-"""A KV cache that keeps a budget: layers that do not fit lie in a scratch file and are read one layer ahead.
+"""A KV cache that keeps a budget: layers that do not fit lie elsewhere and are read one layer ahead.
 
-    cache = lowtide.inference.LayerOffloadCache(model.config, budget="1GiB", scratch_dir="/scratch")
+    cache = lowtide.inference.LayerOffloadCache(model.config, budget="1GiB")
     model.generate(**inputs, past_key_values=cache)
 
 Layers are used in turn, over and over, so the best choice is a fixed set that stays; the others are spread evenly, so
@@ -8,15 +8,14 @@ that each is read while as many as possible run. The set is planned from bytes, 
 transformers' ``DynamicCache`` and its layers: an absent layer is given back its tensors before transformers' own
 ``update`` runs, so tokens are the same. Layers with windows or states of a fixed size always stay.
 
-Known limits: on the CPU only, with a file; on an accelerator use ``DynamicCache(offloading=True)``. A layer is written
-anew with each token.
+Elsewhere is the host's pinned memory for a model on an accelerator, and a file for one on the CPU
+(``cache_places.py``).
+
+Known limits: a layer is written anew with each token.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lowtide.errors import TierError
-from lowtide.scratch_file import open_scratch, read_all, write_all
+from lowtide.inference.cache_places import Away, FilePlace, HostPlace
 from lowtide.units import format_bytes, parse_budget
 
 _AHEAD = 2  # layers in memory beside those that stay: the one in use and the next one
@@ -36,15 +35,14 @@ class LayerOffloadCache(DynamicCache):
     Args:
         config: Of the model; a multimodal one counts by its text decoder.
         budget: Bytes of keys and values that may lie in memory between layers, an int or ``"1GiB"``.
-        scratch_dir: Where the file is; by default the system's directory for temporary files.
+        scratch_dir: Of a model on the CPU, where the file is; by default the system's directory for temporary files.
 
     Attributes:
         peak_bytes: Most bytes of keys and values that lay in memory between layers, measured.
-        moved_bytes: Written to the file so far, measured.
+        moved_bytes: Moved away so far, measured.
 
     Raises:
-        TierError: the directory cannot be used; later, where the budget does not hold two layers, or the model is not
-            on the CPU.
+        TierError: the directory cannot be used; later, where the budget does not hold two layers.
         ValueError: ``budget`` is not an amount of memory.
     """
 
@@ -55,14 +53,10 @@ class LayerOffloadCache(DynamicCache):
             raise ValueError(f'budget={budget!r} is not an amount of memory. Pass bytes as an int, or "1GiB".')
         self.budget_bytes = amount
         self.peak_bytes = self.moved_bytes = 0
-        self._fd = open_scratch(scratch_dir)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-kv")
-        self._finalizer = weakref.finalize(self, _close, self._fd, self._reader)
+        self._places: dict[torch.device, FilePlace | HostPlace] = {torch.device("cpu"): FilePlace(scratch_dir)}
         # Exactly this class: its subclasses hold more than keys and values.
         self._movable = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        self._away: dict[int, _Stored] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # offset and room in the file
-        self._coming: dict[int, Future[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._away: dict[int, Away] = {}
 
     def predicted_bytes(self, layer_bytes: int, *, fixed_bytes: int = 0) -> int:
         """Bytes in memory when each movable layer holds ``layer_bytes``: of those that stay, and of two more."""
@@ -73,11 +67,6 @@ class LayerOffloadCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As transformers' own."""
-        if key_states.device.type != "cpu":
-            raise TierError(
-                f"LayerOffloadCache moves layers to a file, from the CPU only; this model is on {key_states.device}. "
-                "Use transformers' DynamicCache(config=..., offloading=True)."
-            )
         self._fetch(layer_idx)
         self._read_ahead(layer_idx)
         made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -108,8 +97,8 @@ class LayerOffloadCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """As transformers' own, also of a layer that is away."""
-        stored = self._away.get(layer_idx)
-        return super().get_seq_length(layer_idx) if stored is None else stored.shapes[0][-2]
+        away = self._away.get(layer_idx)
+        return super().get_seq_length(layer_idx) if away is None else away.shapes[0][-2]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers' own, also of a layer that is away."""
@@ -151,73 +140,32 @@ class LayerOffloadCache(DynamicCache):
 
     def _write(self, index: int) -> None:
         layer = self.layers[index]
-        size = _bytes(layer)
-        offset = os.fstat(self._fd).st_size
-        room = 2 * size  # grown by doubling, so that the file stays within four times what it holds
-        if self._places.get(index, (0, 0))[1] >= size:
-            offset, room = self._places[index]
-        tensors = [layer.keys.contiguous(), layer.values.contiguous()]
-        at = offset
-        try:
-            os.truncate(self._fd, max(os.fstat(self._fd).st_size, offset + room))
-            for x in tensors:
-                write_all(self._fd, memoryview(x.view(-1).view(torch.uint8).numpy()), at)
-                at += x.nbytes
-        except OSError as error:
-            raise TierError(f"the cache's scratch file cannot be written: {error.strerror or error}.") from error
-        self._places[index] = (offset, room)
-        self.moved_bytes += size
-        self._away[index] = _Stored(offset, [tuple(x.shape) for x in tensors], layer.keys.dtype)
-        layer.keys = layer.values = torch.empty(0, dtype=layer.dtype)
+        place = self._place_of(layer.keys.device)
+        self.moved_bytes += _bytes(layer)
+        self._away[index] = place.write(index, [layer.keys.contiguous(), layer.values.contiguous()])
+        layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.keys.device)
+
+    def _place_of(self, device: torch.device) -> FilePlace | HostPlace:
+        if device not in self._places:
+            self._places[device] = HostPlace(device)
+        return self._places[device]
 
     def _read_ahead(self, index: int) -> None:
         """Begin to read the next layer that is away."""
         order = [i for i in (*self._movable, *self._movable) if i in self._away]
         following = next((i for i in order if i > index), order[0] if order else None)
-        if following is not None and following not in self._coming:
-            self._coming[following] = self._reader.submit(self._away[following].read, self._fd)
+        if following is not None:
+            self._away[following].begin()
 
     def _fetch(self, index: int) -> None:
-        stored = self._away.pop(index, None)
-        if stored is None:
-            return
-        coming = self._coming.pop(index, None)
-        try:
-            keys, values = stored.read(self._fd) if coming is None else coming.result()
-        except OSError as error:
-            raise TierError(f"the cache's scratch file cannot be read: {error.strerror or error}.") from error
-        self.layers[index].keys, self.layers[index].values = keys, values
+        if (away := self._away.pop(index, None)) is not None:
+            self.layers[index].keys, self.layers[index].values = away.take()
 
     def _resident_bytes(self) -> int:
-        ahead = sum(self._away[i].nbytes for i in self._coming)
+        ahead = sum(away.size for away in self._away.values() if away.has_begun)
         return ahead + sum(_bytes(layer) for layer in self.layers)
-
-
-class _Stored:
-    """Where a layer's keys and values lie in the file."""
-
-    def __init__(self, offset: int, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
-        self.offset, self.shapes, self.dtype = offset, shapes, dtype
-
-    @property
-    def nbytes(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
-
-    def read(self, fd: int) -> tuple[torch.Tensor, torch.Tensor]:
-        found, at = [], self.offset
-        for shape in self.shapes:
-            x = torch.empty(shape, dtype=self.dtype)
-            read_all(fd, memoryview(x.view(-1).view(torch.uint8).numpy()), at)
-            at += x.nbytes
-            found.append(x)
-        return found[0], found[1]
 
 
 def _bytes(layer: Any) -> int:
     held = (getattr(layer, name, None) for name in ("keys", "values"))
     return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
-
-
-def _close(fd: int, reader: ThreadPoolExecutor) -> None:
-    reader.shutdown(wait=True, cancel_futures=True)
-    os.close(fd)
