@@ -1,11 +1,8 @@
 """Measured bytes against allocations whose size is a formula."""
 
-import gc
-
 import pytest
 import torch
 from support.training_steps import run
-from torch.profiler import ProfilerActivity, profile
 
 import lowtide
 from lowtide.errors import LowtideError
@@ -54,29 +51,41 @@ def test_cpu_memory_from_before_that_is_freed_inside_goes_unseen_so_the_peak_err
     assert int(run(FREED_INSIDE)) == 20 * MIB  # not 4
 
 
-def test_the_peak_of_a_training_step_agrees_with_the_torch_profiler():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(4))
-    batch = torch.randn(4, 3, 16, 16)
+BOTH_PROFILERS = """
+import gc
+import torch
+from torch.profiler import ProfilerActivity, profile
+from lowtide.measurement.allocator import peak_bytes
 
-    def step():
-        model(batch).square().mean().backward()
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(4))
+batch = torch.randn(4, 3, 16, 16)
 
+def step():
+    model(batch).square().mean().backward()
+
+step()
+mine = peak_bytes(step)
+gc.collect()
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
     step()
-    mine = peak_bytes(step)
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
+events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+live = peak = 0
+for event in sorted(events, key=lambda e: e.start_ns()):
+    live += event.nbytes()
+    peak = max(peak, live)
+print(mine, peak)
+"""
+
+
+def test_the_peak_of_a_training_step_agrees_with_the_torch_profiler():
+    # In a process of its own: Kineto now and then hangs or crashes where compilers have run before.
+    mine, peak = map(int, run(BOTH_PROFILERS).split()[-2:])
 
     assert mine == peak > 0
 
 
 def test_a_peak_inside_a_profiler_is_refused():
-    with torch.autograd.profiler.profile(), pytest.raises(LowtideError, match="already active"):
+    with torch.autograd.profiler.profile(use_kineto=False), pytest.raises(LowtideError, match="already active"):
         peak_bytes(lambda: None)
 
 

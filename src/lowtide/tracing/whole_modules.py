@@ -141,7 +141,7 @@ class CallOfModule(CallOfFunction):
     __slots__ = ("_changed", "_compiled", "_given", "_modes", "_module", "_unchanged")
     stays_whole = True
 
-    def __init__(self, module: nn.Module, args: tuple, compiled: CompiledCode | None) -> None:
+    def __init__(self, module: nn.Module, args: tuple, compiled: CompiledCode | None = None) -> None:
         super().__init__(type(module), tuple(tensors_in(args)))
         self._module, self._compiled = module, compiled
         self._given = _without_tensors(args)
