@@ -125,11 +125,11 @@ def test_a_compiled_part_is_one_op_that_may_run_again(make):
     assert names.count("aten.gelu_backward.default") == names.count("aten.gelu.default") > 0
 
 
-def all_compiled(runs: list[str], **options) -> nn.Module:
+def all_compiled(runs: list[str]) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(block() for _ in range(4)))
     for layer in model:
-        layer.compile(backend=counting(runs), **options)
+        layer.compile(backend=counting(runs))
     return model
 
 
