@@ -126,6 +126,16 @@ def test_fully_sharded_experts_have_fewer_replicas_than_the_rest(mixtral):
     assert rank_memory(facts, divided).parameters == pytest.approx(2 * (rest / 4 + experts / 2), rel=0.01)
 
 
+def test_fully_sharded_experts_of_one_rank_are_copied_and_nothing_of_them_is_on_its_way(mixtral):
+    """A copy and two gradients: what the allocator counts of FSDP2 blocks on a process group of one rank."""
+    shared, alone = (setup(expert_parallel=n, data_parallel=4, sharding="fsdp") for n in (2, 4))
+    of_two, of_one = mixtral.facts(shared), mixtral.facts(alone)
+    layer = 2 * 8 * MLP  # bytes of all experts of a layer
+
+    rest = rank_memory(of_two, shared).gathered - 4 * layer // 2
+    assert rank_memory(of_one, alone).gathered - rest == 3 * layer // 4
+
+
 def test_what_only_one_rank_has_is_neither_reduced_nor_divided_among_replicas(mixtral):
     divided = setup(expert_parallel=4, data_parallel=4)
     facts = mixtral.facts(divided)

@@ -9,6 +9,7 @@
     fsdp    FSDP2: each parameter is divided along its first dimension and padded there. Each numbered block
             (``layers.3``) is a unit, and what is left is the root, gathered through the whole step with its gradients.
             Beside it: the unit that runs and the next one, the gradients of one and what is being reduced of another.
+            Experts that no other rank has are units of their own, which FSDP2 copies instead of gathering them.
 
 What tensor, expert and pipeline parallel ranks hold is what transformers' wrapping leaves of the model on one of them
 (``parallel_model.py``); the rules above divide that. Experts have fewer replicas than the rest: the ranks that divide
@@ -117,7 +118,7 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
             rule = f"{rule}; everything is divided by {count}, as DeepSpeed's defaults have it"
         else:
             gradients = sum(p.elements * p.itemsize for p in held if p.trains)
-            gathered, units = _gathered_by_fsdp(facts.parameters)
+            gathered, units = _gathered_by_fsdp(facts.parameters, setup)
             rule = f"{rule}; everything is divided by {count} along first dimensions, {units} blocks are units"
     if setup.offload_optimizer:
         host, state, step = state + gradients, 0, 0
@@ -167,17 +168,20 @@ def _shard(parameter: Parameter, count: int, kind: str) -> Parameter:
     return Parameter(parameter.name, shape, parameter.itemsize, parameter.trains, parameter.quantized)
 
 
-def _gathered_by_fsdp(parameters: Iterable[Parameter]) -> tuple[int, int]:
+def _gathered_by_fsdp(parameters: Iterable[Parameter], setup: Setup) -> tuple[int, int]:
     """(bytes that are whole at a time, number of units) of FSDP2."""
     units: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    own: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for p in parameters:
         found = _UNIT.match(p.name)
-        of = units[found[1] if found else ""]
+        of = (own if p.expert and replicas(p, setup) == 1 else units)[found[1] if found else ""]
         of[0] += parameter_bytes(p)
         of[1] += p.elements * p.itemsize if p.trains else 0
     root = units.pop("", [0, 0])
     largest = max(units.values(), key=sum, default=[0, 0])
-    return sum(root) + 2 * sum(largest), len(units)
+    # Nothing gathers what no other rank has, so nothing of it is on its way: a copy, and two of its gradients.
+    copies = max((held + 2 * gradients for held, gradients in own.values()), default=0)
+    return sum(root) + 2 * sum(largest) + copies, len(units)
 
 
 def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, *, is_divided: bool) -> tuple[int, int]:
