@@ -163,6 +163,27 @@ def percent(value: float) -> str:
     return f"{100 * value:.2f} %" if value else "0"
 
 
+def cache_table(lines: list[dict]) -> str:
+    """A row per link, prompt and budget of a KV cache: bytes and milliseconds a token, predicted and measured."""
+    rows = [
+        "| layers away lie in | link, GB/s | prompt | budget | predicted | measured | a token, plain | predicted | "
+        "measured | off |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    places = {"cpu": "a file, page cache", "standin": "host memory, stand-in"}
+    for x in lines:
+        off = x["predicted_ms"] / x["measured_ms"] - 1
+        rows.append(
+            f"| {places[x['place']]} | {x['fetch_gb_per_s']:.3g} | {x['prompt']:,} | {x['budget']:.0%} | "
+            f"{x['predicted_bytes'] / 2**20:.1f} MiB | {x['measured_bytes'] / 2**20:.1f} MiB | {x['plain_ms']:.1f} ms | "
+            f"{x['predicted_ms']:.1f} ms | {x['measured_ms']:.1f} ms | {percent(off)} |"
+        )
+    offs = [abs(x["predicted_ms"] / x["measured_ms"] - 1) for x in lines]
+    return "\n".join(
+        [*rows, "", f"Times: median {percent(statistics.median(offs))}, worst {percent(max(offs))}. {_origin(lines)}"]
+    )
+
+
 def _origin(lines: list[dict]) -> str:
     first = lines[0]
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))

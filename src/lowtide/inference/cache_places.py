@@ -2,15 +2,20 @@
 
 A place is written when a layer has been used, and read one layer ahead. A thread reads the file. Copies to and
 from pinned memory run on the device: out on the stream that made the keys, back on a stream of their own.
+
+Tokens come first there: ``(tokens, batch, heads, head_dim)``. So a token that is added goes to the end of what lies
+there, alone, and a layer is read in one piece for each of its two tensors.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,20 +24,29 @@ from lowtide.device.streams import current_stream, new_event, new_stream, on_str
 from lowtide.errors import TierError
 from lowtide.scratch_file import open_scratch, read_all, write_all
 
+_AT_ONCE_BYTES = 1 << 22  # of a long prompt: so much is turned and written at a time
+
 
 class Away:
     """A layer's keys and values that are away.
 
     Attributes:
+        tokens: Of each sequence.
         size: Their bytes.
+        written_bytes: Of these, what had to be written.
         has_begun: They are on their way back.
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], begin: Callable[[], None], take: Callable[[], list[torch.Tensor]]
+        self,
+        tensors: list[torch.Tensor],
+        kept: int,
+        begin: Callable[[], None],
+        take: Callable[[], list[torch.Tensor]],
     ) -> None:
-        self.shapes = [tuple(x.shape) for x in tensors]
+        self.tokens = int(tensors[0].shape[2])
         self.size = sum(x.nbytes for x in tensors)
+        self.written_bytes = self.size // self.tokens * (self.tokens - kept)
         self.has_begun = False
         self._begin, self._take = begin, take
 
@@ -45,7 +59,54 @@ class Away:
     def take(self) -> list[torch.Tensor]:
         """Them, as they were. Raises: TierError: they cannot be read."""
         self.begin()
-        return self._take()
+        return [x.permute(1, 2, 0, 3) for x in self._take()]
+
+
+@dataclass
+class _Room:
+    """Room for ``capacity`` tokens of each tensor of a layer, one tensor after the other, ``at`` a place."""
+
+    kinds: list[tuple[tuple[int, ...], torch.dtype]]  # of one token: shape and dtype
+    capacity: int
+    at: Any
+
+    @property
+    def size(self) -> int:
+        return sum(self.capacity * _bytes(kind) for kind in self.kinds)
+
+    def starts(self) -> list[int]:
+        """Where each tensor begins."""
+        return [sum(self.capacity * _bytes(kind) for kind in self.kinds[:i]) for i in range(len(self.kinds))]
+
+
+class _Rooms:
+    """By layer, room that holds its tensors; as long again as they are when it is made."""
+
+    def __init__(self, new: Callable[[int, int], Any]) -> None:
+        self._new, self._by_layer = new, dict[int, _Room]()
+
+    def of(self, index: int, tensors: list[torch.Tensor], kept: int) -> tuple[_Room, int]:
+        """(room for them, how many of ``kept`` tokens lie there)."""
+        kinds = [((x.shape[0], x.shape[1], x.shape[3]), x.dtype) for x in tensors]
+        tokens = int(tensors[0].shape[2])
+        room = self._by_layer.get(index)
+        if room is None or room.kinds != kinds or room.capacity < tokens:
+            room, kept = _Room(kinds, 2 * tokens, None), 0
+            room.at = self._new(index, room.size)
+            self._by_layer[index] = room
+        return room, kept
+
+
+def _bytes(kind: tuple[tuple[int, ...], torch.dtype]) -> int:
+    (batch, heads, head_dim), dtype = kind
+    return batch * heads * head_dim * dtype.itemsize
+
+
+def _pieces(x: torch.Tensor, kept: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first token, what follows) of the tokens after ``kept``, tokens first."""
+    step = max(1, _AT_ONCE_BYTES // max(1, x[:, :, 0].nbytes))
+    for first in range(kept, x.shape[2], step):
+        yield first, x[:, :, first : first + step].permute(2, 0, 1, 3).contiguous()
 
 
 class FilePlace:
@@ -54,30 +115,23 @@ class FilePlace:
     def __init__(self, scratch_dir: str | Path | None) -> None:
         self._fd = open_scratch(scratch_dir)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-kv")
-        self._room: dict[int, tuple[int, int]] = {}  # by layer: offset and bytes in the file
+        self._rooms = _Rooms(lambda index, size: self._grown(size))
         self._finalizer = weakref.finalize(self, _close, self._fd, self._reader)
 
-    def write(self, index: int, tensors: list[torch.Tensor]) -> Away:
-        """Write layer ``index``. Raises: TierError: the file cannot be written."""
-        size = sum(x.nbytes for x in tensors)
-        offset = os.fstat(self._fd).st_size
-        room = 2 * size  # grown by doubling, so that the file stays within four times what it holds
-        if self._room.get(index, (0, 0))[1] >= size:
-            offset, room = self._room[index]
-        at = offset
+    def write(self, index: int, tensors: list[torch.Tensor], kept: int = 0) -> Away:
+        """Write layer ``index``, of which ``kept`` tokens lie there. Raises: TierError: the file cannot be written."""
         try:
-            os.truncate(self._fd, max(os.fstat(self._fd).st_size, offset + room))
-            for x in tensors:
-                write_all(self._fd, memoryview(x.view(-1).view(torch.uint8).numpy()), at)
-                at += x.nbytes
+            room, kept = self._rooms.of(index, tensors, kept)
+            for x, kind, start in zip(tensors, room.kinds, room.starts(), strict=True):
+                for first, piece in _pieces(x, kept):
+                    write_all(self._fd, _memory(piece), room.at + start + first * _bytes(kind))
         except OSError as error:
             raise TierError(f"the cache's scratch file cannot be written: {error.strerror or error}.") from error
-        self._room[index] = (offset, room)
-        kinds = [(tuple(x.shape), x.dtype) for x in tensors]
+        tokens = int(tensors[0].shape[2])
         coming: list[Future[list[torch.Tensor]]] = []
 
         def begin() -> None:
-            coming.append(self._reader.submit(_read, self._fd, offset, kinds))
+            coming.append(self._reader.submit(_read, self._fd, room, tokens))
 
         def take() -> list[torch.Tensor]:
             try:
@@ -85,17 +139,26 @@ class FilePlace:
             except OSError as error:
                 raise TierError(f"the cache's scratch file cannot be read: {error.strerror or error}.") from error
 
-        return Away(tensors, begin, take)
+        return Away(tensors, kept, begin, take)
+
+    def _grown(self, size: int) -> int:
+        """Where ``size`` bytes more begin. Rooms grow by doubling: the file stays within four times what it holds."""
+        end = os.fstat(self._fd).st_size
+        os.truncate(self._fd, end + size)
+        return end
 
 
-def _read(fd: int, at: int, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+def _read(fd: int, room: _Room, tokens: int) -> list[torch.Tensor]:
     found = []
-    for shape, dtype in kinds:
-        x = torch.empty(shape, dtype=dtype, device="cpu")
-        read_all(fd, memoryview(x.view(-1).view(torch.uint8).numpy()), at)
-        at += x.nbytes
+    for (shape, dtype), start in zip(room.kinds, room.starts(), strict=True):
+        x = torch.empty((tokens, *shape), dtype=dtype, device="cpu")
+        read_all(fd, _memory(x), room.at + start)
         found.append(x)
     return found
+
+
+def _memory(x: torch.Tensor) -> memoryview:
+    return memoryview(x.view(-1).view(torch.uint8).numpy())
 
 
 def _close(fd: int, reader: ThreadPoolExecutor) -> None:
@@ -110,13 +173,20 @@ class HostPlace:
         self._device, self._stream = device, new_stream(device)
         self._pinned: list[torch.Tensor] = []
         self._buffers: dict[int, torch.Tensor] = {}  # by layer
+        self._rooms = _Rooms(self._new)
         self._finalizer = weakref.finalize(self, unpin, self._pinned)
 
-    def write(self, index: int, tensors: list[torch.Tensor]) -> Away:
-        """Copy layer ``index`` to the host, behind what makes it."""
-        parts = self._parts(index, tensors)
-        for part, x in zip(parts, tensors):
-            part.copy_(x, non_blocking=True)
+    def write(self, index: int, tensors: list[torch.Tensor], kept: int = 0) -> Away:
+        """Copy layer ``index``, of which ``kept`` tokens lie there, to the host, behind what makes it."""
+        room, kept = self._rooms.of(index, tensors, kept)
+        tokens = int(tensors[0].shape[2])
+        parts = [
+            room.at[start : start + tokens * _bytes((shape, dtype))].view(dtype).view(tokens, *shape)
+            for (shape, dtype), start in zip(room.kinds, room.starts(), strict=True)
+        ]
+        for part, x in zip(parts, tensors, strict=True):
+            for first, piece in _pieces(x, kept):
+                part[first : first + len(piece)].copy_(piece, non_blocking=True)
         written, arrived = new_event(self._device), new_event(self._device)
         written.record(current_stream(self._device))
         coming: list[torch.Tensor] = []
@@ -134,23 +204,17 @@ class HostPlace:
                 x.record_stream(user)
             return coming
 
-        return Away(tensors, begin, take)
+        return Away(tensors, kept, begin, take)
 
-    def _parts(self, index: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Host tensors like ``tensors``, in the layer's buffer."""
-        size = sum(x.nbytes for x in tensors)
-        buffer = self._buffers.get(index)
-        if buffer is None or buffer.numel() < size:
-            if buffer is not None and any(buffer is p for p in self._pinned):
-                unpin([buffer])  # waits for the copies from it
-                self._pinned[:] = [p for p in self._pinned if p is not buffer]
-            buffer = self._buffers[index] = self._new(2 * size)
-        sizes = [x.nbytes for x in tensors]
-        return [part.view(x.dtype).view(x.shape) for part, x in zip(buffer[:size].split(sizes), tensors, strict=True)]
-
-    def _new(self, size: int) -> torch.Tensor:
+    def _new(self, index: int, size: int) -> torch.Tensor:
+        old = self._buffers.pop(index, None)
+        if old is not None and any(old is p for p in self._pinned):
+            unpin([old])  # waits for the copies from it
+            self._pinned[:] = [p for p in self._pinned if p is not old]
         try:
-            self._pinned.append(pinned_buffer(size))
+            buffer = pinned_buffer(size)
+            self._pinned.append(buffer)
         except PinningError:
-            return host_buffer(size)
-        return self._pinned[-1]
+            buffer = host_buffer(size)
+        self._buffers[index] = buffer
+        return buffer

@@ -9,9 +9,7 @@ transformers' ``DynamicCache`` and its layers: an absent layer is given back its
 ``update`` runs, so tokens are the same. Layers with windows or states of a fixed size always stay.
 
 Elsewhere is the host's pinned memory for a model on an accelerator, and a file for one on the CPU
-(``cache_places.py``).
-
-Known limits: a layer is written anew with each token.
+(``cache_places.py``). A layer is written once; then each token that is added goes there alone.
 """
 
 from __future__ import annotations
@@ -23,7 +21,9 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lowtide.errors import TierError
+from lowtide.graph.costs import DISK, HOST, Link
 from lowtide.inference.cache_places import Away, FilePlace, HostPlace
+from lowtide.measurement.links import measured_link
 from lowtide.units import format_bytes, parse_budget
 
 _AHEAD = 2  # layers in memory beside those that stay: the one in use and the next one
@@ -53,6 +53,7 @@ class LayerOffloadCache(DynamicCache):
             raise ValueError(f'budget={budget!r} is not an amount of memory. Pass bytes as an int, or "1GiB".')
         self.budget_bytes = amount
         self.peak_bytes = self.moved_bytes = 0
+        self._scratch_dir = scratch_dir
         self._places: dict[torch.device, FilePlace | HostPlace] = {torch.device("cpu"): FilePlace(scratch_dir)}
         # Exactly this class: its subclasses hold more than keys and values.
         self._movable = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
@@ -63,15 +64,40 @@ class LayerOffloadCache(DynamicCache):
         away = self._number_away(layer_bytes, fixed_bytes)
         return fixed_bytes + (len(self._movable) - away + (_AHEAD if away else 0)) * layer_bytes
 
+    def predicted_ms(
+        self, layer_bytes: int, plain_ms: float, *, device: str = "cpu", link: Link | None = None, fixed_bytes: int = 0
+    ) -> float:
+        """Milliseconds of a token when each movable layer holds ``layer_bytes``.
+
+        While the layers between two that are away run, the second one is brought. What that takes longer than they
+        run is waited for. On a CPU a copy is work of its own, of the same memory: no less is added than it takes.
+        Layers count as equally long; that a token's own keys go out is not counted.
+
+        Args:
+            plain_ms: Of a token with every layer in memory.
+            link: To where layers lie; by default measured, between ``device`` and its tier. A disk is measured
+                without the system's page cache, so a machine with spare memory is faster.
+        """
+        away = self._chosen(self._number_away(layer_bytes, fixed_bytes))
+        if not away:
+            return plain_ms
+        on_cpu = torch.device(device).type == "cpu"
+        link = link or measured_link(DISK if on_cpu else HOST, device, self._scratch_dir)
+        fetch_ms = link.fetch_ms(layer_bytes)
+        count, layer_ms = len(self.layers), plain_ms / len(self.layers)
+        apart = [(after - before - 1) % count + 1 for before, after in zip(away, away[1:] + away[:1], strict=True)]
+        least = fetch_ms if on_cpu else 0.0
+        return plain_ms + sum(max(least, fetch_ms - layers * layer_ms) for layers in apart)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As transformers' own."""
-        self._fetch(layer_idx)
+        kept = self._fetch(layer_idx)
         self._read_ahead(layer_idx)
         made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx in self._movable:
-            self._store(layer_idx)
+            self._store(layer_idx, kept)  # what was there is as it was: a DynamicLayer appends
         self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
         return made
 
@@ -98,7 +124,7 @@ class LayerOffloadCache(DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """As transformers' own, also of a layer that is away."""
         away = self._away.get(layer_idx)
-        return super().get_seq_length(layer_idx) if away is None else away.shapes[0][-2]
+        return super().get_seq_length(layer_idx) if away is None else away.tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers' own, also of a layer that is away."""
@@ -127,22 +153,28 @@ class LayerOffloadCache(DynamicCache):
             )
         return len(self._movable) - stay
 
-    def _store(self, index: int) -> None:
-        """Move to the file what the plan says, now that layer ``index`` is as long as the others will be."""
+    def _store(self, index: int, kept: int = 0) -> None:
+        """Move away what the plan says, now that layer ``index`` is as long as the others will be.
+
+        ``kept`` of its tokens lie there already.
+        """
         size = _bytes(self.layers[index])
         fixed = sum(_bytes(x) for i, x in enumerate(self.layers) if i not in self._movable)
-        count, number = len(self._movable), self._number_away(size, fixed)
-        for place, at_home in enumerate(self._movable):
-            # Evenly spread: ``number`` of ``count``. As the cache grows, others may have to go besides this one.
-            spread = (place + 1) * number // count > place * number // count
-            if spread and at_home not in self._away and _bytes(self.layers[at_home]):
-                self._write(at_home)
+        for chosen in self._chosen(self._number_away(size, fixed)):
+            # As the cache grows, others may have to go besides this one.
+            if chosen not in self._away and _bytes(self.layers[chosen]):
+                self._write(chosen, kept if chosen == index else 0)
 
-    def _write(self, index: int) -> None:
+    def _chosen(self, number: int) -> list[int]:
+        """``number`` movable layers, evenly spread."""
+        count = len(self._movable)
+        return [x for i, x in enumerate(self._movable) if (i + 1) * number // count > i * number // count]
+
+    def _write(self, index: int, kept: int) -> None:
         layer = self.layers[index]
         place = self._place_of(layer.keys.device)
-        self.moved_bytes += _bytes(layer)
-        self._away[index] = place.write(index, [layer.keys.contiguous(), layer.values.contiguous()])
+        away = self._away[index] = place.write(index, [layer.keys, layer.values], kept)
+        self.moved_bytes += away.written_bytes
         layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.keys.device)
 
     def _place_of(self, device: torch.device) -> FilePlace | HostPlace:
@@ -157,9 +189,13 @@ class LayerOffloadCache(DynamicCache):
         if following is not None:
             self._away[following].begin()
 
-    def _fetch(self, index: int) -> None:
-        if (away := self._away.pop(index, None)) is not None:
-            self.layers[index].keys, self.layers[index].values = away.take()
+    def _fetch(self, index: int) -> int:
+        """Bring layer ``index`` back; how many tokens of it were away."""
+        away = self._away.pop(index, None)
+        if away is None:
+            return 0
+        self.layers[index].keys, self.layers[index].values = away.take()
+        return away.tokens
 
     def _resident_bytes(self) -> int:
         ahead = sum(away.size for away in self._away.values() if away.has_begun)
