@@ -118,7 +118,7 @@ def lines(
             "budget": share,
             "predicted_bytes": caches[share].predicted_bytes(layer_bytes),
             "measured_bytes": caches[share].peak_bytes,
-            "predicted_ms": caches[share].predicted_ms(layer_bytes, plain_ms, link=link),
+            "predicted_ms": caches[share].predicted_ms(layer_bytes, plain_ms, device=device, link=link),
             "measured_ms": statistics.median(taken),
         }
         for share, taken in times.items()
