@@ -14,7 +14,7 @@ def claims_table(lines: list[dict]) -> str:
     rows += [f"| {x['quoted']} | {x['found']} | {VERDICTS[x['verdict']]} | {x['how']} |" for x in lines]
     counts = Counter(line["verdict"] for line in lines)
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    return "\n".join([*rows, "", f"Of {len(lines)} numbers: {said}. {_origin(lines)}"])
+    return "\n".join([*rows, "", f"Of {len(lines)} numbers: {said}. {origin(lines)}"])
 
 
 def peaks_table(lines: list[dict]) -> str:
@@ -42,7 +42,7 @@ def peaks_table(lines: list[dict]) -> str:
     note = (
         f"{len(ran)} cases: {sum(e == 0 for e in errors)} equal to the byte, median {median}, worst "
         f"{percent(errors[-1])}. Gradients bitwise equal in all of them. In {refused} more no plan exists: the budget "
-        f"is below what every plan needs, or no layer repeats. {_origin(lines)}"
+        f"is below what every plan needs, or no layer repeats. {origin(lines)}"
     )
     return "\n".join([*rows, "", note])
 
@@ -66,7 +66,7 @@ def zoo_table(lines: list[dict]) -> str:
     kinds = len({(line["task"], line["type"]) for line in traced})
     note = (
         f"{kinds} architectures, {len(traced)} traces, {equal} of them ({100 * equal / len(traced):.1f} %) equal to "
-        f"the byte. {len(lines) - len(traced)} more cannot run in that variant on real tensors either. {_origin(lines)}"
+        f"the byte. {len(lines) - len(traced)} more cannot run in that variant on real tensors either. {origin(lines)}"
     )
     named = ["| what differs | variant | peak off | why |", "|---|---|---:|---|"]
     for line in sorted(traced, key=lambda line: (line["type"], line["variant"])):
@@ -99,7 +99,7 @@ def large_table(lines: list[dict]) -> str:
         f"| {x['process_s']:.1f} | {x['process_peak_bytes'] / 2**30:.2f} GiB |"
         for x in lines
     ]
-    return "\n".join([*rows, "", _origin(lines)])
+    return "\n".join([*rows, "", origin(lines)])
 
 
 def plans_table(lines: list[dict]) -> str:
@@ -127,7 +127,7 @@ def ranks_table(lines: list[dict]) -> str:
         equal = sum(line["predicted_peak_bytes"] == line["measured_peak_bytes"] for line in mine)
         worst = max((line["error"] for line in mine), key=abs)
         rows.append(f"| {model} | {way} | {len(mine)} | {equal} | {percent(worst)} |")
-    return "\n".join([*rows, "", _origin(lines)])
+    return "\n".join([*rows, "", origin(lines)])
 
 
 def _step(line: dict) -> tuple:
@@ -152,7 +152,7 @@ def foreseen_times_table(lines: list[dict]) -> str:
             f"{by[d]['predicted_ms']:.0f} / {by[d]['measured_ms']:.0f} ms | {percent(by[d]['error'])}" for d in dtypes
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    note = f"Median {percent(total['median_error'])}, worst {percent(total['worst_error'])}. {_origin(cases)}"
+    note = f"Median {percent(total['median_error'])}, worst {percent(total['worst_error'])}. {origin(cases)}"
     return "\n".join([*rows, "", note])
 
 
@@ -163,28 +163,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.2f} %" if value else "0"
 
 
-def cache_table(lines: list[dict]) -> str:
-    """A row per link, prompt and budget of a KV cache: bytes and milliseconds a token, predicted and measured."""
-    rows = [
-        "| layers away lie in | link, GB/s | prompt | budget | predicted | measured | a token, plain | predicted | "
-        "measured | off |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    places = {"cpu": "a file, page cache", "standin": "host memory, stand-in"}
-    for x in lines:
-        off = x["predicted_ms"] / x["measured_ms"] - 1
-        rows.append(
-            f"| {places[x['place']]} | {x['fetch_gb_per_s']:.3g} | {x['prompt']:,} | {x['budget']:.0%} | "
-            f"{x['predicted_bytes'] / 2**20:.1f} MiB | {x['measured_bytes'] / 2**20:.1f} MiB | {x['plain_ms']:.1f} ms | "
-            f"{x['predicted_ms']:.1f} ms | {x['measured_ms']:.1f} ms | {percent(off)} |"
-        )
-    offs = [abs(x["predicted_ms"] / x["measured_ms"] - 1) for x in lines]
-    return "\n".join(
-        [*rows, "", f"Times: median {percent(statistics.median(offs))}, worst {percent(max(offs))}. {_origin(lines)}"]
-    )
-
-
-def _origin(lines: list[dict]) -> str:
+def origin(lines: list[dict]) -> str:
     first = lines[0]
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
     return f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, commit {commits}."

@@ -20,8 +20,9 @@ from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
 from compiled_table import compiled_table
 from doctor_table import bugs_table, examples_table, zoo_table
-from foresight_table import cache_table, claims_table, foreseen_times_table, large_table, peaks_table, plans_table, ranks_table
+from foresight_table import claims_table, foreseen_times_table, large_table, peaks_table, plans_table, ranks_table
 from foresight_table import zoo_table as hollow_zoo_table
+from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
 from real_steps_table import real_steps_table
@@ -89,6 +90,7 @@ def main() -> int:
         Page(ROOT / "docs" / "foresight.md", "large", RESULTS / "hollow_large_cpu.jsonl", large_table),
         Page(ROOT / "docs" / "foresight.md", "ranks", RESULTS / "parallel_peaks_cpu.jsonl", ranks_table),
         Page(HOW_TO / "generate-within-a-budget.md", "cache", RESULTS / "cache_offload.jsonl", cache_table),
+        Page(HOW_TO / "generate-within-a-budget.md", "gap", RESULTS / "generation_gap_cpu.jsonl", gap_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
         Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
         Page(ROOT / "docs" / "integrations.md", "timed", RESULTS / "integrations_cpu.jsonl", timed_table),
