@@ -17,12 +17,16 @@ def cache_table(lines: list[dict]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for x in lines:
-        off = x["predicted_ms"] / x["measured_ms"] - 1
-        rows.append(
-            f"| {_PLACES[x['place']]} | {x['fetch_gb_per_s']:.3g} | {x['prompt']:,} | {x['budget']:.0%} | "
-            f"{x['predicted_bytes'] / 2**20:.1f} MiB | {x['measured_bytes'] / 2**20:.1f} MiB | {x['plain_ms']:.1f} ms | "
-            f"{x['predicted_ms']:.1f} ms | {x['measured_ms']:.1f} ms | {percent(off)} |"
+        cells = (
+            _PLACES[x["place"]],
+            f"{x['fetch_gb_per_s']:.3g}",
+            f"{x['prompt']:,}",
+            f"{x['budget']:.0%}",
+            *(f"{x[f'{how}_bytes'] / 2**20:.1f} MiB" for how in ("predicted", "measured")),
+            *(f"{x[f'{how}_ms']:.1f} ms" for how in ("plain", "predicted", "measured")),
+            percent(x["predicted_ms"] / x["measured_ms"] - 1),
         )
+        rows.append(f"| {' | '.join(cells)} |")
     offs = [abs(x["predicted_ms"] / x["measured_ms"] - 1) for x in lines]
     return "\n".join(
         [*rows, "", f"Times: median {percent(statistics.median(offs))}, worst {percent(max(offs))}. {origin(lines)}"]

@@ -87,7 +87,9 @@ class _Rooms:
 
     def of(self, index: int, tensors: list[torch.Tensor], kept: int) -> tuple[_Room, int]:
         """(room for them, how many of ``kept`` tokens lie there)."""
-        kinds = [((x.shape[0], x.shape[1], x.shape[3]), x.dtype) for x in tensors]
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((x.shape[0], x.shape[1], x.shape[3]), x.dtype) for x in tensors
+        ]
         tokens = int(tensors[0].shape[2])
         room = self._by_layer.get(index)
         if room is None or room.kinds != kinds or room.capacity < tokens:

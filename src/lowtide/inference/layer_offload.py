@@ -34,11 +34,11 @@ class LayerOffloadCache(DynamicCache):
 
     Args:
         config: Of the model; a multimodal one counts by its text decoder.
-        budget: Bytes of keys and values that may lie in memory between layers, an int or ``"1GiB"``.
+        budget: Bytes of keys and values that may lie in memory while a layer uses its own, an int or ``"1GiB"``.
         scratch_dir: Of a model on the CPU, where the file is; by default the system's directory for temporary files.
 
     Attributes:
-        peak_bytes: Most bytes of keys and values that lay in memory between layers, measured.
+        peak_bytes: Most bytes of keys and values that lay in memory while a layer used its own, measured.
         moved_bytes: Moved away so far, measured.
 
     Raises:
@@ -69,9 +69,9 @@ class LayerOffloadCache(DynamicCache):
     ) -> float:
         """Milliseconds of a token when each movable layer holds ``layer_bytes``.
 
-        While the layers between two that are away run, the second one is brought. What that takes longer than they
-        run is waited for. On a CPU a copy is work of its own, of the same memory: no less is added than it takes.
-        Layers count as equally long; that a token's own keys go out is not counted.
+        On an accelerator the layers between two that are away run while the second one is brought; what that takes
+        longer is waited for. On a CPU copies and layers share memory, and each copy adds what it takes alone. Layers
+        count as equally long. That a token's own keys go out is not counted.
 
         Args:
             plain_ms: Of a token with every layer in memory.
@@ -84,10 +84,11 @@ class LayerOffloadCache(DynamicCache):
         on_cpu = torch.device(device).type == "cpu"
         link = link or measured_link(DISK if on_cpu else HOST, device, self._scratch_dir)
         fetch_ms = link.fetch_ms(layer_bytes)
+        if on_cpu:
+            return plain_ms + len(away) * fetch_ms
         count, layer_ms = len(self.layers), plain_ms / len(self.layers)
         apart = [(after - before - 1) % count + 1 for before, after in zip(away, away[1:] + away[:1], strict=True)]
-        least = fetch_ms if on_cpu else 0.0
-        return plain_ms + sum(max(least, fetch_ms - layers * layer_ms) for layers in apart)
+        return plain_ms + sum(max(0.0, fetch_ms - layers * layer_ms) for layers in apart)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -98,7 +99,8 @@ class LayerOffloadCache(DynamicCache):
         made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx in self._movable:
             self._store(layer_idx, kept)  # what was there is as it was: a DynamicLayer appends
-        self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
+        in_use = sum(x.nbytes for x in made) if layer_idx in self._away else 0  # attention still reads them
+        self.peak_bytes = max(self.peak_bytes, self._resident_bytes() + in_use)
         return made
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
