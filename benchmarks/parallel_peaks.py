@@ -34,11 +34,12 @@ from provenance import HERE, provenance
 import lowtide
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight import parallel_model
+from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.pipeline import waiting_bytes
 from lowtide.foresight.rank_memory import rank_memory
 from lowtide.foresight.setup import PRECISIONS as TYPES
 from lowtide.foresight.setup import Setup
-from lowtide.foresight.subjects import Subject, subject_named
+from lowtide.foresight.subjects import Subject
 from lowtide.graph.costs import Costs
 
 WORLD = 2

@@ -11,8 +11,8 @@ from lowtide.foresight import advice as advice_module
 from lowtide.foresight import subjects
 from lowtide.foresight.advice import advise
 from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.setup import Setup
-from lowtide.foresight.subjects import subject_named
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 512,

@@ -14,11 +14,11 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight import parallel_model
 from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.pipeline import waiting_bytes
 from lowtide.foresight.rank_memory import rank_memory
 from lowtide.foresight.setup import Setup, SetupError
 from lowtide.foresight.step_time import collective_bytes
-from lowtide.foresight.subjects import subject_named
 from lowtide.hollow.memory import UNKNOWN, origin_of
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.ranks import fake_ranks

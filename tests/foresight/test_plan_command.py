@@ -10,9 +10,9 @@ from lowtide import cli
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight import rank_memory as rank_memory_module
 from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.rank_memory import rank_memory
 from lowtide.foresight.setup import Setup, SetupError, degrees
-from lowtide.foresight.subjects import subject_named
 from lowtide.hollow.devices import target_of
 from lowtide.models.shipped import model_facts
 

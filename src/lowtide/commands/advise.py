@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lowtide.foresight.advice import Advice
     from lowtide.foresight.forecast import Forecast
     from lowtide.foresight.setup import Setup
+    from lowtide.foresight.subjects import Subject
 
 
 def add_parser(verbs: Any) -> None:
@@ -36,8 +37,8 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.estimation.device_table import device_named
     from lowtide.foresight.advice import advise
     from lowtide.foresight.forecast import Forecaster
+    from lowtide.foresight.named_subjects import subject_named
     from lowtide.foresight.setup import degrees
-    from lowtide.foresight.subjects import subject_named
     from lowtide.reports.progress import counting
 
     device = device_named(args.device)
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         raise BadUsageError(
             "advise chooses batch sizes, and a script has its own. Use: lowtide plan --model SCRIPT.py:F"
         )
-    seq_len = subject.usual_seq_len if args.seq_len is None else args.seq_len
+    seq_len = subject.seq_len(args.seq_len)
     with counting("tracing") as progress:
         advice = advise(
             Forecaster(subject), device, seq_len=seq_len, gpus=gpus, global_batch=global_batch,
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     body = {
         "status": "ok" if advice.ranked else "finding",
         "model": subject.name,
+        "unit": subject.unit,
         "device": device.name,
         "gpus": gpus,
         "global_batch": global_batch,
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         "nearest": advice.nearest and _json(advice.nearest),
     }
     title = device.title if gpus == 1 else f"{gpus} x {device.title}"
-    return (0 if advice.ranked else 1), _text(subject.name, title, advice, global_batch, seq_len), body
+    return (0 if advice.ranked else 1), _text(subject, title, advice, global_batch, seq_len), body
 
 
 def _json(forecast: Forecast) -> dict[str, Any]:
@@ -86,11 +88,13 @@ def _json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _text(name: str, title: str, advice: Advice, global_batch: int, seq_len: int) -> str:
+def _text(subject: Subject, title: str, advice: Advice, global_batch: int, seq_len: int) -> str:
     from lowtide.foresight.advice import RANKED
     from lowtide.units import format_bytes
 
-    lines = [f"{name} on {title}, {global_batch} x {seq_len} tokens a step; {advice.tried} ways tried."]
+    lines = [
+        f"{subject.name} on {title}, {subject.size_words(global_batch, seq_len)} a step; {advice.tried} ways tried."
+    ]
     if not advice.ranked:
         nearest = advice.nearest
         lines.append("None fits.")
@@ -101,11 +105,11 @@ def _text(name: str, title: str, advice: Advice, global_batch: int, seq_len: int
             )
         lines += ["With one change more:"] if advice.toggles else []
         for change in advice.toggles:
-            lines.append(_row(f"{change.option} ({change.forecast.verdict})", change.forecast))
+            lines.append(_row(subject.unit, f"{change.option} ({change.forecast.verdict})", change.forecast))
         return "\n".join(lines)
     best = advice.ranked[0]
     for forecast in advice.ranked[:RANKED]:
-        lines.append(_row(_words(forecast.setup), forecast))
+        lines.append(_row(subject.unit, _words(forecast.setup), forecast))
     lines.append("From the first of these, one change at a time:")
     for change in advice.toggles:
         if change.forecast.tokens_per_second is None:
@@ -118,11 +122,11 @@ def _text(name: str, title: str, advice: Advice, global_batch: int, seq_len: int
     return "\n".join(lines)
 
 
-def _row(words: str, forecast: Forecast) -> str:
+def _row(unit: str, words: str, forecast: Forecast) -> str:
     from lowtide.units import format_bytes
 
     overhead = "" if forecast.plan is None else f", recomputing {forecast.plan.predicted_overhead:+.1%}"
-    rate = "" if forecast.tokens_per_second is None else f"{forecast.tokens_per_second:.0f} tokens a second"
+    rate = "" if forecast.tokens_per_second is None else f"{forecast.tokens_per_second:.0f} {unit} a second"
     return f"  {rate:>22}  {format_bytes(forecast.peak_bytes.expected):>10}  {words}{overhead}"
 
 

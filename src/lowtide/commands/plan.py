@@ -64,7 +64,10 @@ def add_parser(verbs: Any) -> None:
 
 def add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that ``plan`` and ``advise`` share."""
-    model = "a shipped name, a config.json, an id of the hub, or SCRIPT.py:FUNCTION that returns (model, batch[, step])"
+    model = (
+        "a shipped name, a config.json (transformers or diffusers), an id of the hub, timm/NAME, or "
+        "SCRIPT.py:FUNCTION that returns (model, batch[, step])"
+    )
     parser.add_argument("--model", required=True, metavar="NAME", help=model)
     parser.add_argument("--device", required=True, help='a name of the table such as h100, or "here"')
     parser.add_argument("--seq-len", type=int, help="tokens of each sequence (default 2048, or all positions)")
@@ -78,15 +81,14 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb; 1 where it does not fit for sure, or got worse."""
     from lowtide.foresight import changes, check, limits
     from lowtide.foresight.forecast import Forecaster, as_json
-    from lowtide.foresight.subjects import subject_named
+    from lowtide.foresight.named_subjects import subject_named
 
     setup, budget = _setup(args), _budget(args.budget)
     committed = None if args.check is None else check.read(args.check)
     if not 0 <= args.tolerance < 10:
         raise BadUsageError(f"--tolerance {args.tolerance} is no part. Pass 0.02 for 2 %.")
     subject = subject_named(args.model)
-    if args.seq_len is None:
-        setup = replace(setup, seq_len=subject.usual_seq_len)
+    setup = replace(setup, seq_len=subject.seq_len(args.seq_len))
     subject.check(setup)
     forecaster = Forecaster(subject)
     forecast = forecaster.forecast(setup, budget=budget)
@@ -94,6 +96,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     body = {
         "status": "ok" if forecast.fits else "finding",
         "model": subject.name,
+        "unit": subject.unit,
         "device": setup.device.name,
         **as_json(forecast, _parameters(subject, setup)),
         "max_batch_size": None,
@@ -102,10 +105,11 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     }
     if subject.has_sizes and not args.no_limits:
         body["max_batch_size"] = limits.max_batch_size(forecaster, setup, plain=plain)
-        body["max_seq_len"] = limits.max_seq_len(forecaster, setup, plain=plain)
+        if subject.unit == "tokens":
+            body["max_seq_len"] = limits.max_seq_len(forecaster, setup, plain=plain)
     found = [] if forecast.fits else changes.helpful_changes(forecaster, setup, trace=forecast.traced)
     body["changes"] = [_change_json(change) for change in found]
-    text = _text(subject.name, forecast, body, found)
+    text = _text(subject, forecast, body, found)
     code = 0 if forecast.fits else 1
     if committed is not None:
         worse = check.compare(committed, body, args.tolerance)
@@ -168,15 +172,15 @@ def _change_json(change: Change) -> dict[str, Any]:
     }
 
 
-def _text(name: str, forecast: Forecast, body: dict[str, Any], found: list[Change]) -> str:
+def _text(subject: Subject, forecast: Forecast, body: dict[str, Any], found: list[Change]) -> str:
     from lowtide.foresight.forecast import worst_rank
     from lowtide.units import format_bytes
 
     setup, peak = forecast.setup, forecast.peak_bytes
-    size = f"{setup.batch_size} x {setup.seq_len} tokens"
+    size = subject.size_words(setup.batch_size, setup.seq_len)
     where = setup.device.title if setup.ranks == 1 else f"{setup.ranks} x {setup.device.title}"
     lines = [
-        f"{name} on {where}, {size}: {forecast.verdict}.",
+        f"{subject.name} on {where}, {size}: {forecast.verdict}.",
         f"  peak       {format_bytes(peak.expected)} ({format_bytes(peak.low)} to {format_bytes(peak.high)}) of "
         f"{format_bytes(setup.device.usable_bytes)}",
     ]
@@ -194,19 +198,19 @@ def _text(name: str, forecast: Forecast, body: dict[str, Any], found: list[Chang
         counts = ", ".join(f"{action} {count}" for action, count in forecast.plan.counts.items() if count)
         lines += [
             f"  step       {_seconds(forecast.step_ms.expected)} ({_seconds(forecast.step_ms.low)} to "
-            f"{_seconds(forecast.step_ms.high)}), {forecast.tokens_per_second:.0f} tokens a second",
+            f"{_seconds(forecast.step_ms.high)}), {forecast.tokens_per_second:.0f} {subject.unit} a second",
             f"  plan       {counts}; {forecast.plan.predicted_overhead:+.1%} time over saving everything "
             f"({format_bytes(forecast.plan.plain_peak_bytes)})",
         ]
     if body["max_batch_size"] is not None:
-        lines.append(f"  at most    {body['max_batch_size']} x {setup.seq_len} tokens, or {setup.batch_size} x "
-                     f"{body['max_seq_len']}")  # fmt: skip
+        longest = "" if body["max_seq_len"] is None else f", or {setup.batch_size} x {body['max_seq_len']}"
+        lines.append(f"  at most    {subject.size_words(body['max_batch_size'], setup.seq_len)}{longest}")
     if found:
         fitting = "What would fit:" if found[0].forecast.fits else "Nothing alone makes it fit. Nearest:"
         lines.append(fitting if forecast.traced else "Parameters and optimizer alone are too much. They would be:")
         for change in found:
             rate = change.forecast.tokens_per_second
-            speed = f", {rate:.0f} tokens a second" if rate is not None else ""
+            speed = f", {rate:.0f} {subject.unit} a second" if rate is not None else ""
             amount = format_bytes(change.forecast.peak_bytes.expected)
             lines.append(f"  {change.option:<30} {amount}{speed} ({change.meaning})")
     lines.append("Assumed: " + "; ".join(forecast.assumptions) + ".")

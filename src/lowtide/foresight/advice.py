@@ -131,7 +131,7 @@ def _shardings(data: int, tensor: int) -> tuple[str, ...]:
 def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> Iterator[Setup]:
     """From the largest micro-batch down, with the loss as it is and in chunks."""
     each = global_batch // setup.data_parallel
-    sizes = {max(1, min(each, tokens // setup.seq_len)) for tokens in _TOKENS}
+    sizes = {max(1, min(each, tokens // forecaster.subject.row_tokens(setup))) for tokens in _TOKENS}
     if forecaster.refuses(setup):
         yield replace(setup, accumulate=each)
         return

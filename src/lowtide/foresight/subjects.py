@@ -26,8 +26,7 @@ from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import language_batch, model_of
 from lowtide.hollow.ranks import is_shared
-from lowtide.inference.cache_plan import config_of
-from lowtide.models.shipped import UnknownModelError, model_facts
+from lowtide.models.shipped import UnknownModelError
 from lowtide.scripts import load_step
 from lowtide.tracing.sources import trace_hollow
 
@@ -35,6 +34,7 @@ from lowtide.tracing.sources import trace_hollow
 _TASKS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
           "IMAGE_CLASSIFICATION")  # fmt: skip
 _USUAL_SEQ_LEN = 2048
+_IMAGE_TOKENS = 256
 _DEEP = 2  # times as many layers as a shallow model has: then tracing that one first is worth it
 _WINDOW_FRAMES = 3000  # Whisper hears 30 seconds
 
@@ -79,16 +79,24 @@ class Subject:
     name: str
     seq_len_most: int | None = None
     has_sizes = True  # whether batch size and length are the setup's to choose
+    unit = "tokens"  # or "images": then a row has no length of its own, and counts as one
 
     def __init__(self) -> None:
         self._graphs: dict[tuple, StepGraph] = {}
         self._facts: dict[tuple, Facts] = {}
         self._modes: dict[TargetDevice, HollowMode] = {}
 
-    @property
-    def usual_seq_len(self) -> int:
-        """Where none is asked for."""
-        return min(_USUAL_SEQ_LEN, self.seq_len_most or _USUAL_SEQ_LEN)
+    def seq_len(self, asked: int | None) -> int:
+        """``asked``, or what is usual. Raises: SetupError: a row has no length, and one was asked for."""
+        if self.unit == "tokens":
+            return min(_USUAL_SEQ_LEN, self.seq_len_most or _USUAL_SEQ_LEN) if asked is None else asked
+        if asked is not None:
+            raise SetupError(f"--seq-len {asked}: {self.name} takes {self.unit}, not sequences. Leave it out.")
+        return 1
+
+    def row_tokens(self, setup: Setup) -> int:
+        """About so many tokens is one row of a batch."""
+        return setup.seq_len if self.unit == "tokens" else _IMAGE_TOKENS
 
     def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         """(model, batch, step); to be called under a ``HollowMode``."""
@@ -96,6 +104,10 @@ class Subject:
 
     def check(self, setup: Setup) -> None:
         """Raises: SetupError: the model cannot be trained so."""
+
+    def size_words(self, rows: int, seq_len: int) -> str:
+        """Of a batch."""
+        return f"{rows} {self.unit}" if self.unit != "tokens" else f"{rows} x {seq_len} tokens"
 
     def stage_layers(self, setup: Setup) -> range:
         """Layers of the stage that is asked about."""
@@ -157,7 +169,7 @@ class ConfigSubject(Subject):
         self._layers_alike = True  # until a trace shows otherwise
         self.seq_len_most = getattr(self._text, "max_position_embeddings", None)
         if self.task == "IMAGE_CLASSIFICATION":
-            self.seq_len_most = None
+            self.seq_len_most, self.unit = None, "images"
 
     @cached_property
     def task(self) -> str:
@@ -231,7 +243,7 @@ class ConfigSubject(Subject):
                 batch, setup.stage or 0, setup.pipeline_parallel, received, getattr(torch, dtype)
             )
             step = pipeline.stage_step
-        return model, batch, _autocast_step(target_of(setup.device), autocast, step or _loss) if autocast else step
+        return model, batch, in_autocast(target_of(setup.device), autocast, step or _loss) if autocast else step
 
     def _batch(self, setup: Setup, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         rows, tokens = setup.batch_size, setup.seq_len
@@ -265,34 +277,6 @@ class ScriptSubject(Subject):
     def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         model, batch, step = load_step(self.name)
         return model, batch, step
-
-
-def subject_named(name: str) -> Subject:
-    """A shipped name, a config.json or its directory, an id of the hub, or ``SCRIPT.py:FUNCTION``.
-
-    Raises:
-        UnknownModelError: none of these.
-    """
-    if ".py:" in name:
-        return ScriptSubject(name)
-    try:
-        facts = model_facts(name)
-    except UnknownModelError as unknown:
-        if name.count("/") != 1:
-            raise
-        facts = _from_hub(name, unknown)
-        return ConfigSubject(facts, facts["config"])
-    return ConfigSubject(facts, config_of(facts))
-
-
-def _from_hub(name: str, unknown: UnknownModelError) -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    try:
-        return {"name": name, "config": AutoConfig.from_pretrained(name, token=False)}
-    except Exception as error:  # no network, no such model, or one that asks who you are
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnknownModelError(f"{unknown} The hub gave no configuration either: {first}") from error
 
 
 def _model_key(setup: Setup) -> tuple:
@@ -341,9 +325,11 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def _autocast_step(
+def in_autocast(
     target: TargetDevice, dtype: str, run: Callable[[nn.Module, Any], torch.Tensor]
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """``run`` under autocast of the target's kernels."""
+
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast(target.kernels, dtype=getattr(torch, dtype)):
             return run(model, batch)
