@@ -1,6 +1,7 @@
 """What an optimizer keeps and needs, counted while its own ``step()`` runs on hollow parameters."""
 
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -52,13 +53,13 @@ def hollow_optimizer_bytes(
     """(state, temporaries of a later ``step()``) in bytes; to be called under a ``HollowMode``.
 
     Args:
-        kernels: On ``cuda`` an optimizer that is told neither ``foreach`` nor ``fused`` runs foreach kernels.
+        kernels: On ``cuda`` most optimizers that are told neither ``foreach`` nor ``fused`` run foreach kernels.
     """
     if not parameters:
         return 0, 0
     known = inspect.signature(kind).parameters
     chosen = {name: value for name, value in settings.items() if name in known}
-    if kernels == "cuda" and "foreach" in known and not chosen.get("fused") and chosen.get("foreach") is None:
+    if kernels == "cuda" and _prefers_lists(kind) and not chosen.get("fused") and chosen.get("foreach") is None:
         chosen["foreach"] = True
     own = [torch.nn.Parameter(hollow_like(p)) for p in parameters]
     for parameter in own:
@@ -71,6 +72,12 @@ def hollow_optimizer_bytes(
         with _Counting(block_bytes) as later:
             optimizer.step()
     return state_bytes, later.peak_bytes
+
+
+def _prefers_lists(kind: type[torch.optim.Optimizer]) -> bool:
+    """Its module asks which parameters foreach kernels take; Adafactor's does not, to save memory."""
+    own = [base for base in kind.__mro__ if base not in torch.optim.Optimizer.__mro__]
+    return any(hasattr(sys.modules[base.__module__], "_default_to_fused_or_foreach") for base in own)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
