@@ -57,6 +57,7 @@ def test_several_devices_divide_the_work_in_every_way(capsys, model, monkeypatch
 
     assert code == 0
     assert ways == {("none", 1), ("zero1", 1), ("zero2", 1), ("fsdp", 1), ("none", 2)}
+    assert {"pipelines", "ZeRO 3"} <= set(body["not_tried"])
 
 
 def test_a_batch_that_cannot_be_divided_is_refused(capsys, model):

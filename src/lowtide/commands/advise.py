@@ -35,7 +35,7 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb; 1 where nothing that was tried fits."""
     from lowtide.estimation.device_table import device_named
-    from lowtide.foresight.advice import advise
+    from lowtide.foresight.advice import NOT_TRIED, advise
     from lowtide.foresight.forecast import Forecaster
     from lowtide.foresight.named_subjects import subject_named
     from lowtide.foresight.setup import degrees
@@ -66,12 +66,16 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         "gpus": gpus,
         "global_batch": global_batch,
         "tried": advice.tried,
+        "not_tried": list(NOT_TRIED) if gpus > 1 else [],
         "candidates": [_json(forecast) for forecast in advice.ranked],
         "toggles": [{"option": t.option, "meaning": t.meaning, **_json(t.forecast)} for t in advice.toggles],
         "nearest": advice.nearest and _json(advice.nearest),
     }
     title = device.title if gpus == 1 else f"{gpus} x {device.title}"
-    return (0 if advice.ranked else 1), _text(subject, title, advice, global_batch, seq_len), body
+    text = _text(subject, title, advice, global_batch, seq_len)
+    if body["not_tried"]:
+        text += f"\nNot tried: {', '.join(NOT_TRIED)}. Ask lowtide plan about them."
+    return (0 if advice.ranked else 1), text, body
 
 
 def _json(forecast: Forecast) -> dict[str, Any]:

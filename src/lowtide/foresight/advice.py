@@ -23,6 +23,10 @@ _TENSOR = (1, 2, 4, 8)
 _SHARDINGS = ("none", "zero1", "zero2", "fsdp")
 
 
+# What several devices could do besides; ``lowtide plan`` answers for each of them.
+NOT_TRIED = ("pipelines", "sequence parallel ranks", "expert parallel ranks", "ZeRO 3")
+
+
 @dataclass(frozen=True)
 class Advice:
     """What was tried.
