@@ -87,15 +87,18 @@ def test_bf16_layers_that_round_alike_keep_their_bits():
 
 
 @pytest.mark.slow
-def test_bf16_variants_with_other_bits_are_left_out():
+def test_bf16_variants_with_other_bits_are_left_out_and_running_again_has_the_same():
     expected = reference(dtype=torch.bfloat16)
     model = decoder(dtype=torch.bfloat16)
     compiled = lowtide.compile(model)
 
     assert equal(step_of(compiled, model), expected)
-    with pytest.raises(lowtide.BudgetInfeasibleError, match=r"has other bits.* round_as_eager=True"):
-        compiled.set_budget("60%")
+    compiled.set_budget("60%")
+    assert set(compiled.plan.layers.values()) <= {"plain", "run again"}
+    assert any("has other bits" in reason for reason in compiled.plan.refused)
     assert equal(step_of(compiled, model), expected)
+    with pytest.raises(lowtide.BudgetInfeasibleError, match=r"has other bits.* round_as_eager=True"):
+        compiled.set_budget(compiled.plan.resident_bytes + 1)
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from lowtide.compiled import op_rates
 from lowtide.compiled.generated_code import InputMemory, TensorLook, UnreadableCodeError, read_code
 from lowtide.compiled.joint_nodes import JointNodes
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
-from lowtide.compiled.partitioner import PlannedPartitioner
+from lowtide.compiled.partitioner import PlannedPartitioner, draws
 from lowtide.compiled.saved_sets import SavedSet
+from lowtide.compiled.whole_rerun import storing_inputs_only
+from lowtide.device.generators import state_bytes
 from lowtide.errors import UnsupportedModelError
 
 Compiled = Callable[..., Sequence[Any]]
@@ -99,6 +101,7 @@ class CapturedLayer:
         self.parameters = {i: t for i, t in enumerate(inputs) if isinstance(t, nn.Parameter)}
         self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in self.parameters}
         self.layer: LayerGraph | None = None
+        self.draws = False
         self._num_outputs = 0
 
     @property
@@ -131,6 +134,7 @@ class CapturedLayer:
             chosen[:] = [n.name for n in values if n.op != "placeholder"]
             if self.layer is None:
                 nodes = JointNodes(graph, info.is_required_fw, self._num_outputs)
+                self.draws = any(map(draws, nodes.nodes))
                 self.layer = layer_graph(nodes, chosen)
 
         partitioner = _CountingPartitioner(None if saved is None else saved.names, seen, self)
@@ -145,6 +149,24 @@ class CapturedLayer:
             stored = sum(self.layer.graph.storages[made[n]].bytes for n in chosen if n in made)
             saved = SavedSet(None, stored, 0, 0, 0.0)
         return Variant(name, saved, self._memory(lowered), run if kernels else None)
+
+    def run_again(self, name: str) -> Variant:
+        """The layer as PyTorch compiles it, storing nothing: backward runs it again as a whole."""
+        lowered: list[_Lowered] = []
+        partitioner = _CountingPartitioner(None, lambda *_: None, self)
+        run = self._compile(partitioner, lowered, kernels=True, reuse=True)
+        once, held = self._memory(lowered), self._memory(lowered, holds_given=True)
+        kept = once.stored_bytes + once.saved_output_bytes
+        state = state_bytes(torch.device("cpu")) if self.draws else 0
+        memory = VariantMemory(
+            stored_bytes=state,
+            forward_peak_bytes=once.forward_peak_bytes + state,
+            forward_end_bytes=once.forward_end_bytes - once.stored_bytes + state,
+            backward_peak_bytes=max(once.forward_peak_bytes, kept + held.backward_peak_bytes) + state,
+            backward_end_bytes=once.backward_end_bytes + kept - state,
+        )
+        saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, 0.0)
+        return Variant(name, saved, memory, storing_inputs_only(run, draws=self.draws))
 
     def inference(self) -> Compiled:
         """The layer compiled for calls without gradients, as PyTorch does."""
@@ -176,7 +198,8 @@ class CapturedLayer:
                 copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches
             )
 
-    def _memory(self, lowered: list[_Lowered]) -> VariantMemory:
+    def _memory(self, lowered: list[_Lowered], *, holds_given: bool = False) -> VariantMemory:
+        """By its code. ``holds_given``: somebody holds inputs and gradients until backward has ended."""
         ahead = next(x for x in lowered if not x.backward)
         back = next(x for x in lowered if x.backward)
         inputs = {name: InputMemory(look, name) for name, look in ahead.placeholders.items()}
@@ -194,13 +217,14 @@ class CapturedLayer:
                 position = positions[block]
                 sample = self._others.get(position)
                 # Parameters stay. Another input goes with this layer where nobody else holds it.
-                given[name] = InputMemory(look, block, sample.look.bytes if sample and sample.owned else 0)
+                goes = sample is not None and sample.owned and not holds_given
+                given[name] = InputMemory(look, block, sample.look.bytes if sample and goes else 0)
             else:
                 size = 0 if block in returned else forward.block_bytes.get(block, 0) if block is not None else 0
                 given[name] = InputMemory(look, block, size)
         for name in list(back.placeholders)[len(stored) :]:  # gradients
             look = back.placeholders[name]
-            given[name] = InputMemory(look, name, look.bytes if look else 0)
+            given[name] = InputMemory(look, name, look.bytes if look and not holds_given else 0)
         backward = read_code(back.source, given, op_rates.workspace_bytes)
         kept = {b for b in stored if isinstance(b, int)}
         return VariantMemory(

@@ -16,7 +16,7 @@ from lowtide.compiled.step_watch import StepWatch
 from lowtide.errors import LowtideError, UnsupportedModelError
 from lowtide.tracing.batches import batch_tensors
 
-PLAIN, LEAST = "plain", "least"
+PLAIN, LEAST, AGAIN = "plain", "least", "run again"
 _MOST_SHAPES = 16  # that one kind of layer is compiled for
 
 
@@ -38,7 +38,7 @@ class LayerShape:
     """One kind of layer at one set of input shapes: its variants, of which each layer runs one.
 
     Attributes:
-        variants: By name; ``plain`` and ``least`` are always there.
+        variants: By name; ``plain``, ``least`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and nobody has made code of.
     """
 
@@ -47,23 +47,30 @@ class LayerShape:
         plain = captured.variant(PLAIN, None)
         assert captured.layer is not None
         smallest = captured.variant(LEAST, least(captured.layer))
-        smallest.refused = why_not_equal(captured, smallest, plain)
-        self.variants = {PLAIN: plain, LEAST: smallest}
+        self.variants = {PLAIN: plain, LEAST: smallest, AGAIN: captured.run_again(AGAIN)}
+        for variant in (smallest, self.variants[AGAIN]):
+            variant.refused = why_not_equal(captured, variant, plain)
         self.proposed: dict[str, SavedSet] = {}
 
     def running(self, layer: str) -> Variant:
-        """The variant that ``layer`` runs: as planned, else the one that stores least."""
-        for name in (self._session.variants.get(layer, LEAST), LEAST):
-            found = self.variants.get(name)
-            if found is not None and found.run is not None and not found.refused:
-                return found
-        return self.variants[PLAIN]
+        """The variant that ``layer`` runs: as planned, else the leanest."""
+        planned = self.variants.get(self._session.variants.get(layer, ""))
+        if planned is not None and _runs(planned):
+            return planned
+        lean = [v for v in (self.variants[LEAST], self.variants[AGAIN]) if _runs(v)]
+        return min(
+            lean, key=lambda v: (v.memory.stored_bytes, v.memory.backward_peak_bytes), default=self.variants[PLAIN]
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         variant = self.running(self._session.layer)
         self._session.ran = self, variant
         assert variant.run is not None
         return variant.run(*inputs)
+
+
+def _runs(variant: Variant) -> bool:
+    return variant.run is not None and not variant.refused
 
 
 class LayerKind:

@@ -78,5 +78,17 @@ class PlannedPartitioner(CustomPartitionerFn):
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether ``node`` takes numbers from a generator."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether ``node`` takes numbers from a generator. Attention does where it has dropout."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return _argument(node, "dropout_p") != 0.0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """What ``node`` is given as its argument ``name``; None where it has none."""
+    arguments = node.target._schema.arguments
+    place = next((i for i, argument in enumerate(arguments) if argument.name == name), None)
+    if place is None:
+        return None
+    given = node.args[place] if place < len(node.args) else node.kwargs.get(name, arguments[place].default_value)
+    return given

@@ -155,10 +155,10 @@ class StepWatch:
 
 
 def _compiled_node(outputs: Iterable[Any]) -> Any:
-    """The autograd node of compiled code behind ``outputs``."""
+    """The autograd node of a compiled layer behind ``outputs``."""
     work = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     for node in work:
-        if "CompiledFunction" in type(node).__name__:
+        if any(name in type(node).__name__ for name in ("CompiledFunction", "_RunAgain")):
             return node
         if len(work) < 64:
             work += [n for n, _ in node.next_functions if n is not None]

@@ -53,6 +53,17 @@ def set_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
+@contextmanager
+def with_state(device: torch.device, state: torch.Tensor) -> Iterator[None]:
+    """Inside, the generator of ``device`` has this state; afterwards, the present one again."""
+    now = state_of(device)
+    set_state(device, state)
+    try:
+        yield
+    finally:
+        set_state(device, now)
+
+
 @cache
 def state_bytes(device: torch.device) -> int:
     """What a copy of the state takes of the memory of ``device``: nothing of an accelerator's."""

@@ -1,0 +1,67 @@
+"""A layer that stores nothing but its inputs: backward runs the compiled forward again, then its own backward.
+
+That is what ``torch.utils.checkpoint`` does around a compiled layer. A joint backward that computes everything again
+is faster, as it leaves out what only the outputs need, but lives with more at its peak: Inductor orders the whole of
+it, and this runs forward and backward one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from lowtide.device.generators import with_state
+
+_CPU = torch.device("cpu")  # lowtide.compile plans for no other device
+
+
+def storing_inputs_only(run: Callable[..., Sequence[Any]], *, draws: bool) -> Callable[..., Sequence[Any]]:
+    """``run`` so that autograd keeps the inputs alone.
+
+    Args:
+        run: A compiled function of tensors, whose forward gives the same bits each time.
+        draws: It takes numbers from a generator, whose state is kept too.
+    """
+
+    def call(*inputs: torch.Tensor) -> Sequence[Any]:
+        return _RunAgain.apply(run, draws, *inputs)
+
+    return call
+
+
+class _RunAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Sequence[Any]], draws: bool, *inputs: torch.Tensor) -> tuple:
+        ctx.run, ctx.draws = run, draws
+        ctx.save_for_backward(*inputs, *([torch.get_rng_state()] if draws else []))
+        outputs = run(*(x.detach() for x in inputs))
+        ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not _has_gradient(y)))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable  # as compiled code is
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        kept = ctx.saved_tensors
+        state = kept[-1] if ctx.draws else None
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in (kept[:-1] if ctx.draws else kept)]
+        del kept
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: they go when this returns, not after its hooks
+        with torch.enable_grad(), nullcontext() if state is None else with_state(_CPU, state):
+            outputs = ctx.run(*inputs)
+        given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
+        edges, directions = [get_gradient_edge(y) for y, _ in given], [g for _, g in given]
+        del outputs, given  # they live on where backward reads them
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(
+            torch.autograd.grad(edges, wanted, directions, allow_unused=True) if edges else [None] * len(wanted)
+        )
+        return None, None, *(next(found) if x.requires_grad else None for x in inputs)
+
+
+def _has_gradient(y: torch.Tensor) -> bool:
+    return y.is_floating_point() or y.is_complex()
