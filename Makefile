@@ -16,9 +16,10 @@ demo: .venv/.ready  ## fit a real model on this machine and show what it saves
 	$(BIN)/lowtide demo
 
 test: .venv/.ready  ## run the tests, except those marked slow
+	$(BIN)/pytest -q -n 2 -m "accelerator and not slow"
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow"
 
-test-all: .venv/.ready  ## run every test
+test-all: test-accelerator  ## run every test
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
 test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++

@@ -22,7 +22,7 @@ from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, Plan
 from lowtide.runtime import rehearsal
 from lowtide.tape import tape
-from lowtide.tracing import operators, recorder, subclasses
+from lowtide.tracing import operators, recorder, subclasses, whole_modules
 from lowtide.tracing.sharding import observer, recording, units
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,6 +61,28 @@ def step(model: nn.Module, plan: Plan | None = None, between: Callable[[], Any] 
     found = sharded_training.digest([loss, *(p.grad for p in model.parameters())])
     model.zero_grad()
     return found
+
+
+def compiled_layers(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    sharded_training.each_layer(model)
+
+
+# -- compiled layers --------------------------------------------------------------------------------------------------
+
+
+def test_what_compiled_layers_of_a_sharded_model_store_is_saved_whole(monkeypatch):
+    model, plain = net(compiled_layers), step(net(compiled_layers))
+    plan = harshest(model)  # of what runs between the layers
+
+    assert step(model, plan) == plain
+    made = [s for s in lowtide.trace(model, IDS).storages if s.kind == "opaque"]
+    assert made
+
+    monkeypatch.setattr(whole_modules, "wrapped_parameters", lambda module: False)
+    with pytest.raises(Exception, match="."):
+        step(net(compiled_layers), harshest(net(compiled_layers)))
 
 
 # -- units ------------------------------------------------------------------------------------------------------------

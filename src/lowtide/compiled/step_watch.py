@@ -33,7 +33,8 @@ class StepWatch:
     Attributes:
         complete: Backward has reached every layer that ran.
         failed: Why nothing could be measured; "" otherwise.
-        off_bytes: The largest difference between a layer's bytes by its code and by the allocator.
+        off_bytes: The most that a layer has left beyond its bytes by its code, by the allocator. Leaving less is no
+            fault of the code: the last layer that holds an input of many frees it.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -87,7 +88,7 @@ class StepWatch:
     ) -> None:
         _, left = self._cut()
         if not compiled_now:
-            self.off_bytes = max(self.off_bytes, abs(left - memory.forward_end_bytes))
+            self.off_bytes = max(self.off_bytes, left - memory.forward_end_bytes)
         self.moments.append(Moment(FORWARD, layer, self._live - self._stored, 0, dict(self._open)))
         outputs = [t for t in outputs if isinstance(t, torch.Tensor)]
         self._returned[layer] = {t.untyped_storage().data_ptr() for t in outputs}
@@ -121,7 +122,7 @@ class StepWatch:
             _, left = self._cut()
             # Only because there is this hook, the engine holds what came in until the hook returns.
             self._held = sum(t.untyped_storage().nbytes() for t in gradients if t is not None)
-            self.off_bytes = max(self.off_bytes, abs(left - memory.backward_end_bytes - self._held))
+            self.off_bytes = max(self.off_bytes, left - memory.backward_end_bytes - self._held)
             self._live += memory.backward_end_bytes + self._held
             self._open[layer] -= 1
             self._open += Counter()
