@@ -18,6 +18,7 @@ from torch import nn
 from lowtide import long_sequences
 from lowtide.errors import LowtideError
 from lowtide.foresight import parallel_model, pipeline
+from lowtide.foresight.image_text import image_batch, image_form
 from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
 from lowtide.graph.repeated_layers import SHALLOW_LAYERS, with_layers
 from lowtide.graph.step_graph import StepGraph
@@ -82,6 +83,7 @@ class Subject:
     unit = "tokens"  # or "images": then a row has no length of its own, and counts as one
 
     def __init__(self) -> None:
+        self.notes: list[str] = []  # on the batch, of which answers have to tell
         self._graphs: dict[tuple, StepGraph] = {}
         self._facts: dict[tuple, Facts] = {}
         self._modes: dict[TargetDevice, HollowMode] = {}
@@ -142,7 +144,9 @@ class Subject:
         key = (*_model_key(setup)[:-1], setup.batch_size, setup.seq_len, setup.attention, setup.chunk_loss)
         if key not in self._graphs:
             self.check(setup)
-            self._graphs[key] = self._trace(setup)
+            graph = self._trace(setup)
+            told = [*graph.provenance.get("assumed", "").splitlines(), *self.notes]
+            self._graphs[key] = replace(graph, provenance={**graph.provenance, "assumed": "\n".join(told)})
         return self._graphs[key]
 
     def _trace(self, setup: Setup) -> StepGraph:
@@ -175,7 +179,8 @@ class ConfigSubject(Subject):
     def task(self) -> str:
         import transformers
 
-        for task in _TASKS:
+        sees = getattr(self.config, "vision_config", None) is not None
+        for task in ("IMAGE_TEXT_TO_TEXT", *_TASKS) if sees else _TASKS:
             if type(self.config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING", ()):
                 return task
         raise UnknownModelError(f"transformers has no model that trains for a {type(self.config).__name__}.")
@@ -235,7 +240,7 @@ class ConfigSubject(Subject):
             model = _with_adapters(model, setup.lora_rank)
         if setup.chunk_loss:
             long_sequences.prepare(model, chunk_loss=True, tile_mlp=None, say=None)
-        batch, step = self._batch(setup, getattr(torch, dtype)), None
+        batch, step = self._batch(setup, getattr(torch, dtype), model), None
         if setup.pipeline_parallel > 1:
             tokens = setup.seq_len // (setup.tensor_parallel if setup.sequence_parallel else 1)
             received = (setup.batch_size, tokens, self._text.hidden_size)
@@ -245,7 +250,7 @@ class ConfigSubject(Subject):
             step = pipeline.stage_step
         return model, batch, in_autocast(target_of(setup.device), autocast, step or _loss) if autocast else step
 
-    def _batch(self, setup: Setup, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def _batch(self, setup: Setup, dtype: torch.dtype, model: nn.Module) -> dict[str, torch.Tensor]:
         rows, tokens = setup.batch_size, setup.seq_len
         if self.task == "IMAGE_CLASSIFICATION":
             side, channels = getattr(self.config, "image_size", 224), getattr(self.config, "num_channels", 3)
@@ -254,6 +259,10 @@ class ConfigSubject(Subject):
         if self.task == "SPEECH_SEQ_2_SEQ":
             heard = torch.empty(rows, self.config.num_mel_bins, _WINDOW_FRAMES, dtype=dtype, device="meta")
             return {"input_features": heard, "labels": torch.zeros(rows, tokens, dtype=torch.int64)}
+        if self.task == "IMAGE_TEXT_TO_TEXT":
+            form = image_form(model, self.config, dtype)
+            self.notes[:] = [form[-1]]
+            return image_batch(self.config, form, rows, tokens)
         return language_batch(rows, tokens)
 
 
