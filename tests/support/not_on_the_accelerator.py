@@ -14,6 +14,9 @@ _FILE = "a scratch file reads and writes host memory"
 _RANKS = "the process group that the test starts is the CPU's"
 _DEFAULT = "the test sets a default device, or stands something else in for the accelerator"
 _BESIDES = "the test's budget is for the model alone; an accelerator's is for all that is allocated, its copies too"
+_CPUS = "the test measures what the CPU's allocator counts"
+_NO_MEMORY = "what has no memory is the CPU's, and the test makes it where the default device is"
+_FORESEEN = "a peak foreseen for the CPU stands beside a real one, which is the accelerator's here"
 _LATER = "not looked at"
 
 LEFT_OUT = {
@@ -33,22 +36,30 @@ LEFT_OUT = {
     "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT108]": _RANKS,
     "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT30": _RANKS,
     "doctor/test_healthy.py::test_nothing_is_said_of_a_healthy_set_up[data parallel]": _RANKS,
-    "estimation/test_estimate.py::test_this_machine_measures_itself": _LATER,
-    "hollow/": _LATER,
+    "estimation/test_estimate.py::test_this_machine_measures_itself": "the accelerator's clock is not the machine's",
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/how-to/lightning": "the library chooses the device",  # noqa: E501
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/offload": _DISK,
+    "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT203]": _LATER,
+    "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT206]": _LATER,
+    "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT211]": _RANKS,
+    "doctor/test_gains.py::test_a_kv_cache_that_costs_time": _LATER,
+    "doctor/test_gains.py::test_what_sharding_would_spare": _RANKS,
+    "doctor/test_gains.py::test_what_takes_all_ranks": _RANKS,
+    "doctor/test_trainers.py::test_lightning": "the library chooses the device",
+    "foresight/test_image_subjects.py::test_the_step_of_a_diffusers_config": _FORESEEN,
+    "foresight/test_image_text.py::test_the_peak_is_that_of_a_real_step": _FORESEEN,
+    "hollow/": _NO_MEMORY,
     "inference/test_layer_offload.py": "the test looks at the file that a CPU's layers move to",
     "integrations/": "the library chooses the device",
-    "measurement/test_allocator.py::test_a_measurement_inside": _LATER,
-    "measurement/test_allocator.py::test_a_peak_inside_a_profiler": _LATER,
-    "measurement/test_allocator.py::test_a_plain_add_has_no_workspace": _LATER,
-    "measurement/test_allocator.py::test_a_step_that_is_measured": _LATER,
-    "measurement/test_allocator.py::test_the_peak_of_a_training_step_agrees": _LATER,
-    "measurement/test_allocator.py::test_workspace_is_the_peak": _LATER,
+    "measurement/test_allocator.py::test_a_measurement_inside": _CPUS,
+    "measurement/test_allocator.py::test_a_peak_inside_a_profiler": _CPUS,
+    "measurement/test_allocator.py::test_a_plain_add_has_no_workspace": _CPUS,
+    "measurement/test_allocator.py::test_a_step_that_is_measured": _CPUS,
+    "measurement/test_allocator.py::test_workspace_is_the_peak": _CPUS,
     "measurement/test_op_inputs.py": _SPARSE,
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[GRUCell]": _FUSED,
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[LSTMCell]": _FUSED,
     "models/test_layers.py::test_a_recurrent_layer_on_packed_sequences": "lengths of packed sequences have to be on the host",  # noqa: E501
-    "runtime/test_backward_that_creates_a_graph.py::test_each_rule_is_needed_for_the_peak[no hooks": _LATER,
-    "runtime/test_diverging_steps.py::test_other_ops_under_a_plan_that_keeps_everything": _LATER,
     "runtime/test_in_force_or_told.py::test_a_call_without_backward_is_no_part_of_the_next_step[with a batch]": _BESIDES,  # noqa: E501
     "runtime/test_in_force_or_told.py::test_a_copy_that_trains_for_ever_is_told": _BESIDES,
     "runtime/test_in_force_or_told.py::test_a_failed_backward_leaves_no_memory_behind[with a batch]": _BESIDES,
@@ -64,13 +75,13 @@ LEFT_OUT = {
     "runtime/test_plan_transfer.py::test_a_plan_for_the_longest_batch_keeps_its_budget_on_all_shorter_ones[llama-40%": (
         "the attention of this model is not fused on the accelerator and needs more than 40 %"
     ),
-    "runtime/test_shape_family.py::test_a_kernel_that_takes_another_workspace": _LATER,
+    "runtime/test_shape_family.py::test_a_kernel_that_takes_another_workspace": _CPU_OP,
     "runtime/test_shape_family.py::test_a_llama_is_confirmed": _LATER,
     "runtime/test_shape_family.py::test_plain_attention_needs": _LATER,
     "runtime/test_shape_family.py::test_the_derived_graph_is_the_real_one": _LATER,
     "runtime/test_unwatched_shapes.py::test_a_larger_shape_is_planned_from": _BESIDES,
-    "runtime/test_unwatched_shapes.py::test_a_plan_from_a_wrong_graph": _LATER,
     "runtime/test_unwatched_shapes.py::test_a_shape_that_comes_often": _BESIDES,
+    "runtime/test_unwatched_shapes.py::test_a_plan_from_a_wrong_graph": _LATER,
     "runtime/test_unwatched_shapes.py::test_a_short_batch_that_fits_plain": _BESIDES,
     "runtime/test_watched_fit.py::test_a_much_smaller_batch": _LATER,
     "runtime/test_watched_fit.py::test_a_percentage_is_of_the_first_step": _LATER,
@@ -91,7 +102,7 @@ LEFT_OUT = {
     "tape/test_guards_backward.py::test_an_address_used_again": _CPU_OP,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[memory of NumPy]": _NUMPY,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[random]": _NUMPY_CALL,
-    "tape/test_guards_functions.py::test_a_model_of_opaque_calls_is_recomputed_as_a_whole": _LATER,
+    "tape/test_guards_functions.py::test_a_model_of_opaque_calls_is_recomputed_as_a_whole": _BLOCKS,
     "tape/test_guards_functions.py::test_a_random_call_is_wrong_without_its_generator": _NUMPY_CALL,
     "tape/test_guards_functions.py::test_an_explanation_names_calls_and_their_share": _BLOCKS,
     "tape/test_guards_functions.py::test_what_must_not_run_again_is_kept_and_named": _BLOCKS,
@@ -105,7 +116,7 @@ LEFT_OUT = {
         "a reentrant checkpoint is predicted 4,096 bytes too high on an accelerator; cause not found"
     ),
     "test_cli.py::test_fit_moves_to_a_scratch_directory": _DISK,
-    "test_long_sequences.py::test_logits_never_exist": _LATER,
+    "test_long_sequences.py::test_logits_never_exist": _CPUS,
     "test_long_sequences.py::test_tiles_let_a_plan_go_lower": _LATER,
     "test_scratch_file.py": _FILE,
     "tracing/test_compiled_regions.py::test_a_compiled_part_runs_compiled": "nothing compiles for the accelerator",

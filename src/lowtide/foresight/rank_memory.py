@@ -205,7 +205,7 @@ def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, *, is_divided: 
         rest = [p for p in trained if p not in hidden]
         groups = [(*_OPTIMIZERS["muon"], hidden), (*_OPTIMIZERS["adamw"], rest)]
     target, state, step = target_of(setup.device), copies, 0
-    with HollowMode(target.kernels):
+    with torch.device("cpu"), HollowMode(target.kernels):
         for kind, settings, members in groups:
             kept, during = _step_bytes(kind, settings, members, target)
             state, step = state + kept, max(step, during)

@@ -159,7 +159,8 @@ class Subject:
     @contextmanager
     def _without_memory(self, target: TargetDevice) -> Iterator[HollowMode]:
         mode = self._modes.setdefault(target, HollowMode(target.kernels))
-        with mode, nullcontext() if target.kernels == "cpu" else cuda_means_cpu():
+        # What has no memory is the CPU's, whatever the default device is.
+        with torch.device("cpu"), mode, nullcontext() if target.kernels == "cpu" else cuda_means_cpu():
             yield mode
 
 
