@@ -60,6 +60,9 @@ LEFT_OUT = {
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[GRUCell]": _FUSED,
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[LSTMCell]": _FUSED,
     "models/test_layers.py::test_a_recurrent_layer_on_packed_sequences": "lengths of packed sequences have to be on the host",  # noqa: E501
+    "runtime/test_backward_that_creates_a_graph.py::test_steps_are_planned_within_the_budget[penalty-0.9]": (
+        "on some CPUs the first plain step there differs from all later plain ones in the last bit"
+    ),
     "runtime/test_in_force_or_told.py::test_a_call_without_backward_is_no_part_of_the_next_step[with a batch]": _BESIDES,  # noqa: E501
     "runtime/test_in_force_or_told.py::test_a_copy_that_trains_for_ever_is_told": _BESIDES,
     "runtime/test_in_force_or_told.py::test_a_failed_backward_leaves_no_memory_behind[with a batch]": _BESIDES,
