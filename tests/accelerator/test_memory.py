@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +162,7 @@ def test_the_host_cannot_touch_device_memory(device):
         "ctypes.string_at(x.data_ptr(), 4)\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tests)
 
     assert (done.stdout, done.returncode) == ("4.0\n", -11)  # SIGSEGV

@@ -1,6 +1,7 @@
 """Models with compiled parts: the compiled code runs, is taken as one op, and gradients are what they were."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -172,6 +173,32 @@ def test_compiled_layers_run_again_within_a_budget_and_bitwise(autocast):
     assert runs.count("forward") > 4 * 4 and runs.count("backward") == 4 * 4
     # The first step under a plan proves it.
     assert 0.99 * predicted <= max(ours_peaks[1:]) <= 1.005 * predicted < 0.65 * max(peaks)
+
+
+def test_code_that_compiles_anew_in_mid_run_keeps_its_bits():
+    """Other lengths, and a compiler that has forgotten everything: between two steps, and between two halves of one."""
+    rows = (512, 512, 384, 512, 384)
+
+    def steps(model: nn.Module, after: Callable[[int], None]) -> list[dict]:
+        torch.manual_seed(3)
+        found = []
+        for i, n in enumerate(rows):
+            loss = step(model, torch.full((n, 32), 0.1).cumsum(0))
+            if i == 3:
+                torch.compiler.reset()
+            loss.backward()
+            found.append(outcome(model, loss))
+            model.zero_grad(set_to_none=True)
+            after(i)
+        return found
+
+    runs: list[str] = []
+    plain = steps(all_compiled(runs), lambda i: None)
+    model = all_compiled(runs)
+    with lowtide.fit(model, budget="60%") as fit:
+        ours = steps(model, lambda i: fit.wait())
+        assert fit.status().planned_steps >= 2
+    assert [differing(a, b) for a, b in zip(plain, ours, strict=True)] == [[]] * len(rows)
 
 
 def test_the_peak_of_a_step_with_a_compiled_part_is_predicted():
