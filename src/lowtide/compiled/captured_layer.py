@@ -102,6 +102,7 @@ class CapturedLayer:
         self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in self.parameters}
         self.layer: LayerGraph | None = None
         self.draws = False
+        self._plain: tuple[Compiled, list[_Lowered]] | None = None
         self._num_outputs = 0
 
     @property
@@ -148,13 +149,13 @@ class CapturedLayer:
             made = {n: s for s, n in self.layer.names.items()}
             stored = sum(self.layer.graph.storages[made[n]].bytes for n in chosen if n in made)
             saved = SavedSet(None, stored, 0, 0, 0.0)
+            self._plain = run, lowered
         return Variant(name, saved, self._memory(lowered), run if kernels else None)
 
     def run_again(self, name: str) -> Variant:
         """The layer as PyTorch compiles it, storing nothing: backward runs it again as a whole."""
-        lowered: list[_Lowered] = []
-        partitioner = _CountingPartitioner(None, lambda *_: None, self)
-        run = self._compile(partitioner, lowered, kernels=True, reuse=True)
+        assert self._plain is not None, "the plain variant is made first"
+        run, lowered = self._plain
         once, held = self._memory(lowered), self._memory(lowered, holds_given=True)
         kept = once.stored_bytes + once.saved_output_bytes
         state = state_bytes(torch.device("cpu")) if self.draws else 0

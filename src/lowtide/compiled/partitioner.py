@@ -90,5 +90,4 @@ def _argument(node: fx.Node, name: str) -> object:
     place = next((i for i, argument in enumerate(arguments) if argument.name == name), None)
     if place is None:
         return None
-    given = node.args[place] if place < len(node.args) else node.kwargs.get(name, arguments[place].default_value)
-    return given
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, arguments[place].default_value)

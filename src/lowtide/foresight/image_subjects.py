@@ -40,6 +40,8 @@ class ImageSubject(Subject):
         made = getattr(torch, dtype)
         model = nn.Module.to(self.model(), made).train()  # diffusers' own warns of what from_pretrained does
         batch, step = self.batch(model, setup.batch_size, made), self.loss
+        sizes = [f"{name} of {' x '.join(map(str, x.shape[1:]))}" for name, x in batch.items() if x.dim() > 1]
+        self.notes[:] = [f"for each image: {', '.join(sizes)}"]
         return model, batch, in_autocast(target_of(setup.device), autocast, step) if autocast else step
 
     def model(self) -> nn.Module:
@@ -115,8 +117,7 @@ class DiffusersSubject(ImageSubject):
 
     def batch(self, model: nn.Module, rows: int, dtype: torch.dtype) -> dict[str, Any]:
         found = self._inputs(model.config, rows)
-        floats = {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
-        return floats
+        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
 
     @staticmethod
     def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:

@@ -72,7 +72,8 @@ def _forms(model: nn.Module, config: Any, dtype: torch.dtype) -> Iterator[Form]:
         pixels = torch.empty(across * across, deep, dtype=dtype, device="meta")
         words = f"an image of {across * patch} x {across * patch} pixels in each sequence"
         given = {"pixel_values": pixels, "image_grid_thw": grid}
-        for more in ({"mm_token_type_ids": grid}, {}):
+        kinds = {"mm_token_type_ids": torch.zeros(1)}  # in its place come the kinds of the batch's own tokens
+        for more in (kinds, {}):
             yield (across // merge) ** 2, given | more, words
         return
     side = getattr(vision, "image_size", None)

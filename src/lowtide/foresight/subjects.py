@@ -255,6 +255,7 @@ class ConfigSubject(Subject):
         rows, tokens = setup.batch_size, setup.seq_len
         if self.task == "IMAGE_CLASSIFICATION":
             side, channels = getattr(self.config, "image_size", 224), getattr(self.config, "num_channels", 3)
+            self.notes[:] = [f"images of {side} x {side} pixels"]
             return {"pixel_values": torch.empty(rows, channels, side, side, dtype=dtype, device="meta"),
                     "labels": torch.zeros(rows, dtype=torch.int64)}  # fmt: skip
         if self.task == "SPEECH_SEQ_2_SEQ":
