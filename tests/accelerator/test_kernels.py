@@ -33,7 +33,8 @@ def test_a_matrix_product_keeps_its_workspace_one_for_each_stream(device):
 
 def attention(device_type, **options):
     torch.manual_seed(0)
-    inputs = [torch.randn(2, 4, 8, 16).to(device_type).requires_grad_() for _ in range(3)]
+    heads = (4, 2, 2) if options.get("enable_gqa") else (4, 4, 4)
+    inputs = [torch.randn(2, n, 8, 16).to(device_type).requires_grad_() for n in heads]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output = scaled_dot_product_attention(*inputs, **options)
@@ -42,15 +43,24 @@ def attention(device_type, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"attn_mask": torch.zeros(8, 8)}], ids=["plain", "causal", "mask"]
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"attn_mask": torch.zeros(8, 8)},
+        {"attn_mask": torch.ones(8, 8, dtype=torch.bool).tril()},
+        {"is_causal": True, "enable_gqa": True},
+    ],
+    ids=["plain", "causal", "mask", "boolean mask", "grouped heads"],
 )
 def test_fused_attention_is_that_of_the_cpu(device, options):
     theirs, _ = attention("cpu", **options)
     with device.schedule(LATE, LATE):
-        ours, _ = attention(
+        ours, saved = attention(
             "standin", **{k: v.to("standin") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         )
     assert all(map(torch.equal, theirs, ours))
+    assert (2, 4, 8) in [tuple(t.shape) for t in saved]  # logsumexp: the fused one ran
 
 
 def test_fused_attention_saves_inputs_output_and_logsumexp_and_no_matrix(device):

@@ -16,7 +16,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime import rehearsal
 from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.tape.tape import Tape
-from lowtide.tracing.tracer import resident_bytes
+from lowtide.tracing.tracer import device_of, resident_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +46,7 @@ def peak_of_fit(model: nn.Module, batch: Any, budget: int | str) -> tuple[int, l
     """Absolute bytes at the peak of ``fit``."""
     fits: list[lowtide.Fit] = []
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-    before = sum(resident_bytes(model, batch, torch.device("cpu"), with_gradient).values())
+    before = sum(resident_bytes(model, batch, device_of(model), with_gradient).values())
     peak = peak_bytes(lambda: fits.append(lowtide.fit(model, batch, budget=budget)))
     fits[0].remove()
     return before + peak, fits[0]

@@ -1,7 +1,8 @@
 """The whole suite with another default device: what ``pytest --device standin`` does, and what is left out there.
 
 A test that names no device then makes its tensors on the accelerator, whose streams run late. ``LEFT_OUT`` has the
-tests that cannot run so, by the beginning of their id, each with its reason.
+tests that cannot run so, by the beginning of their id, each with its reason. For those in ``MODEL_ALONE`` the allocator
+does not tell what else is allocated, and splits every block.
 """
 
 import importlib
@@ -11,10 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 from accelerator.schedules import LATE
-from support.not_on_the_accelerator import LEFT_OUT
+from support.not_on_the_accelerator import LEFT_OUT, MODEL_ALONE
 
 from lowtide import api
 from lowtide.measurement import allocator
+from lowtide.runtime import budget
+from lowtide.tracing import tracer
 
 _STARTED_WORK = "started work on the accelerator"
 
@@ -53,6 +56,14 @@ class Switched:
             item.add_marker(pytest.mark.host_only(reason))
         if marker := item.get_closest_marker("host_only"):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        alone = item.nodeid.removeprefix("tests/").startswith(MODEL_ALONE)
+        with pytest.MonkeyPatch.context() as patch, self._device.always_split(alone):
+            for module in (tracer, budget) if alone else ():
+                patch.setattr(module, "device_bytes", lambda device: None)
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:

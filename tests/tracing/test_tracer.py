@@ -1,12 +1,12 @@
 """What ``trace`` sees of a step, and that simulating it gives the allocator's own peak."""
 
-import gc
 import json
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
+from support.garbage import living
 from support.unseen_memory import memory_of
 from torch import library as registry
 from torch import nn
@@ -304,8 +304,7 @@ def parameters_left_by_a_failed_backward(error: type[BaseException]) -> int:
     with pytest.raises(error, match="half-way"):
         lowtide.trace(model, torch.randn(3, 4), step=step)
     del model
-    gc.collect()
-    return sum(p() is not None for p in parameters)
+    return living(*parameters)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

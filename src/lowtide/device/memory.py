@@ -2,8 +2,9 @@
 
 An accelerator's allocator has one peak for everybody, and can only forget it. Whoever counts a peak here forgets it
 too, so what it was is noted, and ``give_back_peak`` lifts the statistic to that again. It does so by allocating, for a
-moment, memory that the allocator holds unused; it asks the device for no more than a 256th of what is missing. So the
-user's peak comes back where the memory of that peak is still held, at most a MiB too high.
+moment, memory that the allocator holds unused, of small blocks and of large ones; it asks the device for no more than a
+256th of what is missing. So the user's peak comes back where the memory of that peak is still held, at most a MiB too
+high.
 
 What a device does not tell is None: callers do without it.
 """
@@ -17,6 +18,8 @@ import torch
 from lowtide.device.host_memory import available_host_bytes
 from lowtide.device.names import index_of, is_accelerator
 
+_SMALL_PIECE_BYTES = 1 << 20  # the largest that comes from the pool of small blocks
+_MOST_SMALL_PIECES = 1024
 _PIECE_BYTES = 1 << 21  # from twenty pieces' size on an allocator asks for memory of that size alone, and keeps it so
 _lock = threading.Lock()
 _counting: set[int] = set()  # devices on which a peak is being counted
@@ -119,14 +122,15 @@ def give_back_peak(device: str | torch.device) -> None:
     missing = peak - torch.accelerator.memory_allocated(index)
     if peak <= torch.accelerator.max_memory_allocated(index) or missing <= 0:
         return
-    reserved = torch.accelerator.memory_reserved(index)
-    at_once = max(_PIECE_BYTES, missing >> 8)
     pieces: list[torch.Tensor] = []
     where = torch.device(torch.device(device).type, index)
     try:
-        while missing > 0 and torch.accelerator.memory_reserved(index) == reserved:
-            pieces.append(_empty(min(at_once, missing), where))
-            missing = peak - torch.accelerator.memory_allocated(index)
+        for size, most in ((_SMALL_PIECE_BYTES, _MOST_SMALL_PIECES), (max(_PIECE_BYTES, missing >> 8), missing)):
+            reserved = torch.accelerator.memory_reserved(index)
+            stop = len(pieces) + most
+            while missing > 0 and len(pieces) < stop and torch.accelerator.memory_reserved(index) == reserved:
+                pieces.append(_empty(min(size, missing), where))
+                missing = peak - torch.accelerator.memory_allocated(index)
     except torch.OutOfMemoryError:
         return  # the statistic stays too low
 

@@ -5,7 +5,9 @@ import sys
 import torch
 from torch import nn
 
+from lowtide.device.memory import allocated_bytes as device_bytes
 from lowtide.device.memory import available_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError, DeviceError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -36,14 +38,17 @@ class StepBudget:
         absolute_bytes: None as long as a percentage waits for the first step's graph.
         limit_bytes: What the present step may take: the same, or what was free where that is None.
         most_bytes: Never more than that: what an automatic budget was at first, and where memory ran out.
-        resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at.
+        resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at. On an accelerator all
+            that is allocated, as in a plan's peak: other models, and whatever the process holds there.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
     """
 
     def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None) -> None:
         self._asked = budget
         self._optimizer = optimizer
-        self.resident_bytes, self.batch_bytes = self._resident(model), 0
+        self._of_model = self._bytes_of(model)
+        self.batch_bytes = 0
+        self.look(model)
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
         self.is_automatic = parsed == "auto"
@@ -55,8 +60,8 @@ class StepBudget:
         self.limit_bytes = self.absolute_bytes or 0
 
     def check(self) -> None:
-        """Raises: BudgetInfeasibleError: what is there before the step is more than the budget."""
-        budget_bytes, least_bytes = self.absolute_bytes, self.resident_bytes
+        """Raises: BudgetInfeasibleError: what the model alone is before the step is more than the budget."""
+        budget_bytes, least_bytes = self.absolute_bytes, self._of_model
         if budget_bytes is not None and budget_bytes < least_bytes:
             raise BudgetInfeasibleError(
                 f"no plan fits budget={format_bytes(budget_bytes)}: the model's parameters, buffers, gradients and "
@@ -82,14 +87,16 @@ class StepBudget:
             return sys.maxsize >> 1
         return int((1 - AUTO_MARGIN) * available)
 
-    def look(self, model: nn.Module) -> None:
-        """Note the resident memory of a step that starts now."""
-        self.resident_bytes = self._resident(model)
+    def look(self, model: nn.Module, batch: object = ()) -> None:
+        """Note the resident memory of a step that starts now, on ``batch``."""
+        of_model = self._bytes_of(model)
+        self.batch_bytes = self._bytes_of(model, batch) - of_model
+        allocated = device_bytes(self.device) if is_accelerator(self.device) else None
+        self.resident_bytes = max(of_model, (allocated or 0) - self.batch_bytes)
 
     def for_step(self, model: nn.Module, batch: object) -> int:
         """Bytes for what a step makes that starts now, on ``batch``."""
-        self.look(model)
-        self.batch_bytes = self._resident(model, batch) - self.resident_bytes
+        self.look(model, batch)
         there = self.resident_bytes + self.batch_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
             free = there + self.free_bytes()
@@ -134,7 +141,7 @@ class StepBudget:
         """Of what a step may make, a tenth less."""
         return limit_bytes - int(LOWERED_BY * max(0, limit_bytes - self.resident_bytes))
 
-    def _resident(self, model: nn.Module, batch: object = ()) -> int:
+    def _bytes_of(self, model: nn.Module, batch: object = ()) -> int:
         self.device = device_of(model)  # it may be moved after ``fit``
         state = getattr(self._optimizer, "state", None)
         tensors = [

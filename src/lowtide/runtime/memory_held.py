@@ -31,7 +31,7 @@ def held_by_plan(plan: Plan) -> str:
 
 def _table(head: str, resident_bytes: int, groups: list[tuple[str, int]], other_bytes: int) -> str:
     groups.sort(key=lambda group: (-group[1], group[0]))
-    rows = [("parameters, gradients, optimizer, batch", resident_bytes), *groups[:_MOST_ROWS]]
+    rows = [("there before the step: parameters, gradients, optimizer, batch", resident_bytes), *groups[:_MOST_ROWS]]
     rest = other_bytes + sum(size for _, size in groups[_MOST_ROWS:])
     rows += [("others", rest)] if rest else []
     return "\n".join([head, *(f"  {format_bytes(size):>11}  {name}" for name, size in rows)])

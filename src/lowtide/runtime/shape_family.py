@@ -27,6 +27,7 @@ from lowtide.runtime.interpolation import Estimate, Interpolation
 from lowtide.runtime.plain_peak import PlainPeak
 
 _MOST_REMEMBERED = 256  # shapes whose sizes are remembered
+_OF_THE_MODEL = ("parameter", "gradient", "buffer")  # kinds of storages that are the same for all shapes
 _NO_SIZES_OF_THE_SHAPE = ("batch", "optimizer", "other")  # resident parts: of the inputs, or of how far training is
 
 
@@ -211,9 +212,10 @@ class _SizeTable:
     def __init__(self, examples: Sequence[Example], interpolation: Interpolation) -> None:
         graph = examples[0].graph
         self._interpolation = interpolation
-        num_in_blocks = 0 if graph.device == "cpu" else len(graph.storages) + len(graph.ops)
+        in_blocks = [s.kind not in _OF_THE_MODEL for s in graph.storages] + [True] * len(graph.ops)
+        in_blocks += [False] * len(_parts_of_a_size(graph))
         columns = zip(*(_sizes(e.graph) for e in examples), strict=True)
-        keys = [(values, at < num_in_blocks) for at, values in enumerate(columns)]
+        keys = [(values, rounded and graph.device != "cpu") for values, rounded in zip(columns, in_blocks, strict=True)]
         number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._classes = list(number)
         self.class_of = [number[key] for key in keys]

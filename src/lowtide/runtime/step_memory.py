@@ -92,7 +92,7 @@ class StepMemory:
     def what_held(self, step: PlannedStep | None, watch: OnlineTape | None) -> str:
         """What a step holds, by module, for whoever reads the error that ended it; "" if nobody knows."""
         if watch is not None:
-            return held_now(self._budget.resident_bytes, watch.live.by_module())
+            return held_now(self._budget.resident_bytes + self._budget.batch_bytes, watch.live.by_module())
         return "" if step is None else held_by_plan(step.plan)
 
     def follow_free_memory(self, model: nn.Module) -> None:

@@ -11,9 +11,10 @@ inline bool fused_attention = true;
 
 using OptionalTensor = std::optional<at::Tensor>;
 inline int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask,
-                                double dropout, bool, std::optional<double>, bool) {
-  bool plain = query.dim() == 4 && query.size(-1) == value.size(-1) && query.size(1) == key.size(1) && query.numel() && key.numel();
-  bool masked = mask && mask->defined() && (mask->requires_grad() || mask->scalar_type() == at::kBool);
+                                double dropout, bool, std::optional<double>, bool grouped) {
+  bool plain = query.dim() == 4 && query.size(-1) == value.size(-1) && query.numel() && key.numel();
+  plain = plain && (query.size(1) == key.size(1) || (grouped && key.size(1) == value.size(1)));
+  bool masked = mask && mask->defined() && mask->requires_grad();
   bool fused = fused_attention && plain && !masked && dropout == 0;
   return int64_t(fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }

@@ -262,7 +262,7 @@ struct Allocator final : DeviceAllocator {
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
     LOCKED;
     auto& m = memory(device_or_current(device));
-    return {m.capacity - m.reserved(), m.capacity};
+    return {m.capacity > m.reserved() ? m.capacity - m.reserved() : 0, m.capacity};
   }
 };
 inline Allocator& allocator() {
