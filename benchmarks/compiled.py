@@ -5,7 +5,8 @@
 
 The decoder is that of ``decoder.py``; each layer is compiled by itself. PyTorch's ways: nothing else, full and
 selective checkpointing (matrix products and attention kept), and ``activation_memory_budget``. lowtide gets the peaks
-that these had as budgets, and some below. The cache of compiled code is empty at first, but for --quick.
+that these had as budgets, and some below: ``lowtide.compile``, and ``lowtide.fit`` on the layers as PyTorch compiles
+them alone. The cache of compiled code is empty at first, but for --quick.
 Memory stays in the process. All methods run interleaved on the same weights: process CPU time as a ratio to compiling
 alone just before and just after. Peaks are the allocator's.
 """
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +35,10 @@ SEED = 0
 PLAIN = "compile alone"
 MEMORY_BUDGETS = (0.7, 0.5, 0.3, 0.1)
 AT_PEAK_OF = ("selective", "memory budget 0.5", "memory budget 0.3", "memory budget 0.1", "full checkpointing")
-FRACTIONS = (0.42, 0.28, 0.22)  # of the activations of compiling alone
+FIT_AT_PEAK_OF = ("memory budget 0.3", "memory budget 0.1", "full checkpointing")
+FIT_FRACTIONS = (0.26, 0.22)
+FRACTIONS = (0.28, 0.22)  # of the activations of compiling alone
+FRACTIONS_OF_EAGER = (0.427, 0.28)
 
 
 def main() -> int:
@@ -97,7 +102,9 @@ class Bench:
 
         self._pytorchs_ways()
         found = {name: self._outcome(name) for name in self.ways}
-        self._lowtides_ways({name: peak for name, (peak, _) in found.items()})
+        peaks = {name: peak for name, (peak, _) in found.items()}
+        self._lowtides_ways(peaks)
+        self._fitted_ways(peaks)
         found |= {name: self._outcome(name) for name in self.ways if name not in found}
         plain, times, ratios = paired_times(
             partial(time_ms, self.ways[PLAIN]),
@@ -138,16 +145,8 @@ class Bench:
         for name, (checkpoint, compiled) in calls.items():
 
             def run(checkpoint=checkpoint, compiled=compiled) -> float:
-                layers = self.model.model.layers
-                for layer, call in zip(layers, compiled or [None] * len(layers)):
-                    layer._compiled_call_impl = call
-                    layer.gradient_checkpointing = checkpoint is not None
-                    layer._gradient_checkpointing_func = checkpoint
-                try:
+                with self._layers(compiled or [None] * len(self.model.model.layers), checkpoint):
                     return self._step(self.model)
-                finally:
-                    for layer in layers:
-                        layer._compiled_call_impl, layer.gradient_checkpointing = None, False
 
             self._say(name)
             self.ways[name] = run
@@ -155,6 +154,21 @@ class Bench:
             torch.manual_seed(SEED)
             run()
             self.facts[name] = {"status": "ok", "first_step_s": time.perf_counter() - start}
+        self.alone = calls[PLAIN][1]
+
+    @contextmanager
+    def _layers(self, calls: list[Callable | None], checkpoint: Callable | None = None) -> Iterator[None]:
+        """Each layer is called in its own of these ways."""
+        layers = self.model.model.layers
+        for layer, call in zip(layers, calls, strict=True):
+            layer._compiled_call_impl = call
+            layer.gradient_checkpointing = checkpoint is not None
+            layer._gradient_checkpointing_func = checkpoint
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._compiled_call_impl, layer.gradient_checkpointing = None, False
 
     def _compiled(self, wrap: Callable | None = None, **functorch) -> list[Callable]:
         """Every layer's call, compiled with settings of its own."""
@@ -173,7 +187,7 @@ class Bench:
         import lowtide
 
         compiled = lowtide.compile(self.model, budget=None)
-        calls = {layer: layer._compiled_call_impl for layer in self.model.model.layers}
+        calls = [layer._compiled_call_impl for layer in self.model.model.layers]
         self._say("lowtide")
         start = time.perf_counter()
         self._step(compiled)
@@ -181,7 +195,8 @@ class Bench:
         plan = compiled.plan
         at = [name for name in AT_PEAK_OF if name in peaks]
         budgets = {f"lowtide, peak of {name}": peaks[name] for name in at}
-        budgets |= {f"lowtide {fraction:.2f}": int(fraction * peaks[PLAIN]) for fraction in FRACTIONS}
+        budgets |= {f"lowtide {fraction} of eager": int(fraction * peaks["eager"]) for fraction in FRACTIONS_OF_EAGER}
+        budgets |= {f"lowtide {fraction}": int(fraction * peaks[PLAIN]) for fraction in FRACTIONS}
         for name, activations in budgets.items():
             self._say(name)
             start = time.perf_counter()
@@ -195,14 +210,9 @@ class Bench:
             chosen = compiled.plan
 
             def run(chosen=chosen) -> float:
-                for layer, call in calls.items():
-                    layer._compiled_call_impl = call
-                compiled.use(chosen)
-                try:
+                with self._layers(calls):
+                    compiled.use(chosen)
                     return self._step(compiled)
-                finally:
-                    for layer in calls:
-                        layer._compiled_call_impl = None
 
             self.ways[name] = run
             self.facts[name] = fact | {
@@ -210,6 +220,42 @@ class Bench:
                 "predicted_activation_bytes": chosen.predicted_peak_bytes - chosen.resident_bytes,
                 "predicted_overhead": chosen.predicted_overhead,
                 "variants": {v.name: v.layers for v in chosen.variants},
+            }
+
+    def _fitted_ways(self, peaks: dict[str, int]) -> None:
+        """Each call of a layer is kept or runs again, as ``fit`` decides."""
+        import lowtide
+
+        def loss_of(model, batch):
+            return model(**batch).loss
+
+        budgets = {f"fit, peak of {name}": peaks[name] for name in FIT_AT_PEAK_OF if name in peaks}
+        budgets |= {f"fit {fraction}": int(fraction * peaks[PLAIN]) for fraction in FIT_FRACTIONS}
+        with self._layers(self.alone):
+            resident = lowtide.trace(self.model, self.batch, step=loss_of).resident_bytes
+        for name, activations in budgets.items():
+            self._say(name)
+            start = time.perf_counter()
+            fact = {"status": "ok", "budget_bytes": activations}
+            try:
+                with self._layers(self.alone):
+                    fit = lowtide.fit(self.model, self.batch, budget=activations + resident, step=loss_of)
+                    fit.remove()
+            except lowtide.BudgetInfeasibleError as error:
+                fact |= {"status": "infeasible", "least_bytes": error.least_bytes - resident}
+                self.facts[name] = fact | {"planning_s": time.perf_counter() - start}
+                continue
+            plan = fit.plan
+
+            def run(plan=plan) -> float:
+                with self._layers(self.alone), lowtide.apply(self.model, plan):
+                    return self._step(self.model)
+
+            self.ways[name] = run
+            self.facts[name] = fact | {
+                "planning_s": time.perf_counter() - start,
+                "predicted_activation_bytes": plan.predicted_peak_bytes - plan.resident_bytes,
+                "predicted_overhead": plan.predicted_overhead,
             }
 
     def _step(self, model) -> float:
