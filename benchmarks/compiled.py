@@ -137,6 +137,10 @@ class Bench:
         calls: dict[str, tuple[Callable | None, list]] = {"eager": (None, [])}
         calls[PLAIN] = (None, self._compiled())
         calls["full checkpointing"] = (_checkpoint, calls[PLAIN][1])
+        calls["full checkpointing, of compiled calls"] = (
+            None,
+            [partial(_checkpoint, call) for call in calls[PLAIN][1]],
+        )
         calls["selective"] = (None, self._compiled(wrap=_selectively))
         for budget in MEMORY_BUDGETS[-1:] if self.args.quick else MEMORY_BUDGETS:
             calls[f"memory budget {budget}"] = (None, self._compiled(activation_memory_budget=budget))
@@ -282,10 +286,10 @@ class Bench:
         print(what, file=sys.stderr, flush=True)
 
 
-def _checkpoint(function, *args):
+def _checkpoint(function, *args, **kwargs):
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(function, *args, use_reentrant=False)
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def _selectively(layer):

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from support.switched_device import Switched
 
 kernels = []
-device = SimpleNamespace(launched=lambda: len(kernels), schedule=lambda *order: contextlib.nullcontext())
+nothing = lambda *_: contextlib.nullcontext()
+device = SimpleNamespace(launched=lambda: len(kernels), schedule=nothing, always_split=nothing)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "host_only(reason): why not")

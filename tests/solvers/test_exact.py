@@ -21,7 +21,7 @@ from lowtide.solvers.graph_queries import complete_actions, layers
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.full import full
 from lowtide.solvers.published.methods import BUDGETED
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
 
 
 @settings(max_examples=200, deadline=None)
@@ -182,6 +182,18 @@ def test_exact_is_at_least_as_fast_as_each_classic_at_that_ones_peak(small_decod
         plan = solve(graph, costs, classic.predicted_peak_bytes)
         assert plan.predicted_peak_bytes <= classic.predicted_peak_bytes
         assert plan.predicted_step_ms <= classic.predicted_step_ms
+
+
+def test_exact_takes_a_classic_that_is_faster_than_what_its_models_find(small_decoder, monkeypatch):
+    graph, costs = small_decoder
+    budget_bytes = solve(graph, costs, method="none").predicted_peak_bytes - 1
+    fitting = [e for e in ExactSearch(graph, costs, Limits()).published if e.peak_bytes <= budget_bytes]
+    slowest = max(fitting, key=lambda e: e.timeline.step_ms)
+    monkeypatch.setattr(ExactSearch, "fastest", lambda self, budget_bytes: SearchResult(slowest, False, 0.0))
+    monkeypatch.setattr(SearchContext, "save_what_fits", lambda self, evaluated, budget_bytes: evaluated)
+
+    fastest_ms = min(e.timeline.step_ms for e in fitting)
+    assert solve(graph, costs, budget_bytes).predicted_step_ms == fastest_ms < slowest.timeline.step_ms
 
 
 @pytest.mark.parametrize("fraction", (0.7, 0.45, 0.36, 0.3))

@@ -20,7 +20,7 @@ _FORESEEN = "a peak foreseen for the CPU stands beside a real one, which is the 
 # An accelerator's budget is for all that is allocated there. These tests state theirs for the model alone, and other
 # tests of their process leave something. tests/accelerator/test_planned_steps.py has what others hold. A block that is
 # not split counts whole, up to a MiB more than was asked for; the tests' tensors are smaller than that.
-MODEL_ALONE = ("api/test_budgets.py", "api/test_fit_peak.py", "runtime/")
+MODEL_ALONE = ("api/test_budgets.py", "api/test_fit_peak.py", "runtime/", "test_demo.py")
 
 LEFT_OUT = {
     "accelerator/": "the accelerator's own tests name their device",
@@ -59,6 +59,7 @@ LEFT_OUT = {
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[GRUCell]": _FUSED,
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[LSTMCell]": _FUSED,
     "models/test_layers.py::test_a_recurrent_layer_on_packed_sequences": "lengths of packed sequences have to be on the host",  # noqa: E501
+    "reports/test_reports.py::test_what_scores_take": _CPU_OP,
     "runtime/test_shape_family.py::test_a_llama_is_confirmed": _RANGES,
     "runtime/test_shape_family.py::test_plain_attention_needs": _CPU_OP,
     "runtime/test_shape_family.py::test_the_derived_graph_is_the_real_one": _RANGES,

@@ -73,7 +73,10 @@ class Fit:
         compiled = [path for path in module_calls.compiled_parts(model) if path]
         if compiled and not wrapped_parameters(model):
             shown = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
-            self._reasons.say(f"each call of compiled code is one op, which is kept or runs again as a whole: {shown}")
+            inside = "; lowtide.compile plans inside of them" if device_of(model).type == "cpu" else ""
+            self._reasons.say(
+                f"each call of compiled code is one op, which is kept or runs again as a whole: {shown}{inside}"
+            )
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
             self._watcher.checkpointing.switch_off()

@@ -133,7 +133,9 @@ class ExactSearch:
             if not allow_fallback:
                 raise BudgetInfeasibleError("nothing found", budget_bytes=budget_bytes, least_bytes=budget_bytes + 1)
             return self._near_least_peak(budget_bytes)
-        best = self._improved(result.best, budget_bytes)
+        # Models within their tolerance or their limit of nodes may miss what a published method finds.
+        known = min([result.best, *(e for e in self.published if e.peak_bytes <= budget_bytes)], key=lambda e: e.rank)
+        best = self._improved(known, budget_bytes)
         return self._candidate(
             best, "optimal" if result.proven else "feasible", min(result.bound_ms, best.timeline.step_ms)
         )

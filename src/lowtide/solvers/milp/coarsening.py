@@ -7,8 +7,10 @@ Words used by the model (``peak_model.py``):
   keeps a decoder layer at some 16 groups. It is a heuristic (the merged op can be neither kept nor replayed alone), so
   graphs small enough go without.
 - *keep decision*: pieces of one group that are kept or recomputed together. Secondary outputs that are tiny beside the
-  group's others (the statistics of a norm, attention's logsumexp) have no decision of their own.
-- *trigger*: a moment in backward at which replays may start: a droppable storage is unpacked for the first time.
+  group's others (the statistics of a norm, attention's logsumexp) have no decision of their own. Nor have outputs that
+  backward alone reads, all at once: keeping one of them spares no replay while another is missing.
+- *trigger*: a moment in backward at which replays may start: a droppable storage is unpacked for the first time. What
+  one op stored and one node unpacks is one trigger: a call of compiled code may store thirty tensors.
 - *memory interval*: events between which Python drops no piece and autograd releases none. Memory there is a constant,
   the largest over the interval, plus what the decisions add.
 """
@@ -124,8 +126,8 @@ class CoarseGraph:
         self.per_op = len(self.ops) <= tuning.PER_OP_MODEL_OPS
         self.segment_of = segment_of or {op.id: 0 for op in graph.forward_ops}
         uses = sorted((event, s) for s, event in self.facts.first_use.items() if s in self.droppable)
-        self.trigger_events = [event for event, _ in uses]
-        self._trigger_of_storage = {s: trigger for trigger, (_, s) in enumerate(uses)}
+        self.trigger_events: list[int] = []
+        self._trigger_of_storage = self._triggers(uses)
         self.groups = self._groups()
         self.group_of = {op: group for group in self.groups for op in group.ops}
         self.pieces = self._pieces(free)
@@ -138,6 +140,19 @@ class CoarseGraph:
     def size(self) -> int:
         """The number of (group, trigger) pairs at which a replay may start: what the model grows with."""
         return sum(len(group.triggers) for group in self.groups)
+
+    def _triggers(self, uses: list[tuple[int, int]]) -> dict[int, int]:
+        """The trigger of each droppable storage. ``uses`` are first unpacks and their storages, in order."""
+        runs = sorted(self.run_event.values())
+        found: dict[int, int] = {}
+        maker, until = None, -1  # of the last trigger: who made what it unpacks, and when the next op runs
+        for event, s in uses:
+            if self.graph.storages[s].op != maker or event > until:
+                maker, at = self.graph.storages[s].op, bisect_right(runs, event)
+                until = runs[at] if at < len(runs) else _NEVER
+                self.trigger_events.append(event)
+            found[s] = len(self.trigger_events) - 1
+        return found
 
     def _groups(self) -> list[OpGroup]:
         graph, consumers = self.graph, self.facts.readers
@@ -220,11 +235,16 @@ class CoarseGraph:
         for group in self.groups:
             mine = sorted((p for p in group.pieces if p in kept), key=lambda p: -p.bytes)
             total = sum(p.bytes for p in mine)
+            for_backward: dict[int | None, KeepDecision] = {}  # by trigger
             for piece in mine:
                 if group.decisions and not self.per_op and piece.bytes < tuning.TINY_OUTPUT_SHARE * total:
                     group.decisions[0].pieces.append(piece)
+                elif not piece.consumers and piece.first in for_backward:
+                    for_backward[piece.first].pieces.append(piece)
                 else:
-                    group.decisions.append(KeepDecision(group, [piece]))
+                    group.decisions.append(decision := KeepDecision(group, [piece]))
+                    if not piece.consumers:
+                        for_backward[piece.first] = decision
             decisions += group.decisions
         decisions += [KeepDecision(None, [p]) for p in self.pieces if p.group is None]
         for decision in decisions:
