@@ -54,6 +54,31 @@ def test_the_front_goes_from_nothing_saved_to_nothing_computed_again(layer):
                for a, b in itertools.pairwise(by_time))  # fmt: skip
 
 
+def test_what_selective_checkpointing_keeps_is_in_the_front(layer, monkeypatch):
+    monkeypatch.setattr(saved_sets, "within", lambda *_: None)
+
+    (selective,) = saved_sets.front(layer)
+
+    made_by = {layer.names[s.id]: layer.graph.ops[s.op].name for s in layer.graph.storages if s.id in layer.names}
+    assert selective.stored_bytes == 64 * KIB and selective.recompute_ms > 0
+    assert [made_by[name] for name in selective.names] == ["aten.mm.default"]
+
+
+def test_no_set_saves_an_input_in_another_dtype(monkeypatch):
+    def projected(x, w):
+        return F.gelu(x.float() @ w)
+
+    narrow = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    layer = layer_graph_of(projected, narrow, torch.randn(64, 64, requires_grad=True))
+
+    def saved():
+        return [name for found in saved_sets.front(layer) for name in found.names]
+
+    assert saved() and not any("_to_copy" in name for name in saved())
+    monkeypatch.setattr(saved_sets, "_casts_of_inputs", lambda _: [])
+    assert any("_to_copy" in name for name in saved())
+
+
 def test_a_bound_on_stored_bytes_holds(layer):
     found = saved_sets.within(layer, 64 * KIB, None)
 

@@ -12,6 +12,7 @@ from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.dispatch import solve
 
 _SHARES = (0.0, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0)  # of what the layer stores where nothing is recomputed
+_CASTS = ("convert_element_type", "_to_copy")  # of Inductor's graphs, and before its decompositions
 _TIGHT = 0.75  # of the peak in backward that a set has: how much less the next one may take
 
 
@@ -35,9 +36,12 @@ class SavedSet:
 
 
 def front(layer: LayerGraph, shares: Iterable[float] = _SHARES) -> list[SavedSet]:
-    """Sets from nothing saved to everything, each also with a lower peak in backward where there is one."""
+    """Sets from nothing saved to everything, each also with a lower peak in backward where there is one; and what
+    selective checkpointing keeps."""
     everything = _evaluated(layer, {})
-    found: dict[tuple[str, ...] | None, SavedSet] = {}
+    # What Inductor fuses into its readers takes less than the sum of its ops, so that this set is faster than it looks.
+    selective = _evaluated(layer, solve(layer.graph, layer.costs, method="selective").action_of())
+    found: dict[tuple[str, ...] | None, SavedSet] = {selective.names: selective}
     for share in shares:
         wide = within(layer, int(share * everything.stored_bytes), None)
         if wide is None:
@@ -82,8 +86,23 @@ def within(layer: LayerGraph, stored_bytes: int, backward_bytes: int | None) -> 
     return _evaluated(layer, plan.action_of())
 
 
+def _casts_of_inputs(layer: LayerGraph) -> list[int]:
+    """Stored values that are a layer's input in another dtype: the input is there anyway, and smaller where it matters.
+
+    Where a cast were saved in its place, the input would be gone in backward, and the step's plan counts it as there.
+    """
+    graph = layer.graph
+    makers = {s: graph.ops[op] for s in graph.stored & layer.names.keys() if (op := graph.storages[s].op) is not None}
+    return [
+        s
+        for s, op in makers.items()
+        if any(cast in op.name for cast in _CASTS) and all(graph.storages[read].op is None for read in op.reads)
+    ]
+
+
 def _evaluated(layer: LayerGraph, actions: dict[int, str]) -> SavedSet:
     graph = layer.graph
+    actions = actions | dict.fromkeys(_casts_of_inputs(layer), RECOMPUTE)
     kept = [s for s in layer.names if s in graph.stored and actions.get(s, SAVE) == SAVE]
     # A replay may read what backward itself does not: it is saved where the plan says so.
     kept += [s for s, action in actions.items() if action == SAVE and s not in graph.stored and s in layer.names]
