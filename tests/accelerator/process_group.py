@@ -14,6 +14,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
 BACKEND = "staged"
+# A stream that no pool hands out (csrc/streams.h). FSDP frees reduced gradients before the optimizer has read them:
+# its own streams wait for that, and one that is shared with a collective would come to it earlier.
+_STREAM, _DEVICE_TYPE = 33, int(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 class StagedGroup(dist.ProcessGroup):
@@ -22,7 +25,6 @@ class StagedGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._streams: dict[torch.device, torch.Stream] = {}
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -40,7 +42,7 @@ class StagedGroup(dist.ProcessGroup):
         if device.type == "cpu":
             collective(inputs, outputs)
             return self._gloo.barrier()
-        stream = self._streams.setdefault(device, torch.Stream(device))
+        stream = torch.Stream(stream_id=_STREAM, device_index=device.index, device_type=_DEVICE_TYPE)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             host_inputs = [x.cpu() for x in inputs]
@@ -108,9 +110,51 @@ class StagedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         return [self.reduce_scatter_single(o, given, opts) for o, given in zip(outputs, inputs, strict=True)][-1]
 
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> dist.Work:
+        def collective(ins: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+            self._gloo.scatter(outs, [ins] if inputs else [], opts).wait()
+
+        return self._staged(inputs[0] if inputs else outputs, outputs, collective)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
+    ) -> dist.Work:
+        def collective(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+            self._gloo.alltoall_base(outputs[0], inputs[0], output_sizes, input_sizes, opts).wait()
+
+        return self._staged([given], [output], collective)
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
+        return _Passing(self._gloo.send, tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
+        return _Passing(self._gloo.recv, tensors, rank, tag, results=tensors)
+
     def barrier(self, opts: Any = None) -> dist.Work:
         torch.accelerator.synchronize()
         return self._gloo.barrier()
+
+
+class _Passing(dist.Work):
+    """A message between two ranks, on its way until somebody waits for it: both may send before either receives."""
+
+    def __init__(
+        self, pass_on: Callable[..., dist.Work], tensors: list[torch.Tensor], rank: int, tag: int,
+        results: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._results, self._host = results, [t.detach().cpu() for t in tensors]
+        self._work = pass_on(self._host, rank, tag)
+
+    def wait(self, *timeout: Any) -> bool:
+        self._work.wait()
+        with torch.no_grad():
+            for result, host in zip(self._results, self._host, strict=False):
+                result.copy_(host)
+        self._results = ()
+        return True
 
 
 dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "standin"])

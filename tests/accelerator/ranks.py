@@ -9,6 +9,7 @@ from torch.distributed import DeviceMesh, all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import lowtide
 from accelerator.schedules import EARLY, LATE
 
 
@@ -51,3 +52,31 @@ def a_sum(rank: int, wait: bool) -> list[float]:
         if wait:
             work.wait()
         return values.tolist()
+
+
+def planned_gradients(rank: int) -> dict[str, Any]:
+    """Of a sharded model under a plan and without one, and how often backward gathers in what was traced."""
+    from accelerator.device import schedule
+    from accelerator.process_group import new_group
+    from lowtide.tracing.sharding.recording import NAME
+
+    mesh = DeviceMesh.from_group(new_group(), "standin")
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    model = nn.Sequential(*layers).to("standin")
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    batch = torch.randn(512, 32).to("standin")
+    found: dict[str, Any] = {}
+    with schedule(LATE, LATE):
+        found["plain"] = [g.tolist() for g in _gradients(model, batch)]
+        model.zero_grad()
+        before = [p.full_tensor().tolist() for p in model.parameters()]
+        fit = lowtide.fit(model, (batch,), budget="75%")
+        found["unchanged"] = before == [p.full_tensor().tolist() for p in model.parameters()]
+        found["planned"] = [g.tolist() for g in _gradients(model, batch)]
+        found["recomputed"] = fit.plan.counts["recompute"]
+        fit.remove()
+        graph = lowtide.trace(model, (batch,))
+    found["gathered in backward"] = sum(op.backward for op in graph.ops if op.name == NAME)
+    return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import sharded_training
+from support.ranks import start_group
 from support.training_steps import drop_everything
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -34,7 +35,7 @@ IDS = torch.randint(
 
 @pytest.fixture(autouse=True, scope="module")
 def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    start_group(0, 1, dist.HashStore())
     yield
     dist.destroy_process_group()
 
@@ -295,7 +296,7 @@ class Parts(nn.Module):
 
     def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh(torch.get_default_device().type, (1,))
         torch.manual_seed(0)
         self.first, self.second = (
             nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Replicate()])) for _ in range(2)

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from support import sharded_training
 from support.online_steps import under
+from support.ranks import start_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
+from lowtide.device.block_size import in_blocks
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import measuring
 from lowtide.tape.online import sharding, values
@@ -24,13 +26,15 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tracing.sharding import observer, windows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-IDS = torch.randint(0, sharded_training.VOCABULARY, (8, 64), generator=torch.Generator("cpu").manual_seed(1))
+IDS = torch.randint(
+    0, sharded_training.VOCABULARY, (8, 64), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+)
 ROOM = 0.6  # of what the plain step makes
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    start_group(0, 1, dist.HashStore())
     yield
     dist.destroy_process_group()
 
@@ -45,7 +49,7 @@ def net(shard: Callable[..., None] = sharded_training.each_layer, **options: Any
 def step(model: nn.Module, between: Callable[[], Any] = int) -> tuple[str, int]:
     """One step from the same random state: the bits of its loss and gradients, and its peak."""
     torch.manual_seed(3)
-    with measuring("cpu") as counter:
+    with measuring(torch.get_default_device()) as counter:
         loss = model(IDS)
         between()
         loss.backward()
@@ -131,7 +135,9 @@ def test_what_is_gathered_before_the_step_counts_from_its_start():
     model.unshard()
     tape = OnlineTape(model, 1e9)
     with under(tape, model):
-        assert tape.live.now == sum(p.nbytes for name, p in model.named_parameters() if "layers" not in name)
+        kind = torch.get_default_device().type
+        gathered = [p for name, p in model.named_parameters() if "layers" not in name]
+        assert tape.live.now == sum(in_blocks(p.nbytes, kind) for p in gathered)
 
 
 def test_room_is_made_before_parameters_are_gathered(monkeypatch):

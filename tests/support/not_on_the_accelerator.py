@@ -34,7 +34,8 @@ LEFT_OUT = {
     "benchmarks/": "a benchmark chooses its device",
     "compiled/": "lowtide.compile is for CPUs",
     "device/": _DEFAULT,
-    "distributed/": _RANKS,
+    "distributed/test_sharded_guards.py::test_what_a_collective_is_given": "the process group there is Python: no operator of c10d is called",  # noqa: E501
+    "distributed/test_sharded_guards.py::test_what_compiled_layers": "a second run finds the freed parameters there before the harm is done",  # noqa: E501
     "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT108]": _RANKS,
     "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT30": _RANKS,
     "doctor/test_healthy.py::test_nothing_is_said_of_a_healthy_set_up[data parallel]": _RANKS,

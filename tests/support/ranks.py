@@ -7,7 +7,7 @@ import gc
 import hashlib
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ def on_every_rank(run: Callable[..., Any], *args: Any, world: int = WORLD) -> li
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["support.ranks", "support.sharded_training"])
     ends = [context.Pipe(duplex=False) for _ in range(world)]
+    device = torch.get_default_device().type
     port = 20_000 + os.getpid() % 20_000
     processes = [
-        context.Process(target=_rank, args=(rank, world, port, run, args, ends[rank][1])) for rank in range(world)
+        context.Process(target=_rank, args=(rank, world, port, device, run, args, ends[rank][1]))
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -48,15 +50,40 @@ def on_every_rank(run: Callable[..., Any], *args: Any, world: int = WORLD) -> li
     return [result for result, _ in told]
 
 
-def _rank(rank: int, world: int, port: int, run: Callable[..., Any], args: tuple, end: Any) -> None:
+def start_group(rank: int, world: int, store: dist.Store) -> None:
+    """The default group, for tensors of the default device."""
+    backend = "gloo"
+    if torch.get_default_device().type != "cpu":
+        from accelerator.process_group import BACKEND as backend
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+@contextlib.contextmanager
+def _default_device(name: str) -> Iterator[None]:
+    """A rank has the default device of the test that started it, and its streams run as late."""
+    if name == "cpu":
+        yield
+        return
+    from accelerator.schedules import LATE
+    from support.switched_device import switch_to
+
+    device = switch_to(name)
+    with device.schedule(LATE, LATE):
+        yield
+    assert device.launched(), "nothing ran on the accelerator"
+
+
+def _rank(
+    rank: int, world: int, port: int, device: str, run: Callable[..., Any], args: tuple[Any, ...], end: Any
+) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is no garbage, and looking through it takes longer than a step
     try:
-        store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        end.send((run(rank, *args), None))
-        dist.barrier()
-        dist.destroy_process_group()
+        with _default_device(device):
+            start_group(rank, world, dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0))
+            end.send((run(rank, *args), None))
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         end.send((None, traceback.format_exc()))
         raise
@@ -81,7 +108,7 @@ def digest(tensors: Any) -> str:
     """Equal for equal bits."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(b"none" if tensor is None else tensor.detach().numpy().tobytes())
+        found.update(b"none" if tensor is None else tensor.detach().cpu().numpy().tobytes())
     return found.hexdigest()
 
 

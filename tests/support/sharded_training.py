@@ -108,7 +108,7 @@ def together(net: Net) -> None:
 
 def columns_and_rows(net: Net, mesh: DeviceMesh | None = None) -> None:
     """Tensor parallelism."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     for layer in net.layers:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     parallelize_module(net, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
@@ -116,7 +116,7 @@ def columns_and_rows(net: Net, mesh: DeviceMesh | None = None) -> None:
 
 def sequences(net: Net, mesh: DeviceMesh | None = None) -> None:
     """Sequence parallelism: between matrices each rank has some of the positions."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     for layer in net.layers:
         plan = {
             "norm": SequenceParallel(),
@@ -135,7 +135,7 @@ def sequences(net: Net, mesh: DeviceMesh | None = None) -> None:
 
 def both(net: Net, shape: tuple[int, int], parallel: Any = columns_and_rows) -> None:
     """Tensor parallelism in each row of a mesh, FSDP2 along its columns."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("data", "tensor"))
     parallel(net, mesh["tensor"])
     each_layer(net, mesh=mesh["data"])
 
@@ -213,7 +213,7 @@ def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         for part in [] if tensor is None else plain_tensors(tensor.detach()):
-            found.update(part.flatten().view(torch.uint8).numpy().tobytes())
+            found.update(part.flatten().view(torch.uint8).cpu().numpy().tobytes())
         found.update(b"|")
     return found.hexdigest()
 
@@ -244,7 +244,8 @@ def train(
     data = list(batches(rank // share, steps))
     if budget is not None and fit is None:
         fit = lowtide.fit(net, None if watched else (data[0],), budget=budget)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    # foreach, an accelerator's default, refuses DTensors beside other tensors
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
     torch.manual_seed(rank // share)
     losses, gradients, why_not, peaks = [], [], [], []
     with Collectives() as sent:
@@ -253,7 +254,7 @@ def train(
             if isinstance(net, FSDPModule):
                 net.set_requires_gradient_sync(last)
             there = sum(t.nbytes for t in plain_tensors(*net.parameters(), *net.buffers(), ids))
-            with measuring("cpu") if measured else nullcontext() as counter:
+            with measuring(torch.get_default_device()) if measured else nullcontext() as counter:
                 loss = net(ids)
                 loss.backward()
             if counter is not None:
@@ -339,7 +340,9 @@ def in_stages(rank: int, schedule: str) -> tuple[dict, dict]:
 
     With four ranks each stage is fully sharded over two of them.
     """
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "data"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "data")
+    )
     return _pipeline(rank, schedule, mesh, None), _pipeline(rank, schedule, mesh, "70%")
 
 
@@ -354,13 +357,13 @@ def _pipeline(rank: int, schedule: str, mesh: DeviceMesh, budget: Any, microbatc
     ids = data[0].chunk(microbatches)[0]
     sample = ids if number == 0 else torch.randn(*ids.shape, 32, requires_grad=True)
     fit = lowtide.fit(stage, (sample,), budget=budget) if budget is not None else None
-    piped = PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    piped = PipelineStage(stage, number, 2, torch.get_default_device(), group=mesh["stage"].get_group())
 
     def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
     run = SCHEDULES[schedule](piped, n_microbatches=microbatches, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01, foreach=False)
     torch.manual_seed(rank)
     losses: list[torch.Tensor] = []
     gradients = []

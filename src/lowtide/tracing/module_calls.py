@@ -5,9 +5,9 @@ drop it (``Module.__getstate__`` does), and ``try/finally`` holds where forward 
 leaves an ``always_call`` hook's mode on).
 """
 
-import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -47,12 +47,48 @@ class CallObserver(Protocol):
     def sharding_observer(self) -> ShardingObserver | None: ...
 
 
-class _ThreadState(threading.local):
+@dataclass
+class _State:
     observer: CallObserver | None = None
-    fitted_calls: int = 0  # of fitted models that run
+    fitted_calls: int = 0
 
 
-thread_state = _ThreadState()  # per thread: another thread's forward is not this step's
+class _ThreadState:
+    """What holds for one thread: another thread's forward is not this step's.
+
+    It lies in PyTorch's state of the thread, not in Python's: the engine hands that on to the device's thread, in which
+    backward runs on an accelerator and FSDP gathers and frees parameters.
+
+    Attributes:
+        observer: Of the module calls of this thread.
+        fitted_calls: Of fitted models that run.
+    """
+
+    _KEY = "lowtide.tracing.thread_state"
+
+    def _of_this_thread(self) -> _State:
+        if not torch._C._is_key_in_tls(self._KEY):
+            torch._C._stash_obj_in_tls(self._KEY, _State())
+        return torch._C._get_obj_in_tls(self._KEY)
+
+    @property
+    def observer(self) -> CallObserver | None:
+        return self._of_this_thread().observer
+
+    @observer.setter
+    def observer(self, observer: CallObserver | None) -> None:
+        self._of_this_thread().observer = observer
+
+    @property
+    def fitted_calls(self) -> int:
+        return self._of_this_thread().fitted_calls
+
+    @fitted_calls.setter
+    def fitted_calls(self, count: int) -> None:
+        self._of_this_thread().fitted_calls = count
+
+
+thread_state = _ThreadState()
 
 
 class ObservedCall:

@@ -79,6 +79,15 @@ inline void name_cpu_kernel(OperatorHandle& op, Stack& arguments, const Stack& g
   }
 }
 
+// A device keeps mean and deviation of a layer norm in float; the CPU's kernel expects them as it made them.
+inline void name_cpu_types(const std::string& name, Stack& arguments) {
+  if (name != "aten::native_layer_norm_backward") return;
+  auto type = arguments[1].toTensor().scalar_type();
+  auto weight = arguments[5].toOptional<at::Tensor>();
+  if (weight && weight->defined() && weight->scalar_type() != type) return;
+  for (int statistic : {3, 4}) arguments[statistic] = arguments[statistic].toTensor().to(type);
+}
+
 struct Call {
   OperatorHandle op;
   const FunctionSchema& schema;
@@ -189,7 +198,7 @@ struct Call {
   std::function<Stack()> kernel() const {
     Aliases aliases;
     auto inside = arguments([&](const at::Tensor& t) {
-      if (ours(t) || !t.defined()) return aliases.of(t);
+      if (ours(t) || !t.defined()) return aliases.of(there(t));
       Below below;  // a CPU scalar or index: its value now
       auto copy = t.clone();
       if (t.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -203,6 +212,7 @@ struct Call {
     return [on_cpu, inside, default_seed]() mutable {
       std::optional<DefaultCpuSeed> seeded;
       if (default_seed) seeded.emplace(*default_seed);
+      name_cpu_types(on_cpu.schema().name(), inside);
       on_cpu.callBoxed(&inside);
       return std::move(inside);
     };

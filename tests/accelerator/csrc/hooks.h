@@ -34,7 +34,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device d) const override { return stream_of(index(d), 0); }
   Stream getNewStream(Device d, int) const override {
     LOCKED;
-    return stream_of(index(d), 1 + world().next_stream++ % (kStreams - 1));
+    return stream_of(index(d), 1 + world().next_stream++ % kPool);
   }
   Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   Stream exchangeStream(Stream s) const override {

@@ -53,7 +53,14 @@ struct Aliases {
     return on_storage(t, it->second, DispatchKey::CPU);
   }
 };
-inline at::Tensor kernel_view(const at::Tensor& t) { return Aliases().of(t); }
+// A kernel that reads past a storage is an error of the address there; here it is one of the call that starts it.
+inline const at::Tensor& there(const at::Tensor& t) {
+  if (!t.defined() || !t.numel()) return t;
+  size_t bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize(), t.storage_offset());
+  TORCH_CHECK(bytes <= t.storage().nbytes(), "standin: a kernel is given ", bytes, " bytes in a storage of ", t.storage().nbytes());
+  return t;
+}
+inline at::Tensor kernel_view(const at::Tensor& t) { return Aliases().of(there(t)); }
 inline at::Tensor meta_like(const at::Tensor& t) {
   auto none = make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), t.storage().nbytes(), DataPtr(nullptr, Device(DeviceType::Meta)),
                                           GetAllocator(DeviceType::Meta), true);
@@ -82,7 +89,7 @@ inline void copy_within(const at::Tensor& from, const at::Tensor& to) {
   bool far = from.device() != to.device();
   if (far) synchronize_device(from.device().index());  // stricter than CUDA, where the two current streams wait
   Aliases aliases;
-  auto copy = [a = aliases.of(from), b = aliases.of(to)] { b.copy_(a); };
+  auto copy = [a = aliases.of(there(from)), b = aliases.of(there(to))] { b.copy_(a); };
   launch(copy, far ? COPY_IN : COMPUTE, far ? copy_ns(from.nbytes()) : op_ns("aten::copy_"));
   if (far) synchronize_device(to.device().index());
 }

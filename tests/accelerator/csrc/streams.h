@@ -14,7 +14,7 @@ namespace standin {
 using namespace c10;
 
 constexpr auto kType = DeviceType::PrivateUse1;
-constexpr int kDevices = 2, kStreams = 33;  // the default stream and a pool of 32, as on CUDA
+constexpr int kDevices = 2, kPool = 32, kStreams = kPool + 2;  // the default stream, a pool as on CUDA, the process group's
 constexpr size_t kMostQueued = 4096;        // a launch queue has an end
 
 // One lock for all state. It may be taken again by who has it: kernels free memory.
