@@ -1,6 +1,9 @@
 """The host tier: what moves to pinned memory and back has the bits of the plain step, whatever runs first."""
 
 import gc
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import lowtide
 from accelerator.schedules import EARLY, LATE, RANDOM
 from lowtide.device import pinning
 from lowtide.errors import TierError
+from lowtide.graph.costs import HOST, Link
 from lowtide.measurement import links
 from lowtide.tape.offload.host_tier import HostTier, host_bytes
 from lowtide.tracing.tracer import run_step
@@ -141,6 +145,64 @@ def test_backward_and_forward_may_be_on_a_stream_of_the_users(any_order):
     assert differing(expected, outcome(model, loss)) == []
 
 
+@cache
+def two_streams():
+    return torch.Stream("standin"), torch.Stream("standin")
+
+
+class Branches(nn.Module):
+    """Two branches on two streams of the user's, which wait for each other as they must."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.Tanh())
+        self.branches = nn.ModuleList(mlp(3, width) for _ in range(2))
+
+    def forward(self, x):
+        current = torch.accelerator.current_stream()
+        streams = two_streams()
+        h, results = self.first(x), []
+        for stream, branch in zip(streams, self.branches):
+            stream.wait_stream(current)
+            h.record_stream(stream)
+            with stream:
+                results.append(branch(h))
+        for stream, result in zip(streams, results):
+            current.wait_stream(stream)
+            result.record_stream(current)
+        return results[0] * results[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "ahead"])
+def test_a_model_on_several_streams_of_the_users_is_right(any_order, ahead):
+    model, batch = Branches().to("standin"), torch.randn(512, 64, device="standin")
+    graph = lowtide.trace(model, batch)
+    moved = movable(graph)
+    fetches = {"max_inflight_bytes": 10_000, "fetch_at": dict.fromkeys(moved, 0)} if ahead else {}
+    with any_order.schedule(EARLY, EARLY):  # it lets go of gradients that other streams made before they are read
+        expected = plain(model, batch)
+    with lowtide.apply(model, moving(graph, moved, **fetches)) as applied:
+        torch.manual_seed(7)
+        loss, _ = run_step(model, batch, None)
+        loss.backward()
+    torch.accelerator.synchronize()
+    assert differing(expected, outcome(model, loss)) == [] and applied.counts.moved
+
+
+def test_backward_may_be_on_another_stream_than_forward(any_order):
+    model, batch, plan = offloaded()
+    expected = plain(model, batch)
+    side = torch.Stream("standin")
+    with lowtide.apply(model, plan):
+        torch.manual_seed(7)
+        loss, _ = run_step(model, batch, None)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            loss.backward()
+    torch.accelerator.current_stream().wait_stream(side)
+    assert differing(expected, outcome(model, loss)) == []
+
+
 def test_two_plans_share_a_pool(any_order):
     tier = HostTier()
     models = [mlp(2, 32).to("standin") for _ in range(2)]
@@ -163,6 +225,50 @@ def test_two_plans_share_a_pool(any_order):
         for want, model, loss in zip(expected, models, losses):
             assert differing(want, outcome(model, loss)) == []
     assert len(set(pinned)) == 1, "the pool grew"
+
+
+@pytest.mark.parametrize("shapes", [(1, 2, 3), (3, 2, 1), (2, 3, 1)], ids=str)
+def test_a_pool_for_several_shapes_is_as_large_as_the_largest_needs(device, shapes):
+    tier, sizes = HostTier(), [1 << 16, 3 << 17, 3 << 17, 1 << 20]
+    for factor in shapes:
+        tier.reserve(factor * size for size in sizes)
+    needed = sum(host_bytes(3 * size) for size in sizes)
+    assert tier.pool.pinned_bytes == needed
+
+    for factor in (1, 2, 3, 2):  # steps of these shapes, whatever the order in which their tensors come
+        copies = [tier.store(torch.zeros(factor * size // 4, device="standin").untyped_storage()) for size in sizes]
+        for copy in copies:
+            copy.settle()
+        del copy, copies
+    assert tier.pool.pinned_bytes == needed
+
+
+@pytest.mark.parametrize("bytes_per_ms", [3e6, 3e5, 3e4])
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "ahead"])
+@pytest.mark.parametrize("in_flight", [0, 4 << 20], ids=["settled at once", "some in flight"])
+def test_a_step_takes_what_was_predicted_stalls_included(device, bytes_per_ms, ahead, in_flight):
+    """On the device's own clock, an op a millisecond: from copies that hide to copies that the step waits for."""
+    model, batch = mlp(4, 64).to("standin"), torch.randn(4096, 64, device="standin")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    graph, link = lowtide.trace(model, batch), Link(bytes_per_ms * 1e3, bytes_per_ms * 1e3)
+    fetch_at = dict.fromkeys(movable(graph), 0) if ahead else None
+    plan = moving(graph, movable(graph), max_inflight_bytes=in_flight, fetch_at=fetch_at, link=link)
+    with device.times(op_ms=1.0, copy_bytes_per_ms=bytes_per_ms), device.schedule(LATE, LATE):
+        costs = lowtide.measure(graph)
+        costs = replace(costs, dispatch_us=0, record_us=0, replay_us=0, links={HOST: link})
+        with lowtide.apply(model, plan):
+            for _ in range(2):
+                torch.accelerator.synchronize()
+                begin, end = (torch.Event("standin", enable_timing=True) for _ in range(2))
+                begin.record()
+                loss, _ = run_step(model, batch, None)
+                loss.backward()
+                end.record()
+                end.synchronize()
+    predicted = lowtide.simulate(graph, costs, plan)
+    assert begin.elapsed_time(end) == pytest.approx(predicted.step_ms, rel=1e-3)
+    assert bytes_per_ms > 1e5 or predicted.stall_ms > 0
 
 
 def test_each_device_has_its_own_streams(any_order):
@@ -211,6 +317,24 @@ def test_a_step_that_fails_with_copies_in_flight_leaves_the_next_one_right(any_o
 
 
 def test_pinned_memory_is_not_given_back_under_a_copy(device):
+    with device.schedule(LATE, LATE):
+        before = device.unregistered_in_use()
+        tier, original = HostTier(), made(2)
+        copy = tier.store(original.untyped_storage())
+        del copy, tier
+        gc.collect()
+        assert device.unregistered_in_use() == before
+
+
+def test_registered_memory_is_not_given_back_under_a_copy(device, monkeypatch):
+    """Where memory is registered as it is (CUDA), nobody but us waits for the copies."""
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: device.host_register(address, size),
+        cudaHostUnregister=device.host_unregister,
+        cudaGetLastError=lambda: None,
+    )
+    monkeypatch.setattr(pinning, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(pinning, "cudart", lambda: runtime)
     with device.schedule(LATE, LATE):
         before = device.unregistered_in_use()
         tier, original = HostTier(), made(2)
