@@ -152,7 +152,7 @@ MUTATIONS = (
         _TIER,
         "            buffer.record_stream(reader)\n",
         "            pass\n",
-        _host("another_stream"),
+        _host("another_stream_reads"),
     ),
     Mutation(
         "a larger block takes the place of a smaller one",

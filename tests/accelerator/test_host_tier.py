@@ -173,20 +173,33 @@ class Branches(nn.Module):
         return results[0] * results[1]
 
 
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "ahead"])
-def test_a_model_on_several_streams_of_the_users_is_right(any_order, ahead):
+def test_a_model_on_several_streams_of_the_users_is_right(device, order, ahead):
     model, batch = Branches().to("standin"), torch.randn(512, 64, device="standin")
     graph = lowtide.trace(model, batch)
     moved = movable(graph)
     fetches = {"max_inflight_bytes": 10_000, "fetch_at": dict.fromkeys(moved, 0)} if ahead else {}
-    with any_order.schedule(EARLY, EARLY):  # it lets go of gradients that other streams made before they are read
-        expected = plain(model, batch)
-    with lowtide.apply(model, moving(graph, moved, **fetches)) as applied:
+    # In no other order: it frees gradients that other streams made before what reads them has run.
+    expected = plain(model, batch)
+    with device.schedule(*order), lowtide.apply(model, moving(graph, moved, **fetches)) as applied:
         torch.manual_seed(7)
         loss, _ = run_step(model, batch, None)
         loss.backward()
-    torch.accelerator.synchronize()
+        torch.accelerator.synchronize()
     assert differing(expected, outcome(model, loss)) == [] and applied.counts.moved
+
+
+def test_memory_that_another_stream_reads_is_used_again_only_after_that(device):
+    other = torch.Stream("standin")
+    with device.schedule(EARLY, LATE):
+        copy = HostTier().store(made(2).untyped_storage())
+        copy.start_fetch()
+        with other:
+            read = copy.fetch().view(torch.float32) + 0
+        others = [made(9) for _ in range(4)]  # in memory that nobody has
+        other.synchronize()
+    assert read.cpu().equal(NUMBERS * 2) and len(others) == 4
 
 
 def test_backward_may_be_on_another_stream_than_forward(any_order):
