@@ -11,7 +11,7 @@ What a device does not tell is None: callers do without it.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -63,6 +63,13 @@ def available_bytes(device: str | torch.device = "cpu") -> int | None:
     return free[0] + held - (_statistic(index, "allocated_bytes.all.current") or 0)
 
 
+def bytes_in_pieces(device: str | torch.device) -> int:
+    """What an accelerator's allocator holds unused between blocks that are in use: little of it may fit a tensor."""
+    if not is_accelerator(device):
+        return 0
+    return _statistic(index_of(device), "inactive_split_bytes.all.current") or 0
+
+
 def is_short_of(needed_bytes: float, device: str | torch.device) -> bool:
     """Whether ``device`` says that it has less than ``needed_bytes`` available."""
     available = available_bytes(device)
@@ -78,7 +85,8 @@ def capacity_bytes(device: str | torch.device) -> int | None:
 def release_cached_memory() -> None:
     """Give back to the accelerator, if there is one, what its allocator holds unused."""
     if torch.accelerator.current_accelerator(check_available=True) is not None:
-        torch.accelerator.empty_cache()
+        with suppress(RuntimeError, NotImplementedError):  # an allocator of a kind that holds none
+            torch.accelerator.empty_cache()
 
 
 @contextmanager

@@ -1,10 +1,14 @@
 """An allocator's refusal: how it is known, and how much was missing."""
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from lowtide.device.memory import available_bytes
+from lowtide.device.memory import available_bytes, release_cached_memory
+from lowtide.errors import RehearsalMemoryError
 from lowtide.units import parse_budget
 
 # What errors say that have no class of their own: the CPU's allocator, cuBLAS and cuDNN, other backends.
@@ -18,6 +22,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(refusal in str(error) for refusal in _REFUSALS)
+
+
+@contextmanager
+def told_by_name(while_what: str, way_out: str) -> Iterator[None]:
+    """Turn an allocator's refusal inside into ``RehearsalMemoryError``, and free what the code inside has made."""
+    try:
+        yield
+        return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).splitlines()[0]
+        let_go_of_frames(error)
+    gc.collect()  # the step's graph is a cycle
+    release_cached_memory()
+    raise RehearsalMemoryError(f"memory ran out while {while_what}: {said}\n{way_out}")
 
 
 def missing_bytes(error: BaseException, device: torch.device) -> int | None:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 from lowtide.device.generators import forked
 from lowtide.device.memory import is_short_of
 from lowtide.device.names import check_is_here, device_name, is_accelerator
+from lowtide.device.out_of_memory import told_by_name
 from lowtide.device.streams import synchronize
 from lowtide.device.timing import calls_ms
 from lowtide.errors import DeviceError
@@ -98,6 +99,7 @@ def measure(
         DeviceError: ``graph`` was traced for a device that is not here.
         TierError: this machine has no such tier, or it cannot be used.
         ValueError: ``repeats`` is not positive, or a tier is not known.
+        RehearsalMemoryError: the device has no memory left to time anything.
 
     Warns:
         EstimateWarning: once, naming ops whose times are estimated from the bytes that they move.
@@ -112,10 +114,11 @@ def measure(
     ops_by_signature: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         ops_by_signature[op.signature].append(op)
-    clock = _Clock(graph.device, memory_bytes)
     signature_ms: dict[int, float] = {}
     failed: dict[int, str] = {}  # why a signature's time is an estimate; "" where that needs no warning
-    with _quiet(graph.device):
+    way_out = "Free memory on the device first, or use costs that were measured before."
+    with told_by_name("ops were timed", way_out), _quiet(graph.device):
+        clock = _Clock(graph.device, memory_bytes)
         for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
             try:
                 clock.leave(max(_made_bytes(graph, op) for op in ops))
@@ -127,8 +130,11 @@ def measure(
             if progress is not None:
                 progress(done, len(ops_by_signature))
         clock.leave(0)
-        warm_us, dispatch_us = _dispatch_us(graph, clock)
-        copy_ms = _copy_ms(clock) if failed else 0.0
+        with told_by_name(
+            "ops were timed", "Free memory on the device first, or pass costs that were measured before."
+        ):
+            warm_us, dispatch_us = _dispatch_us(graph, clock)
+            copy_ms = _copy_ms(clock) if failed else 0.0
         for index in failed:
             moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
             signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * clock.copied_bytes)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowtide.device.memory import allocated_bytes as device_bytes
-from lowtide.device.memory import available_bytes
+from lowtide.device.memory import available_bytes, bytes_in_pieces
 from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError, DeviceError
 from lowtide.graph.costs import Costs
@@ -53,7 +53,9 @@ class StepBudget:
         self.absolute_bytes: int | None = None
         self.is_automatic = parsed == "auto"
         if self.is_automatic:
-            self.absolute_bytes = self.resident_bytes + in_steps(self.free_bytes())
+            # Now and not later: after a step, pieces are mostly what the next one takes again.
+            free_bytes = self.free_bytes() - bytes_in_pieces(self.device)
+            self.absolute_bytes = self.resident_bytes + in_steps(max(0, free_bytes))
         elif isinstance(parsed, int):
             self.absolute_bytes = parsed
         self.most_bytes = self.absolute_bytes

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide.device.memory import is_short_of, release_cached_memory
-from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, missing_bytes
-from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError, TierError
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, missing_bytes, told_by_name
+from lowtide.errors import BudgetInfeasibleError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.op_times import measure
@@ -62,18 +62,9 @@ class Rehearsal:
             TierError: a tier that was asked for cannot be used.
             RehearsalMemoryError: the device has too little memory for a rehearsal.
         """
-        try:
+        way_out = "Fit without a batch, and the real steps are watched; or pass a smaller one."
+        with told_by_name("this batch was rehearsed", way_out):
             return self._planned(batch, step)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            said = str(error).splitlines()[0]
-            let_go_of_frames(error)
-        _collect()
-        raise RehearsalMemoryError(
-            f"memory ran out while this batch was rehearsed: {said}\n"
-            "Fit without a batch, and the real steps are watched; or pass a smaller one."
-        )
 
     def _planned(self, batch: Any, step: Step | None) -> PlannedStep:
         model, batch = self._model(), without_history(batch)

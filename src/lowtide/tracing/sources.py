@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device.out_of_memory import told_by_name
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.cuda_kernels import cuda_kernels
 from lowtide.hollow.cuda_scripts import cuda_means_cpu
@@ -23,6 +24,9 @@ from lowtide.tracing.tracer import Step, WithoutMemory, record
 from lowtide.tracing.whole_modules import called_whole, matching
 
 _CUDA_GENERATOR_BYTES = 16
+_WAY_OUT = (
+    "Pass a smaller batch; trace without memory (device=); or fit the model without a batch, and its steps are watched."
+)
 
 
 def trace(
@@ -58,12 +62,16 @@ def trace(
     Raises:
         StepError: no scalar loss, no trainable parameter, or the model rejects the batch.
         UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
+        RehearsalMemoryError: memory ran out.
     """
     if opaque and device is not None:
         raise ValueError("opaque= needs real tensors: a call that runs again is proven. Leave out device= or opaque=.")
     if device is None:
         module = unwrapped(model) if isinstance(model, nn.Module) else model
-        with called_whole(module, matching(module, opaque) if opaque else []):
+        with (
+            called_whole(module, matching(module, opaque) if opaque else []),
+            told_by_name("a step was traced", _WAY_OUT),
+        ):
             return record(model, batch, step, optimizer)
     return trace_hollow(model, batch, target_of(device), step=step, optimizer=optimizer)
 
