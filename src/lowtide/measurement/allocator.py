@@ -85,7 +85,7 @@ def measuring(device: str | torch.device) -> Iterator[PeakCounter | None]:
 
 
 def seen_on_cpu(wanted: bool = True) -> AbstractContextManager[Any]:
-    """What is allocated on a CPU inside has a known size where a measurement sees it freed. 7 us, if it is ``wanted``."""
+    """What is allocated on a CPU inside has a known size where a measurement sees it freed. 7 us, if ``wanted``."""
     return measuring("cpu") if wanted else nullcontext()
 
 
