@@ -1,6 +1,7 @@
 """lowtide on the accelerator: the bits of the plain step, and the peak that the allocator counts."""
 
 import gc
+import threading
 
 import cases
 import pytest
@@ -15,9 +16,11 @@ from lowtide.errors import RehearsalMemoryError, UnsupportedModelError
 from lowtide.graph.costs import Link
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime import shared_tiers
+from lowtide.tape.online.release import Releaser
 from lowtide.tracing.tracer import run_step
 
 MIB = 2**20
+make_room = Releaser.make_room
 NO_HOST = lowtide.Offload(host_budget=None)
 
 
@@ -175,6 +178,32 @@ def test_what_others_hold_is_in_the_budget_of_a_watched_step(device):
             assert fit.status().planned_steps == planned_steps
 
     assert others.nbytes < fit.status().observed_peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.9])
+def test_a_backward_in_the_devices_thread_makes_room_without_a_plan(device, monkeypatch, share):
+    releasing_threads = []
+    monkeypatch.setattr(
+        Releaser, "make_room", lambda *args: (releasing_threads.append(threading.current_thread()), make_room(*args))[1]
+    )
+    model, batch = residual(depth=6).to("standin"), batch_on(rows=1024)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with device.always_split(True):
+        lowtide.trace(model, batch)  # the first look at each kernel takes up to 1 MiB on a device
+        of_the_step = peak_bytes(lambda: model(batch).backward(), "standin")
+        budget_bytes = torch.accelerator.memory_allocated() + int(share * of_the_step)
+        with lowtide.fit(model, budget=budget_bytes, offload=NO_HOST) as fit:
+            torch.accelerator.reset_peak_memory_stats()  # a peak from before would be given back
+            loss = model(batch)
+            releasing_threads.clear()
+            torch.accelerator.reset_peak_memory_stats()
+            loss.backward()
+            peak, status = torch.accelerator.max_memory_allocated(), fit.status()
+
+    assert releasing_threads.count(threading.main_thread()) <= 1 and len(releasing_threads) > 20  # the loss's gradient
+    assert status.planned_steps == 0 and status.reasons == ()
+    assert peak <= budget_bytes and peak <= status.observed_peak_bytes + 512
 
 
 def test_an_automatic_budget_leaves_a_tenth_of_what_is_free(device):

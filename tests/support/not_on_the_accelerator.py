@@ -103,9 +103,6 @@ LEFT_OUT = {
         "bits that are read too early are read late there, as all that the device does"
     ),
     "tape/test_peaks.py::test_an_attention_holds": _CPU_OP,
-    "tape/test_peaks.py::test_graphs_that_a_checkpoint_region_makes_in_backward_hold_nothing_afterwards[True]": (
-        "a reentrant checkpoint is predicted 4,096 bytes too high on an accelerator; cause not found"
-    ),
     "test_cli.py::test_fit_moves_to_a_scratch_directory": _DISK,
     "test_long_sequences.py::test_logits_never_exist": _CPUS,
     "test_scratch_file.py": _FILE,

@@ -23,6 +23,7 @@ from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
+from lowtide.measurement.allocator import seen_on_cpu
 from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.tape import OnlineTape
@@ -40,6 +41,7 @@ from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.sharding.zero3 import has_gathered
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
+from lowtide.tracing.whole_modules import calls_compiled_code
 
 _NOTHING = nullcontext()
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
@@ -67,6 +69,7 @@ class WatchedStep(OnlineTape):
         self._builder, self._storages = self.recorder.builder, self.recorder.live
         self.recorder.functions.on_error = self.stop_recording
         self._assignments = None  # the recorder looks
+        self._calls_compiled_code = False
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
@@ -82,6 +85,7 @@ class WatchedStep(OnlineTape):
         """The model is called from outside; the first time, what was there before the step is noted."""
         if not self._builder.calls:
             batch = Call(args, kwargs)
+            self._calls_compiled_code = any(map(calls_compiled_code, model.modules()))
             add_residents(self.recorder, model, batch)
             self.recorder.observe_sharding(model)
             self.found_gathered = has_gathered(model)
@@ -129,7 +133,8 @@ class WatchedStep(OnlineTape):
         def run(around: AbstractContextManager[Any]) -> Any:
             nonlocal result, failed, ran
             ran = True
-            result = super(WatchedStep, self)._run_op(func, args, kwargs, around)
+            with seen_on_cpu(self._calls_compiled_code):  # whose backward may free what the op makes
+                result = super(WatchedStep, self)._run_op(func, args, kwargs, around)
             failed = False
             return result
 

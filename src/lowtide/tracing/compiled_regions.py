@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.graph.step_graph import UNPACK, Op
+from lowtide.graph.step_graph import RUN, UNPACK, Op
 from lowtide.measurement.allocator import measuring
 from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.batches import batch_tensors
@@ -104,8 +104,8 @@ def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:
 class CompiledOp:
     """The op of one call, forward or backward: storages that appear while it runs are made by it.
 
-    Its event comes first: what the call lets autograd store is stored afterwards. ``finish`` ends the call; close
-    ``running`` where it fails.
+    Its event comes first: what the call lets autograd store is stored afterwards. In a backward of compiled code, which
+    frees what it was given as it goes, it comes after that. ``finish`` ends the call; close ``running`` where it fails.
     """
 
     def __init__(
@@ -157,9 +157,17 @@ class CompiledOp:
             return sum(builder.storages[s].bytes for s in storages)
 
         # While a step is traced autograd gets copies of what the step made, which the allocator has counted here.
-        unpacked = {builder.saved[n] for kind, n in builder.events[self._first_event :] if kind == UNPACK}
+        since = builder.events[self._first_event :]
+        unpacked = {builder.saved[n] for kind, n in since if kind == UNPACK}
         copies = [s for s in unpacked if builder.storages[s].op is not None] if self._counts_copies else []
         peak = 0 if self._counter is None else self._counter.peak - total(copies)
+        if not self._counts_copies and sum(kind == RUN for kind, _ in since) == 1:
+            # It frees what it was given as it goes, so that what it makes may have its place. What the step holds
+            # elsewhere is let go afterwards: a plan may hold it for this alone.
+            let_go = builder.let_go_since(self._first_event)
+            first = [e for e in since if e[0] == UNPACK or builder.let_go_by(e) in let_go]
+            builder.events[self._first_event :] = [*first, *(e for e in since if e not in first)]
+            peak += total(let_go)
         builder.ops[self._number] = replace(
             builder.ops[self._number],
             makes=tuple(self.makes),

@@ -26,12 +26,9 @@ class GradientSums:
         self.targets: dict[int, tuple[int, ...]] = {}  # op id -> storages it may add into, in the engine's order
         self._live = live
         self._nodes: list[Any] = []  # in the order in which they ran
-        self._inner_nodes: list[Any] = []  # as _nodes, of a graph that backward itself made
-        self._first_inner_node = 0
-        self._made_by: dict[int, int | None] = {}  # storage -> autograd node that was running
-
-    def start_backward(self) -> None:
-        self._first_inner_node = torch._C._autograd._get_sequence_nr()
+        self._inner_nodes: list[Any] = []  # as _nodes, of backwards inside this one
+        self._outermost: int | None = None  # the number of the backward that others are inside
+        self._made_by: dict[int, tuple[int, int] | None] = {}  # storage -> autograd node that was running
 
     def add_op(self, op: int, func: Any, args: tuple, inputs: list[torch.Tensor]) -> None:
         """``op`` of backward has run."""
@@ -50,25 +47,31 @@ class GradientSums:
         """An op of backward has made these."""
         self._made_by.update(dict.fromkeys(storages, self._current_node()))
 
-    def _current_node(self) -> int | None:
-        """The sequence number of the autograd node that runs now, or ran last."""
+    def _current_node(self) -> tuple[int, int] | None:
+        """The autograd node that runs now, or ran last: the number of its backward, and its own in there."""
         node = torch._C._current_autograd_node()
         if node is None:
             return None
-        number: int = node._sequence_nr()
+        # Numbers of nodes are each thread's own, those of backwards are not: an inner one has a higher number. On an
+        # accelerator the nodes of a graph that backward itself makes are numbered by the device's thread.
+        backward: int = torch._C._current_graph_task_id()
+        if self._outermost is None or backward < self._outermost:
+            self.forget_nodes()
+            self._outermost = backward
         nodes = self._nodes
-        if number >= self._first_inner_node:
+        if backward != self._outermost:
             nodes = self._inner_nodes
         elif self._inner_nodes:  # that graph has run, and holds its inputs with their gradients
             _release_in_order(self._inner_nodes)
         if not nodes or nodes[-1] is not node:
             nodes.append(node)
-        return number
+        return backward, node._sequence_nr()
 
     def forget_nodes(self) -> None:
         """Drop the nodes, which hold the graph of the step and, through its hooks, this object."""
         _release_in_order(self._inner_nodes)
         _release_in_order(self._nodes)
+        self._outermost = None
 
 
 def _release_in_order(nodes: list[Any]) -> None:

@@ -3,13 +3,14 @@
 Plain data. ``Recorder`` fills it from a real step; any other source of ops can do the same.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lowtide.graph.function_ops import ELSEWHERE
-from lowtide.graph.step_graph import FREE, PACK, RUN, Frame, Op, StepGraph, Storage
+from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, StepGraph, Storage
 
 
 class Mark(NamedTuple):
@@ -173,6 +174,25 @@ class GraphBuilder:
         """Storages made since then that live."""
         freed = {number for kind, number in self.events[mark.events :] if kind == FREE}
         return [s for s in range(mark.storages, len(self.storages)) if s not in freed]
+
+    def let_go_since(self, event: int) -> set[int]:
+        """The storages made in the step whose last hold, Python's or autograd's, has ended at ``event`` or later."""
+        found = {s for e in self.events[event:] if (s := self.let_go_by(e)) is not None}
+        holds = Counter(s for s in found if self.storages[s].op is not None)
+        for kind, number in self.events:
+            let_go = self.let_go_by((kind, number))
+            if let_go is not None:
+                holds[let_go] -= 1
+            elif kind in (PACK, UNPACK):
+                holds[self.saved[number]] += 1
+        return {s for s in found if self.storages[s].op is not None and holds[s] == 0}
+
+    def let_go_by(self, event: tuple[int, int]) -> int | None:
+        """The storage of which ``event`` ends a hold."""
+        kind, number = event
+        if kind == FREE:
+            return number
+        return self.saved[number] if kind in (DROP, RELEASE) else None
 
     def join_ops(self, mark: "Mark", op: Op, outputs: list[int]) -> None:
         """``op`` in place of all ops since ``mark``; it makes those of their storages that live.

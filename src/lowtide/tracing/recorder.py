@@ -360,7 +360,6 @@ class Recorder(TorchDispatchMode):
 
     def start_backward(self) -> None:
         self._backward = True
-        self.sums.start_backward()
 
     def stop(self) -> None:
         """Record no more, restore the parameters that the step wrote, and hold nothing of the step's graph."""

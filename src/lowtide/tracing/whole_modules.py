@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
 from lowtide.graph.function_ops import PREFIX
-from lowtide.measurement.allocator import measuring
+from lowtide.measurement.allocator import measuring, seen_on_cpu
 from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.function_calls import (
@@ -122,11 +122,10 @@ class CompiledCode:
 
     def run_again(self, kind: tuple, device: torch.device, args: Any, kwargs: Any) -> Any:
         """The same of a call that has compiled by now."""
-        if kind in self.peak_bytes:
-            return self(*args, **kwargs)
-        with measuring(device) as counter:
+        is_known = kind in self.peak_bytes
+        with measuring("cpu" if is_known else device) as counter:  # see ``seen_on_cpu``
             result = self(*args, **kwargs)
-        if counter is not None:
+        if counter is not None and not is_known:
             self.peak_bytes[kind] = counter.peak
         return result
 
@@ -277,7 +276,7 @@ class ObservedModuleCall(ObservedFunctionCall):
 
         try:
             first_node = get_sequence_nr()
-            with saved_tensors_hooks(pack, _Box.unpacked):
+            with saved_tensors_hooks(pack, _Box.unpacked), seen_on_cpu(self._compiled is not None):
                 output = self.run()
             if self._compiled is not None:  # the compiler makes nodes, too
                 num_left = sum(1 for _ in nodes_since(first_node, list(tensors_in(output))))
@@ -327,6 +326,10 @@ class WholeCall:
             self._thread_state.observer = observer
             observer.leave()
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
     def _unplanned(self, observer: Any, module: nn.Module, run: Callable[[], Any], given: Any) -> Any:
         """Compiled code whose parameters come and go: what it stores is saved."""
         self._thread_state.observer = None
@@ -334,6 +337,12 @@ class WholeCall:
             return observer.opaque(self.path, module, run, list(tensors_in(given)))
         finally:
             self._thread_state.observer = observer
+
+
+def calls_compiled_code(module: nn.Module) -> bool:
+    """Whether calls of ``module`` are observed as calls of compiled code."""
+    call = module._compiled_call_impl
+    return isinstance(call, WholeCall) and call.is_compiled
 
 
 # -- what autograd stores ----------------------------------------------------------------------------------------------
