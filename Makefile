@@ -4,7 +4,7 @@ BIN := .venv/bin
 # What is known to run with another default device (tests/support/not_on_the_accelerator.py).
 SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation tests/api tests/runtime tests/measurement \
 	tests/inference tests/estimation tests/models tests/settings tests/test_long_sequences.py tests/foresight \
-	tests/solvers tests/doctor tests/docs
+	tests/solvers tests/doctor tests/docs tests/distributed tests/integrations tests/benchmarks tests/device tests/test_cli.py
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 
 .DEFAULT_GOAL := help

@@ -8,6 +8,7 @@ import torch
 
 from lowtide.measurement.op_inputs import NotRebuildableError, describe, rebuild, tensor_bytes
 
+DEVICE = torch.get_default_device().type
 aten = torch.ops.aten
 
 CALLS = [
@@ -16,7 +17,7 @@ CALLS = [
     (aten.add.Tensor, (torch.randn(1, 3).expand(5, 3), 1), {"alpha": 2}),
     (aten.cat.default, ([torch.randn(2), torch.randn(3)],), {}),
     (aten.embedding.default, (torch.randn(10, 4), torch.tensor([[1, 9]])), {}),
-    (aten._to_copy.default, (torch.randn(3),), {"dtype": torch.bfloat16, "device": torch.device("cpu")}),
+    (aten._to_copy.default, (torch.randn(3),), {"dtype": torch.bfloat16, "device": torch.device(DEVICE)}),
     (aten.clone.default, (torch.randn(1, 2, 3, 3),), {"memory_format": torch.channels_last}),
     (aten.masked_fill.Scalar, (torch.randn(3), torch.tensor([True, False, True]), -math.inf), {}),
     (aten.clamp.default, (torch.randn(3), math.nan, None), {}),
@@ -27,7 +28,7 @@ CALLS = [
     (aten.zeros.default, ([2, 0],), {"layout": torch.strided, "pin_memory": False}),
     (aten.sum.default, (torch.randn(0, 3),), {}),
     (aten.relu.default, (torch.randn(()),), {}),
-    (aten.bernoulli.default, (torch.rand(3),), {"generator": torch.Generator()}),
+    (aten.bernoulli.default, (torch.rand(3),), {"generator": torch.Generator(DEVICE)}),
 ]
 
 
@@ -36,7 +37,7 @@ def test_a_call_comes_back_from_json_with_results_of_the_same_layout(call):
     func, args, kwargs = call
     signature = describe(func, args, kwargs)
 
-    again, new_args, new_kwargs = rebuild(json.loads(json.dumps(signature, allow_nan=False)), "cpu")
+    again, new_args, new_kwargs = rebuild(json.loads(json.dumps(signature, allow_nan=False)), DEVICE)
     expected, got = func(*args, **kwargs), again(*new_args, **new_kwargs)
 
     assert again is func
@@ -51,7 +52,7 @@ def test_equal_calls_have_equal_signatures_whatever_the_values():
     assert one == two
     assert one == {
         "op": "aten.mm.default",
-        "args": [{"t": [2, 2], "stride": [2, 1], "dtype": "float32", "device": "cpu"}] * 2,
+        "args": [{"t": [2, 2], "stride": [2, 1], "dtype": "float32", "device": DEVICE}] * 2,
         "kwargs": {},
     }
 
@@ -73,7 +74,7 @@ def test_what_torch_takes_beside_tensors_is_described():
 def test_an_expanded_tensor_takes_the_memory_it_spans_not_its_shape():
     signature = describe(aten.relu.default, (torch.randn(1, 3).expand(1000, 3),), {})
 
-    _, (x,), _ = rebuild(signature, "cpu")
+    _, (x,), _ = rebuild(signature, DEVICE)
 
     assert tensor_bytes(signature) == x.untyped_storage().nbytes() == 12
 
@@ -85,7 +86,7 @@ def test_synthetic_values_are_probabilities_zero_indices_and_true():
         torch.tensor([False]),
         torch.zeros(4, dtype=torch.float8_e4m3fn),
     )
-    _, (x, i, b, f), _ = rebuild(describe(aten.relu.default, args, {}), "cpu")
+    _, (x, i, b, f), _ = rebuild(describe(aten.relu.default, args, {}), DEVICE)
 
     assert x.min() >= 0.75 and x.max() <= 1 and 0.07 < x.std() < 0.075
     assert x[-10:].unique().numel() == 10
@@ -97,9 +98,9 @@ def test_synthetic_values_are_probabilities_zero_indices_and_true():
 def test_rebuilding_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
 
-    rebuild(describe(aten.relu.default, (torch.randn(3),), {}), "cpu")
+    rebuild(describe(aten.relu.default, (torch.randn(3),), {}), DEVICE)
     torch.set_rng_state(before)
-    rebuild(describe(aten.relu.default, (torch.empty(3),), {}), "cpu")
+    rebuild(describe(aten.relu.default, (torch.empty(3),), {}), DEVICE)
 
     assert torch.equal(torch.get_rng_state(), before)
 

