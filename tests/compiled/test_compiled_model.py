@@ -6,45 +6,13 @@ import sys
 
 import pytest
 import torch
-from support.compiled_layers import Decoder
+from support.compiled_layers import IDS, decoder, equal, reference, step_of
 from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing.restore import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
-
-
-def decoder(**options):
-    torch.manual_seed(0)
-    model = Decoder(**options)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    return model
-
-
-def step_of(run, model, ids=IDS):
-    """Loss, gradients and the generator's state after one step."""
-    for p in model.parameters():
-        p.grad.zero_()
-    torch.manual_seed(1)
-    loss = run(ids)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
-
-
-def equal(found, expected):
-    return all(map(same_bits, found, expected))
-
-
-def reference(round_as_eager=False, **options):
-    """A step of the layers compiled by PyTorch alone."""
-    model = decoder(**options)
-    for block in model.blocks:
-        block.compile(fullgraph=True, dynamic=False, options={"emulate_precision_casts": round_as_eager})
-    return step_of(model, model)
 
 
 def check_budgets(budgets, round_as_eager=False, **options):
@@ -118,7 +86,7 @@ def test_another_shape_gets_a_plan_of_its_own_and_the_first_one_stays():
 
 WARM = """
 import torch
-from support.compiled_layers import Decoder
+from support.compiled_layers import IDS, decoder, equal, reference, step_of
 import lowtide
 from torch._dynamo.utils import counters
 torch.set_num_threads(1)

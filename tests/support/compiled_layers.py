@@ -1,4 +1,4 @@
-"""A tiny decoder for compiled layers, and the joint graph of a function without Inductor's code."""
+"""A tiny decoder for compiled layers and its steps, and the joint graph of a function without Inductor's code."""
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from lowtide.compiled.joint_nodes import JointNodes
 from lowtide.compiled.layer_graph import layer_graph
 from lowtide.compiled.partitioner import PlannedPartitioner
+from lowtide.tracing.restore import same_bits
 
 
 class Block(nn.Module):
@@ -39,6 +40,39 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
+
+
+def decoder(**options):
+    torch.manual_seed(0)
+    model = Decoder(**options)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model
+
+
+def step_of(run, model, ids=IDS):
+    """Loss, gradients and the generator's state after one step."""
+    for p in model.parameters():
+        p.grad.zero_()
+    torch.manual_seed(1)
+    loss = run(ids)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
+
+
+def equal(found, expected):
+    return all(map(same_bits, found, expected))
+
+
+def reference(round_as_eager=False, **options):
+    """A step of the layers compiled by PyTorch alone."""
+    model = decoder(**options)
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False, options={"emulate_precision_casts": round_as_eager})
+    return step_of(model, model)
 
 
 def layer_graph_of(function, *inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -91,6 +91,7 @@ class CapturedLayer:
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
+        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self._fakes = [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
         if any(not isinstance(f, torch.Tensor) for f in self._fakes):
@@ -104,6 +105,13 @@ class CapturedLayer:
         self.draws = False
         self._plain: tuple[Compiled, list[_Lowered]] | None = None
         self._num_outputs = 0
+
+    @contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Gradients and autocast as they were when the layer was called, whoever asks for a variant now."""
+        enabled, dtype = self._autocast
+        with torch.enable_grad(), torch.autocast("cpu", enabled=enabled, dtype=dtype):
+            yield
 
     @property
     def input_looks(self) -> dict[int, TensorLook]:
@@ -194,7 +202,8 @@ class CapturedLayer:
         # Backward is otherwise lowered when it first runs, under other settings. PyTorch's cache of whole functions
         # would hand out code whose text is not there to be read; compiled kernels and graphs are cached all the same.
         functorch = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
-        with tracing(self._context), functorch_config.patch(functorch), _kernels_compiled(kernels):
+        ambient = self.as_captured() if partitioner is not None else nullcontext()
+        with ambient, tracing(self._context), functorch_config.patch(functorch), _kernels_compiled(kernels):
             return compile_fx(
                 copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches
             )

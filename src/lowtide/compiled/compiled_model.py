@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +16,7 @@ from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.compiled.step_watch import StepWatch
 from lowtide.errors import PlanMismatchError, UnsupportedModelError
 from lowtide.tracing.batches import Call, batch_tensors
-from lowtide.tracing.module_calls import is_compiled
+from lowtide.tracing.module_calls import is_compiled, never_compiled
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.tracer import resident_bytes
 from lowtide.units import parse_budget
@@ -80,6 +82,8 @@ class CompiledModel(nn.Module):
         self._plans: dict[str, CompiledPlan] = {}
         self._pending: tuple[str, StepWatch, int] | None = None
         self._last_plan: CompiledPlan | None = None
+        self._several: set[str] = set()  # input shapes of which several calls were alive at once
+        self._num_calls = 0
         self.reason = ""
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
@@ -106,12 +110,16 @@ class CompiledModel(nn.Module):
         return self._last_plan
 
     def set_budget(self, budget: int | str | None) -> None:
-        """Plan for another budget from now on; what is compiled stays, and only what is missing is compiled."""
+        """Plan for another budget from now on; what is compiled stays, and only what is missing is compiled.
+
+        Raises:
+            BudgetInfeasibleError: no choice fits it. The plans that there are stay in force.
+        """
         self._plan_watched()
-        self._budget = _parsed(budget)
-        self._plans.clear()
-        for shapes in self._planners:
-            self._make_plan(shapes)
+        parsed = _parsed(budget)
+        plans = {shapes: planner.plan(parsed) for shapes, planner in self._planners.items()}
+        self._budget, self._plans = parsed, plans  # not before all fit
+        self._last_plan = next(reversed(plans.values()), None)
 
     def use(self, plan: CompiledPlan) -> None:
         """Run the steps that ``plan`` was made for by it again; plans for other shapes stay.
@@ -139,15 +147,51 @@ class CompiledModel(nn.Module):
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         self._plan_watched()
-        shapes = _shapes_of(args, kwargs, self._model.training)
+        self._num_calls += 1
+        shapes = _shapes_of(args, kwargs, self._model)
         plan = self._plans.get(shapes)
+        session.not_as_planned = ""
         with torch._dynamo.config.patch(
             recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
         ):
-            if plan is not None:
-                session.variants = plan.layers
-                return self._model(*args, **kwargs)
-            return self._watched(shapes, args, kwargs)
+            if plan is None and shapes not in self._several:
+                outputs = self._watched(shapes, args, kwargs)
+            else:
+                session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
+                outputs = self._model(*args, **kwargs)
+        if session.not_as_planned:
+            self._lose_plan(shapes, session.not_as_planned)
+        self._look_for_late_backward(shapes, outputs)
+        return outputs
+
+    def _look_for_late_backward(self, shapes: str, outputs: Any) -> None:
+        """A backward after the next call has begun: more than one call is alive at once, which no plan counts."""
+        number, model = self._num_calls, weakref.ref(self)
+
+        @never_compiled
+        def begun(gradient: Any) -> None:
+            compiled = model()
+            if compiled is not None and compiled._num_calls != number and shapes not in compiled._several:
+                compiled._several.add(shapes)
+                compiled._lose_plan(
+                    shapes,
+                    "several calls of the model ran before one backward. Plans are for one call at a time, so this "
+                    "step took more than its budget; from now on each layer stores as little as it can",
+                )
+
+        for tensor in batch_tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(begun)
+
+    def _lose_plan(self, shapes: str, why: str) -> None:
+        plan = self._plans.pop(shapes, None)
+        if self._last_plan is plan:
+            self._last_plan = None
+        if self._pending is not None:
+            self._pending[1].failed = why
+        if self.reason != why:
+            warnings.warn(f"lowtide.compile: {why}.", stacklevel=3)
+        self.reason = why
 
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
@@ -172,7 +216,8 @@ class CompiledModel(nn.Module):
         watch.stop()
         self._pending = None
         if not watch.complete or not watch.shapes:
-            self.reason = watch.failed or "the last call without a plan had no backward"
+            if shapes not in self._several:
+                self.reason = watch.failed or "the last call without a plan had no backward"
             return  # the next call is watched
         self.reason = ""
         self._planners[shapes] = StepPlanner(
@@ -225,11 +270,13 @@ def _parsed(budget: int | str | None) -> int | float | None:
     return parsed
 
 
-def _shapes_of(args: tuple, kwargs: dict[str, Any], training: bool) -> str:
+def _shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> str:
     """What distinguishes steps that have plans of their own."""
     tensors = batch_tensors([*args, *(kwargs[name] for name in sorted(kwargs))])
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
-    return " ".join([*(f"{tuple(t.shape)}{t.dtype}" for t in tensors), f"training={training}", f"autocast={autocast}"])
+    trained = "".join("01"[p.requires_grad] for p in model.parameters())
+    looks = [f"{tuple(t.shape)}{t.dtype}" for t in tensors]
+    return " ".join([*looks, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
 
 
 def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

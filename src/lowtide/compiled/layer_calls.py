@@ -18,6 +18,7 @@ from lowtide.tracing.batches import batch_tensors
 
 PLAIN, LEAST, AGAIN = "plain", "least", "run again"
 _MOST_SHAPES = 16  # that one kind of layer is compiled for
+_AS_IT_IS = "which is not compiled but runs as it is: no plan counts what it stores"
 
 
 class Session(threading.local):
@@ -28,6 +29,7 @@ class Session(threading.local):
     watch: StepWatch | None = None
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
+    not_as_planned = ""  # why a layer of this step does not run what is planned
 
     def enter(self, layer: str) -> None:
         """``layer`` begins: what ran before is forgotten."""
@@ -54,9 +56,12 @@ class LayerShape:
 
     def running(self, layer: str) -> Variant:
         """The variant that ``layer`` runs: as planned, else the leanest."""
-        planned = self.variants.get(self._session.variants.get(layer, ""))
+        wanted = self._session.variants.get(layer, "")
+        planned = self.variants.get(wanted)
         if planned is not None and _runs(planned):
             return planned
+        if wanted:
+            self._session.not_as_planned = f"{layer} was compiled anew, so its part of the plan is gone"
         lean = [v for v in (self.variants[LEAST], self.variants[AGAIN]) if _runs(v)]
         return min(
             lean, key=lambda v: (v.memory.stored_bytes, v.memory.backward_peak_bytes), default=self.variants[PLAIN]
@@ -79,17 +84,27 @@ class LayerKind:
     def __init__(self, session: Session, *, round_as_eager: bool = False) -> None:
         self._session, self._round_as_eager = session, round_as_eager
         self.shapes: list[LayerShape] = []
+        self._looks: dict[tuple, int] = {}
+
+    def _uncompiled(self, graph: fx.GraphModule) -> Compiled:
+        def run(*inputs: Any) -> Any:
+            self._session.not_as_planned = (
+                f"{self._session.layer} has more than {_MOST_SHAPES} sets of input shapes, the last of {_AS_IT_IS}. "
+                "Pad the batches to a few lengths."
+            )
+            return graph(*inputs)
+
+        return run
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Compiled:
         self._session.compiled_now = True
         captured = CapturedLayer(graph, inputs, round_as_eager=self._round_as_eager)
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor)):
             return captured.inference()
-        if len(self.shapes) >= _MOST_SHAPES:
-            raise UnsupportedModelError(
-                f"a layer is called with more than {_MOST_SHAPES} sets of input shapes. Each is compiled and planned "
-                "by itself: pad the batches to a few lengths."
-            )
+        looks = tuple(sorted(captured.input_looks.items()))
+        self._looks.setdefault(looks, len(self._looks))  # layers that differ in a number share what they are given
+        if self._looks[looks] >= _MOST_SHAPES:
+            return self._uncompiled(graph)
         self.shapes.append(LayerShape(captured, self._session))
         return self.shapes[-1]
 
@@ -99,12 +114,15 @@ class LayerCall:
 
     def __init__(self, name: str, module: nn.Module, kind: LayerKind, session: Session) -> None:
         self._name, self._session = name, session
+        self._call_impl = module._call_impl
         self._run = torch.compile(module._call_impl, backend=kind, fullgraph=True, dynamic=False)
+        # As ``module.compile()`` does: any length, and without compiling where there are too many.
+        self._run_without_gradients = torch.compile(module._call_impl)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        session, watch = self._session, self._session.watch
         if not torch.is_grad_enabled():
-            watch = None
+            return self._run_without_gradients(*args, **kwargs)
+        session, watch = self._session, self._session.watch
         session.enter(self._name)
         if watch is not None:
             watch.enter_forward(self._name, batch_tensors([*args, *kwargs.values()]))
@@ -115,7 +133,10 @@ class LayerCall:
             if not isinstance(inner, LowtideError):
                 raise
             raise type(inner)(f"{self._name}: {inner}") from failed
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as broken:
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # before anything ran
+            session.not_as_planned = f"{self._name} was compiled anew too often: it is a layer {_AS_IT_IS}"
+            outputs = self._call_impl(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported as broken:
             raise UnsupportedModelError(
                 f"{self._name} cannot be compiled as one graph: {str(broken).splitlines()[0]} Mend the break, which "
                 "TORCH_LOGS=graph_breaks shows, or name other layers with layers=."

@@ -267,8 +267,8 @@ class PlanShelf:
             seen = [s for s in self.seen if s.pattern == shape.pattern and self._book.knows(s)]
             largest = shape._replace(sizes=join(s.sizes for s in seen))
             # A plan for the largest that moves tensors is there, perhaps, and serves no other shape.
-            planned = {p.shapes[0] for p in self.plans}
-            wanted = next((s for s in (largest, shape) if s not in planned and self._book.knows(s)), None)
+            there = {p.shapes[0] for p in self.plans}
+            wanted = next((s for s in (largest, shape) if s not in there and self._book.knows(s)), None)
         elif self._asked is None and self._num_steps >= self._choice_after:
             tops = [p.shapes[0].sizes for p in self.plans if p.shapes[0].pattern == shape.pattern]
             wanted = self._book.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
