@@ -6,7 +6,6 @@ keeps comes by as well. An observer runs the call through a subclass whose ``for
 what is to be stored, before autograd stores it. Context, backward and the names of nodes stay those of the Function.
 """
 
-import enum
 import inspect
 import random
 import sys
@@ -23,7 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.device.names import autocast_types
+from lowtide.device.numeric_flags import numeric_flags
 from lowtide.graph.function_ops import ELSEWHERE, PREFIX
+from lowtide.tracing.kinds_of_calls import Kind, is_immutable, layout_of, values_of
 from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, storage_of, tensors_in
 from lowtide.tracing.restore import same_bits
 
@@ -31,10 +32,6 @@ from lowtide.tracing.restore import same_bits
 Finished = Callable[[Any, Any], None]
 TRANSPARENT = "its operators say all"  # in place of a reason why what a call makes is kept
 _TENSOR = object()  # in place of a tensor among arguments
-_IMMUTABLE = (
-    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-    enum.Enum, type,
-)  # fmt: skip
 # Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
 _NOT_SEEN = ("torch.", "lowtide.", "deepspeed.", "torch_remat.")
 _thread_state: Any = None  # whose ``observer`` is told; as long as somebody wants that
@@ -52,10 +49,11 @@ class CallOfFunction:
     Attributes:
         requires_grad: Of each argument; so the context says of each whether it needs a gradient.
         autocast: Device type and dtype where autocast was on.
+        flags: The global ones that decide bits.
         stays_whole: It is one op even where its operators say all.
     """
 
-    __slots__ = ("_arguments", "autocast", "function", "requires_grad")
+    __slots__ = ("_arguments", "autocast", "flags", "function", "requires_grad")
     stays_whole = False
 
     def __init__(self, function: type, args: tuple) -> None:
@@ -65,6 +63,7 @@ class CallOfFunction:
         self.autocast = tuple(
             (d, torch.get_autocast_dtype(d)) for d in autocast_types() if torch.is_autocast_enabled(d)
         )
+        self.flags = numeric_flags()
 
     @property
     def restores(self) -> Sequence[torch.Tensor]:
@@ -84,9 +83,9 @@ class CallOfFunction:
         """See ``run_again``."""
         return _run_function_again(self, tensors)
 
-    def key(self, args: tuple) -> tuple:
-        """What decides which kernels run: equal for calls of which one proves the other. No numbers, which count up."""
-        return (self.function, self.requires_grad, self.autocast, *map(kind_of, args))
+    def kind(self, args: tuple) -> Kind:
+        """What decides which kernels run: equal for calls of which one proves the other."""
+        return Kind((self.function, self.requires_grad, self.autocast, self.flags, layout_of(args)), values_of(args))
 
     def arguments(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """The arguments, with ``tensors`` in place of those of the call."""
@@ -333,12 +332,6 @@ def why_not_again(function: type, args: tuple) -> str:
     return ""
 
 
-def is_immutable(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(is_immutable, value))
-    return isinstance(value, _IMMUTABLE)
-
-
 def is_generator(value: Any) -> bool:
     numpy_random = sys.modules.get("numpy.random")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
@@ -392,14 +385,3 @@ class HostGenerators:
                 self._numpy.set_state(before)
                 moved = True
         return moved
-
-
-def kind_of(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.storage_offset() % 64, argument.dtype, argument.device
-    if isinstance(argument, tuple):
-        return tuple(map(kind_of, argument))
-    by_value = isinstance(argument, _IMMUTABLE) and not isinstance(argument, (float, complex))
-    if type(argument) is int or not by_value:
-        return type(argument)
-    return type(argument), argument

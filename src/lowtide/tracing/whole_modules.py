@@ -40,9 +40,8 @@ from lowtide.tracing.function_calls import (
     ObservedFunctionCall,
     WatchedFunctions,
     is_generator,
-    is_immutable,
-    kind_of,
 )
+from lowtide.tracing.kinds_of_calls import Kind, is_immutable, layout_of, values_of
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import wrapped_parameters
@@ -109,7 +108,7 @@ class CompiledCode:
     """Calls a module that is compiled. No dispatcher sees what happens inside.
 
     Attributes:
-        peak_bytes: What a call allocated at most, by kind of call; a call that compiles counts for nothing.
+        peak_bytes: What a call allocated at most, by place (``Kind``); a call that compiles counts for nothing.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -120,14 +119,14 @@ class CompiledCode:
         with _disable_current_modes():
             return self._call(*args, **kwargs)
 
-    def run_again(self, kind: tuple, device: torch.device, args: Any, kwargs: Any) -> Any:
+    def run_again(self, place: tuple, device: torch.device, args: Any, kwargs: Any) -> Any:
         """The same of a call that has compiled by now."""
-        if kind in self.peak_bytes:
+        if place in self.peak_bytes:
             return self(*args, **kwargs)
         with measuring(device) as counter:
             result = self(*args, **kwargs)
         if counter is not None:
-            self.peak_bytes[kind] = counter.peak
+            self.peak_bytes[place] = counter.peak
         return result
 
 
@@ -149,11 +148,12 @@ class CallOfModule(CallOfFunction):
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that it writes, and copies from before
         self._unchanged: list[tuple[torch.Tensor, int]] = []  # the others, with their versions
 
-    def key(self, args: tuple) -> tuple:
+    def kind(self, args: tuple) -> Kind:
         training = tuple(training for _, training in self._modes)
-        kinds = map(kind_of, tensors_in(args))
-        given = kind_of(_hashable(self._given))
-        return (weakref.ref(self._module), self.requires_grad, self.autocast, training, given, *kinds)
+        layouts = layout_of((self._given, *tensors_in(args)))
+        module = weakref.ref(self._module)
+        place = (module, self.requires_grad, self.autocast, self.flags, training, layouts)
+        return Kind(place, values_of(self._given))
 
     @property
     def restores(self) -> Sequence[torch.Tensor]:
@@ -205,7 +205,7 @@ class CallOfModule(CallOfFunction):
             if self._compiled is None:
                 output = self._module._call_impl(*args, **kwargs)
             else:
-                output = self._compiled.run_again(self.key(tuple(tensors)), tensors[0].device, args, kwargs)
+                output = self._compiled.run_again(self.kind(tuple(tensors)).place, tensors[0].device, args, kwargs)
         return [*stored, *(t.detach() for t in tensors_in(output))]
 
     @contextmanager
@@ -260,7 +260,9 @@ class ObservedModuleCall(ObservedFunctionCall):
 
     @property
     def peak_bytes(self) -> int:
-        return 0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.key(tuple(self.tensors)), 0)
+        return (
+            0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.kind(tuple(self.tensors)).place, 0)
+        )
 
     def run(self) -> Any:
         call = self._module._call_impl if self._compiled is None else self._compiled
@@ -429,14 +431,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield value
-
-
-def _hashable(value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return tuple(map(_hashable, value))
-    if type(value) is dict:
-        return tuple((name, _hashable(v)) for name, v in value.items())
-    return type(value) if value is _TENSOR or not is_immutable(value) else value
 
 
 def _put_modes(modes: list[tuple[nn.Module, bool]]) -> None:
