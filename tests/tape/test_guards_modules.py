@@ -228,7 +228,7 @@ class Branches(Experts):
 
 
 KEPT = {
-    "draws from a generator of its own": (OwnGenerator, (1.0,)),
+    "draws from a generator of its own (OwnGenerator.generator)": (OwnGenerator, (1.0,)),
     "gives other bits when it runs again": (Counts, (1.0,)),
     "writes its inputs in place": (WritesInput, (1.0,)),
     "is given a SimpleNamespace, which may change before backward": (Experts, [1.0, SimpleNamespace()]),

@@ -39,9 +39,8 @@ from lowtide.tracing.function_calls import (
     Finished,
     ObservedFunctionCall,
     WatchedFunctions,
-    is_generator,
 )
-from lowtide.tracing.kinds_of_calls import Kind, is_immutable, layout_of, values_of
+from lowtide.tracing.kinds_of_calls import Kind, layout_of, values_of
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import wrapped_parameters
@@ -171,14 +170,12 @@ class CallOfModule(CallOfFunction):
             else:
                 self._changed.append((buffer, copy))
 
-    def why_not_again(self) -> str:
-        for argument in _leaves(self._given):
-            if argument is not _TENSOR and not is_immutable(argument):
-                return f"is given a {type(argument).__qualname__}, which may change before backward"
-        for module, _ in self._modes:
-            if any(is_generator(value) for value in vars(module).values()):
-                return "draws from a generator of its own"
-        return ""
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        yield type(self._module).__qualname__, self._module
+        yield from ((getattr(a, "__name__", ""), a) for a in self._given_beside_tensors() if callable(a))
+
+    def _given_beside_tensors(self) -> Iterator[Any]:
+        yield from (a for a in _leaves(self._given) if a is not _TENSOR)
 
     def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for buffer, version in self._unchanged:
