@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from lowtide.graph.function_ops import MODULE
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
 from lowtide.tracing.function_calls import ObservedFunctionCall, WatchedFunctions, run_again
 from lowtide.tracing.kinds_of_calls import MOST_VALUES, KnownKinds
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 from lowtide.tracing.sharding import recording as sharding_recording
-from lowtide.tracing.whole_modules import MODULE
 
 
 class OneOp(NamedTuple):

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
-from lowtide.graph.function_ops import PREFIX
+from lowtide.graph.function_ops import MODULE, PREFIX
 from lowtide.measurement.allocator import measuring
 from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.deepspeed_engines import is_partitioned
@@ -45,7 +45,6 @@ from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import wrapped_parameters
 
-MODULE = ".module:"  # in the name of an op that is a module's call
 _TENSOR = object()  # in place of a tensor among arguments
 _AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")
 _nodes = threading.local()  # ``thrown_away``: of graphs of second runs
