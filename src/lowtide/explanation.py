@@ -1,7 +1,7 @@
 """Why a plan is as it is: what fills memory at the peak, what more memory would save, the largest decisions."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from lowtide.units import format_bytes
 
 _WIDTH = 100
 _MOST_DECISIONS = 10
+_MOST_NAMES = 4
 _SHADES = " .:-=+*#%@"
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("byte", 0))
 _SMALL_SHARE = 0.125
@@ -91,9 +92,10 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class FunctionGroup:
-    """Calls of one autograd Function whose kernels no dispatcher sees: each call is one op.
+    """Calls of one autograd Function whose kernels no dispatcher sees, or of modules that are one op each.
 
     Attributes:
+        ms: What they take in forward, all together; 0 in plans of an older lowtide.
         stored_bytes: What autograd stores of what they make.
         kept_bytes: So much of that is saved under any plan, for the reason ``why_kept``.
     """
@@ -103,10 +105,12 @@ class FunctionGroup:
     stored_bytes: int
     kept_bytes: int = 0
     why_kept: str = ""
+    ms: float = 0.0
+    is_module: bool = False
 
     def __str__(self) -> str:
         kept = f": {format_bytes(self.kept_bytes)} always saved, it {self.why_kept}" if self.why_kept else ""
-        return f"{self.num_calls} x {self.name}{kept}"
+        return f"{self.num_calls} x {self.name}{f', {self.ms:.1f} ms' if self.ms else ''}{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +203,14 @@ class Explanation(Evidence):
     def _functions(self) -> list[str]:
         if not self.functions:
             return []
-        size = sum(f.stored_bytes for f in self.functions)
-        share = 100 * size / max(self.stored_bytes, 1)
-        lines = [f"made by kernels that no dispatcher sees: {share:.0f} % of what is stored"]
-        return lines + [f"  {format_bytes(f.stored_bytes):>11}  {f}" for f in self.functions]
+        lines = []
+        for is_module in (False, True):
+            groups = [f for f in self.functions if f.is_module is is_module]
+            made = "made in modules that are one op each" if is_module else "made by kernels that no dispatcher sees"
+            if groups:
+                lines.append(f"{made}: {share_of_stored(groups, self.stored_bytes)} of what is stored")
+            lines += [f"  {format_bytes(f.stored_bytes):>11}  {f}" for f in groups]
+        return lines
 
     def _decisions(self) -> list[str]:
         if not self.decisions:
@@ -214,6 +222,33 @@ class Explanation(Evidence):
             time, origin = f"{ms:.1f} ms" if ms else "", _origin(d.count, d.op, d.module, 46)
             lines.append(f"  {format_bytes(d.bytes):>11}  {d.action:<12} {time:>11}  {origin}")
         return lines
+
+
+def share_of_stored(groups: Iterable[FunctionGroup], stored_bytes: int) -> str:
+    return f"{100 * sum(g.stored_bytes for g in groups) / max(stored_bytes, 1):.0f} %"
+
+
+def told_of_functions(evidence: Evidence, again: Collection[str]) -> str:
+    """What share of the stored bytes calls that are one op made, and which run again; "" if there are none.
+
+    Args:
+        again: Names of those that do.
+    """
+    storing = [group for group in evidence.functions if group.stored_bytes]
+    if not storing:
+        return ""
+    share = share_of_stored(storing, evidence.stored_bytes)
+    runs = _some(g.name for g in storing if g.name in again)
+    stays = _some(g.name for g in storing if g.name not in again)
+    parts = [f"run again: {runs}" if runs else "none runs again", f"saved: {stays}" if stays and runs else ""]
+    return f"opaque calls made {share} of what is stored; {'; '.join(filter(None, parts))}"
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = [*names] or [""]
+    shown = [first, *others[: _MOST_NAMES - 1]]
+    more = len(others) + 1 - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def largest_decisions(

@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import GraphFormatError
-from lowtide.explanation import Evidence, Explanation, LinkUse, PeakGroup, largest_decisions
+from lowtide.explanation import Evidence, Explanation, LinkUse, PeakGroup, largest_decisions, told_of_functions
 from lowtide.graph.costs import DISK, HOST
+from lowtide.graph.function_ops import PREFIX, short_name
 from lowtide.graph.step_graph import Frame
 
 VERSION = 2
@@ -181,6 +182,18 @@ class Plan:
             ms_per_gib=None if evidence.ms_per_byte is None else min(evidence.ms_per_byte * 2**30, excess_ms),
             decisions=largest_decisions(rows, evidence.ms_per_byte),
         )
+
+    def opaque_calls(self, ops: Collection[int] | None = None) -> str:
+        """The share of the stored bytes that calls made which are one op, and which run again; "" if there are none.
+
+        Args:
+            ops: Numbers of the ops that run again; by default as planned.
+        """
+        if self.evidence is None or not self.evidence.functions:
+            return ""
+        numbers = {d.op for d in self.decisions if d.action == RECOMPUTE} if ops is None else ops
+        names = (self.ops[n].name for n in numbers)
+        return told_of_functions(self.evidence, {short_name(name) for name in names if name.startswith(PREFIX)})
 
     def scope(self, decision: Decision) -> str:
         """Module path of the op that makes the storage."""

@@ -14,7 +14,7 @@ from support.toy_graphs import decoder, decoder_costs
 
 import lowtide
 from lowtide.errors import LowtideError, PlanMismatchError
-from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
+from lowtide.explanation import Evidence, FunctionGroup, LinkUse, PeakGroup, collapse_path, short_op, told_of_functions
 from lowtide.graph.step_graph import Frame
 from lowtide.plan import Decision, Plan, PlannedOp
 from lowtide.reports.breakdown import BREAKDOWNS, attention_scores, by_layer, by_module, by_tensor
@@ -186,6 +186,66 @@ def test_the_summary_is_plain_json_also_without_a_bound():
 
     assert body["gap"] is None and body["measured"]["overhead"] is None and body["warnings"] == ["w"]
     assert body["counts"] == plan.counts and body["kept_for_replays"] == {"count": 2, "bytes": 8 * MIB}
+
+
+def with_opaque_calls() -> Plan:
+    """Of 44 MiB stored, calls of two Functions made 22, and those of one run again; a module made 11."""
+    plan = handmade()
+    names = ["function.Norm.kernels", "function.Counts.kernels", "aten.mul.Tensor"] * 2
+    names[4] = "function.Experts.module:models"
+    ops = tuple(dataclasses.replace(op, name=name) for op, name in zip(plan.ops, names, strict=True))
+    functions = (
+        FunctionGroup("Norm", 2, 22 * MIB, ms=7.25),
+        FunctionGroup("Counts", 1, 11 * MIB, 11 * MIB, "gives other bits when it runs again", ms=1.0),
+        FunctionGroup("Experts", 1, 11 * MIB, ms=2.0, is_module=True),
+    )
+    evidence = Evidence(when="forward", module="", op="mm", functions=functions, stored_bytes=88 * MIB)
+    return dataclasses.replace(plan, ops=ops, evidence=evidence)
+
+
+def test_every_report_tells_of_opaque_calls():
+    plan = with_opaque_calls()
+    told = "made 50 % of what is stored; run again: Norm; saved: Counts, Experts"
+    page = Page()
+    page.feed(html_report(plan))
+
+    text = fit_report(plan)
+    assert f"opaque calls       {told}" in text and told in page.text
+    assert summary(plan)["opaque_calls"] == f"opaque calls {told}"
+    assert json.loads(json.dumps(summary(plan)))["explanation"]["functions"][0]["ms"] == 7.25
+    assert text.endswith(
+        """made by kernels that no dispatcher sees: 38 % of what is stored
+    22.00 MiB  2 x Norm, 7.2 ms
+    11.00 MiB  1 x Counts, 1.0 ms: 11.00 MiB always saved, it gives other bits when it runs again
+made in modules that are one op each: 12 % of what is stored
+    11.00 MiB  1 x Experts, 2.0 ms"""
+    )
+
+
+def test_no_report_tells_of_calls_that_are_not_there():
+    assert "opaque calls" not in fit_report(handmade()) and summary(handmade())["opaque_calls"] is None
+    unstored = dataclasses.replace(
+        with_opaque_calls(), evidence=Evidence(when="", module="", op="", functions=(FunctionGroup("Norm", 1, 0),))
+    )
+    assert unstored.opaque_calls() == ""
+
+
+def test_of_many_names_some_are_told():
+    groups = tuple(FunctionGroup(f"F{n}", 1, 1) for n in range(6))
+    evidence = Evidence(when="", module="", op="", functions=groups, stored_bytes=6)
+
+    told = told_of_functions(evidence, {"F1"})
+    assert told == "opaque calls made 100 % of what is stored; run again: F1; saved: F0, F2, F3, F4 and 1 more"
+    assert told_of_functions(evidence, ()) == "opaque calls made 100 % of what is stored; none runs again"
+
+
+def test_a_plan_of_an_older_lowtide_has_no_times_of_calls():
+    plan = with_opaque_calls()
+    body = json.loads(plan.to_json())
+    for group in body["evidence"]["functions"]:
+        del group["ms"], group["is_module"]
+
+    assert Plan.from_json(json.dumps(body)).explain().functions[0] == FunctionGroup("Norm", 2, 22 * MIB)
 
 
 def test_each_warning_fires_on_its_own_cause_and_on_nothing_else():

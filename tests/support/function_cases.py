@@ -145,6 +145,23 @@ class SpendsContext(Function):
         return kernel(lambda g, x, s: g * (s + x * np.cos(x)), g, x, sine)
 
 
+class TakesFunction(Scales):
+    """Is given the function that it computes with, as kernels of LoRA are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[np.ndarray], np.ndarray]) -> torch.Tensor:
+        return kernel(function, Scales.forward(ctx, x))
+
+
+def halved(x: np.ndarray) -> np.ndarray:
+    return x / 2
+
+
+def with_a_closure(self: Net, x: torch.Tensor) -> torch.Tensor:
+    factor = np.float32(0.5)
+    return TakesFunction.apply(x, lambda x: x * factor)
+
+
 def under_autocast(self: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         h = Casts.apply(x, self.layers[2].weight)
@@ -168,6 +185,8 @@ WORKS = {
     "memory of NumPy": lambda self, x: FromNumpy.apply(x),
     "random": lambda self, x: DropsOut.apply(x, 0.5),
     "autocast": under_autocast,
+    "is given a function": lambda self, x: TakesFunction.apply(x, halved),
+    "is given a lambda": lambda self, x: TakesFunction.apply(x, lambda x: x * np.float32(0.5)),
     "changes its context in backward": lambda self, x: SpendsContext.apply(x),
 }
 
@@ -268,11 +287,12 @@ class InContext(Scales):
 KEPT = {
     "writes in place without saying so": lambda self, x: WritesUnseen.apply(x * 1),
     "writes its inputs in place": lambda self, x: sum(MarksDirty.apply(x * 1)),
-    "draws from a generator of its own": lambda self, x: OwnGenerator.apply(x),
+    "draws from a generator of its own (_own)": lambda self, x: OwnGenerator.apply(x),
     "draws from Python's or NumPy's generator": lambda self, x: NumpysGenerator.apply(x),
     "gives other bits when it runs again": lambda self, x: Counts.apply(x),
     "reads what it is not given": reads_aside,
     "is given a SimpleNamespace, which may change before backward": lambda self, x: Scales.apply(x, SimpleNamespace()),
+    "is given a function, which may change before backward": with_a_closure,
     "is given a list, which may change before backward": lambda self, x: Scales.apply(x, [x]),
     "cannot run again (AttributeError: '_StandIn' object has no attribute 'name')": lambda self, x: Asks.apply(x),
     "keeps tensors as attributes of its context": lambda self, x: InContext.apply(x),

@@ -252,6 +252,12 @@ class OverwritesUnseen(Scales):
         return made
 
 
+class Changes(Scales):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, way: int) -> torch.Tensor:
+        return (Counts if way else Scales).forward(ctx, x)
+
+
 class PlusOne(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1.0
@@ -331,7 +337,31 @@ def test_an_explanation_names_calls_and_their_share(tmp_path):
     text = str(lowtide.Plan.load(tmp_path / "plan.json").explain())
 
     assert "made by kernels that no dispatcher sees: " in text
-    assert text.endswith("512 B  1 x Scales")
+    assert text.endswith("512 B  1 x Scales, 1.0 ms")
+    assert plan.opaque_calls() == "opaque calls made 40 % of what is stored; run again: Scales"
+
+
+def test_a_status_says_which_calls_run_again(monkeypatch):
+    model, x = between(lambda self, x: Scales.apply(x) + Changes.apply(x, self.way)), torch.randn(8, 8)
+    monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
+    model.way = 0
+    fit = lowtide.fit(model, x, budget="100%")
+    model(x).sum().backward()
+    before = fit.status()
+    model.way = 1
+    model(x).sum().backward()
+
+    assert "% of what is stored; run again: Changes, Scales." in str(before)
+    assert before.to_dict()["opaque_calls"].endswith("; run again: Changes, Scales")
+    assert fit.status().opaque_calls.endswith("; run again: Scales; saved: Changes")
+    fit.remove()
+
+
+def test_a_status_without_such_calls_says_nothing_of_them():
+    fit = lowtide.fit(between(lambda self, x: x.sin()), torch.randn(8, 8), budget="100%")
+
+    assert not fit.status().opaque_calls and "paque" not in str(fit.status())
+    fit.remove()
 
 
 def test_watched_steps_see_calls_as_well():

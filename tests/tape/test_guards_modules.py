@@ -121,6 +121,15 @@ def test_a_named_module_is_one_op_and_runs_again_bit_for_bit():
     assert differing(plain(model, x), planned(model, x, plan)) == []
 
 
+def test_an_explanation_calls_it_no_kernel():
+    plan = drop_everything(lowtide.trace(Mixture(), batch(), opaque=EXPERTS))
+    text = str(plan.explain())
+
+    assert "made in modules that are one op each: " in text and "dispatcher" not in text
+    assert text.endswith("2 x Experts, 2.0 ms")
+    assert plan.opaque_calls().endswith(" % of what is stored; run again: Experts")
+
+
 def test_its_python_runs_again_and_hooks_with_it():
     model, x = Mixture(), batch()
     plan = drop_everything(lowtide.trace(model, x, opaque=EXPERTS))
@@ -228,7 +237,7 @@ class Branches(Experts):
 
 
 KEPT = {
-    "draws from a generator of its own": (OwnGenerator, (1.0,)),
+    "draws from a generator of its own (OwnGenerator.generator)": (OwnGenerator, (1.0,)),
     "gives other bits when it runs again": (Counts, (1.0,)),
     "writes its inputs in place": (WritesInput, (1.0,)),
     "is given a SimpleNamespace, which may change before backward": (Experts, [1.0, SimpleNamespace()]),

@@ -1,10 +1,14 @@
-"""Ops that are whole calls of autograd Functions: what they store, and what of that no plan may drop."""
+"""Ops that are whole calls of autograd Functions or of modules: what they store, and what of that no plan may drop."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from lowtide.explanation import FunctionGroup
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import StepGraph
 
 PREFIX = "function."  # of their names
+MODULE = ".module:"  # in the name of an op that is a module's call
 # Why what such a call made is saved, where others than autograd hold it.
 IN_CONTEXT = "keeps tensors as attributes of its context"
 ELSEWHERE = "keeps tensors that it made elsewhere"
@@ -19,6 +23,7 @@ def short_name(op: str) -> str:
 def function_groups(graph: StepGraph) -> tuple[FunctionGroup, ...]:
     """The Functions of the step, those first that store most."""
     calls: dict[str, int] = {}
+    modules: set[str] = set()
     stored: dict[str, int] = {}
     kept: dict[str, dict[str, int]] = {}
     for op in graph.forward_ops:
@@ -26,6 +31,7 @@ def function_groups(graph: StepGraph) -> tuple[FunctionGroup, ...]:
             continue
         name = short_name(op.name)
         calls[name] = calls.get(name, 0) + 1
+        modules |= {name} if MODULE in op.name else set()
         for storage in (graph.storages[s] for s in op.makes):
             if storage.id not in graph.stored and storage.fixed not in (IN_CONTEXT, ELSEWHERE):
                 continue
@@ -37,5 +43,16 @@ def function_groups(graph: StepGraph) -> tuple[FunctionGroup, ...]:
     for name, num_calls in calls.items():
         reasons = kept.get(name, {})
         why = max(reasons, key=lambda reason: reasons[reason], default="")
-        groups.append(FunctionGroup(name, num_calls, stored.get(name, 0), sum(reasons.values()), why))
+        kept_bytes = sum(reasons.values())
+        is_module = name in modules
+        groups.append(FunctionGroup(name, num_calls, stored.get(name, 0), kept_bytes, why, is_module=is_module))
     return tuple(sorted(groups, key=lambda g: (-g.stored_bytes, g.name)))
+
+
+def timed_function_groups(graph: StepGraph, op_ms: Sequence[float]) -> tuple[FunctionGroup, ...]:
+    """The same with the time of their calls in forward."""
+    ms: dict[str, float] = {}
+    for op in graph.forward_ops:
+        if op.name.startswith(PREFIX):
+            ms[short_name(op.name)] = ms.get(short_name(op.name), 0.0) + op_ms[op.id]
+    return tuple(replace(group, ms=ms[group.name]) for group in function_groups(graph))

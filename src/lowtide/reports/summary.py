@@ -77,6 +77,8 @@ def facts(
     if graph is not None and graph.optimizer_step_bytes:
         moment = f"{format_bytes(graph.optimizer_step_bytes)} more for a moment, beside the peak"
         rows.append(("optimizer.step()", moment))
+    if opaque := plan.opaque_calls():
+        rows.append(("opaque calls", opaque.removeprefix("opaque calls ")))
     rows.append(("taped", _TAPED.get(plan.region, plan.region)))
     tape = counts or verification
     if tape is not None:
@@ -160,6 +162,7 @@ def summary(
         "plan_status": plan.status,
         "gap": None if math.isnan(plan.gap) else plan.gap,
         "explanation": asdict(plan.explain()) if plan.evidence else None,
+        "opaque_calls": plan.opaque_calls() or None,
         "kept_for_replays": {"count": kept_count, "bytes": kept_bytes},
         **{
             f"by_{'op' if name == 'operator' else name}": [asdict(g) for g in of(plan)]

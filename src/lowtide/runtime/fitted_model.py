@@ -221,7 +221,15 @@ class Fit:
             plans=len(shelf.plans),
             planning_s=shelf.planning_s,
             reasons=tuple(self._reasons.lines),
+            opaque_calls=self._opaque_calls(),
         )
+
+    def _opaque_calls(self) -> str:
+        """Of the latest plan, with what has shown since that it must be saved."""
+        planned = self._watcher.latest
+        if planned is None:
+            return ""
+        return planned.plan.opaque_calls([op.number for op in planned.tape.program.ops if op.drops])
 
     def training_counts(self) -> TrainingCounts:
         """What the tapes of the plans at hand met in training so far."""

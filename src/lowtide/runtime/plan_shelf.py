@@ -84,8 +84,8 @@ class PlanShelf:
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
         self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
-        # The last watched graph of these shapes, and those of its ops that need no other proof.
-        self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, frozenset[int]]] = {}
+        # The last watched graph of these shapes, its step's global flags, and those ops that need no other proof.
+        self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, tuple, frozenset[int]]] = {}
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
@@ -224,6 +224,7 @@ class PlanShelf:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
         self._refused -= set(planned.shapes)
         planned.tape.proves_at_birth = self._reasons.say_saved
+        planned.tape.on_other_numbers = self._reasons.say_proven_anew
         if (op := next((op for op in planned.plan.ops if op.dynamic), None)) is not None:  # what follows from it is too
             where = planned.plan.frames[op.frame].path or ("the model" if op.frame else "the loss outside the model")
             self._reasons.say(
@@ -232,7 +233,8 @@ class PlanShelf:
             )
         for replaced in [p for p in self.plans if p.shapes == planned.shapes]:
             if replaced.graph is planned.graph:
-                planned.tape.program.note_proven(replaced.tape.program.proven_ops)
+                program = replaced.tape.program
+                planned.tape.program.note_proven(program.flags, program.proven_ops)
             self.plans.remove(replaced)
         self.plans.append(planned)
         self._make_room()
@@ -321,16 +323,17 @@ class PlanShelf:
         costs: Costs,
         budget_bytes: int,
         num_nodes: Mapping[int, int],
+        flags: tuple,
         proven_ops: frozenset[int],
     ) -> None:
         """A step was watched whose calls have these shapes: have it planned, unless a plan for it is on its way.
 
         Args:
             num_nodes: How many autograd nodes each call made.
-            proven_ops: Those of the graph that need no other proof.
+            proven_ops: Those of the graph that need no other proof under these global ``flags``.
         """
         self._num_nodes[shapes] = num_nodes
-        self._proven[shapes] = graph, proven_ops
+        self._proven[shapes] = graph, flags, proven_ops
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
         if reason := self._book.note(shapes, graph, costs):
@@ -433,9 +436,9 @@ class PlanShelf:
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
         tape.matches_all = any(self._diverged[shapes[0].pattern])
         planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=self._num_nodes.get(shapes, {}))
-        watched, proven_ops = self._proven.get(shapes, (None, frozenset()))
+        watched, flags, proven_ops = self._proven.get(shapes, (None, None, frozenset()))
         if watched is graph:
-            planned.tape.program.note_proven(proven_ops)
+            planned.tape.program.note_proven(flags, proven_ops)
         self.put(planned)
         return planned
 

@@ -5,6 +5,7 @@ import logging
 from lowtide.graph.function_ops import function_groups
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tape.program import TapedOp
+from lowtide.tracing.kinds_of_calls import ANEW
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
@@ -51,8 +52,12 @@ class Reasons:
 
     def say_saved(self, op: TapedOp) -> None:
         """A replay of ``op`` gave other bits, or its proof found something else."""
-        why = next(filter(None, op.calls.values()), "gives other bits when it runs again")
+        why = next(op.calls.reasons(), "gives other bits when it runs again")
         self.say(f"{op.name} in {op.where or 'the model'} {why}: saved from now on")
+
+    def say_proven_anew(self, op: TapedOp) -> None:
+        """Calls at the place of ``op`` are given other numbers in each step."""
+        self.say(f"{op.name} in {op.where or 'the model'} {ANEW}")
 
     def say_kept(self, graph: StepGraph) -> None:
         """Calls of autograd Functions that no plan of ``graph`` may run again."""

@@ -32,6 +32,8 @@ class Status:
         budget_bytes: What the step may take; None as long as a percentage waits for the first step.
         shapes, plans: Shapes seen, and plans at hand.
         planning_s: Seconds of planning, all beside training.
+        opaque_calls: The share of the stored bytes that calls made which are one op, and which of them run again; ""
+            where there are none.
         reasons: What you should know, one line each: what runs without a plan or is saved whole, and why.
     """
 
@@ -47,13 +49,15 @@ class Status:
     plans: int
     planning_s: float
     reasons: tuple[str, ...] = ()
+    opaque_calls: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {**asdict(self), "reasons": list(self.reasons)}
 
     def __str__(self) -> str:
-        return " ".join([self.headline, *(f"{reason}." for reason in self.reasons)])
+        opaque = f"{self.opaque_calls[:1].upper()}{self.opaque_calls[1:]}"
+        return " ".join([self.headline, *(f"{line}." for line in (opaque, *self.reasons) if line)])
 
     @property
     def headline(self) -> str:

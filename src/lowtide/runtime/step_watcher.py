@@ -45,6 +45,7 @@ from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls, whole_modules
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.deepspeed_engines import is_partitioned
+from lowtide.tracing.kinds_of_calls import ANEW
 from lowtide.tracing.sharding.units import is_gathered_once
 from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
@@ -538,6 +539,8 @@ class StepWatcher:
             )
         for op in watch.releaser.differed:
             self._say(f"{op} gives other bits when it runs again: saved")
+        for op in self._known_calls.proven_anew:
+            self._say(f"{op} {ANEW}")
         if watch.problem:
             self._say(f"a step was saved whole: {watch.problem}")
         if model is None or not shapes or not isinstance(watch, WatchedStep) or watch.problem:
@@ -559,7 +562,8 @@ class StepWatcher:
                 "the first step ran plain, since a percentage is of what it takes: the observed peak is that step's. "
                 "A budget in bytes holds from the first step on"
             )
-        self.shelf.request(shapes, graph, costs, budget_bytes, self._made_nodes, watch.proven_ops)
+        flags = watch.run_state.flags
+        self.shelf.request(shapes, graph, costs, budget_bytes, self._made_nodes, flags, watch.proven_ops)
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
         """Why ZeRO-3 will gather other parameters in later steps, which so take other memory; "" if it will not."""

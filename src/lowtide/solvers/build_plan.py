@@ -94,6 +94,6 @@ def build_plan(
         bound_model="" if bound is None else MOVES_HOLD_FOR if candidate.capacities else HOLDS_FOR,
         max_inflight_bytes=candidate.moves.max_inflight_bytes,
         written_parameters=graph.written_parameters,
-        evidence=evidence(graph, candidate, timeline, None if bound is None else bound.ms_per_byte),
+        evidence=evidence(graph, costs, candidate, timeline, None if bound is None else bound.ms_per_byte),
         provenance={**graph.provenance, **candidate.provenance, **searched},
     )

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
+from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
-from lowtide.graph.function_ops import function_groups
+from lowtide.graph.function_ops import timed_function_groups
 from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
@@ -16,7 +17,9 @@ _MOST_HOLDERS = 6
 _SLICES = 40  # of the step, for each of which link use is stored
 
 
-def evidence(graph: StepGraph, candidate: Candidate, timeline: Timeline, ms_per_byte: float | None) -> Evidence:
+def evidence(
+    graph: StepGraph, costs: Costs, candidate: Candidate, timeline: Timeline, ms_per_byte: float | None
+) -> Evidence:
     """The peak's moment, what fills it, the price of memory, what links carry.
 
     Args:
@@ -37,7 +40,7 @@ def evidence(graph: StepGraph, candidate: Candidate, timeline: Timeline, ms_per_
         other_bytes=other,
         ms_per_byte=ms_per_byte,
         links=_links(timeline),
-        functions=function_groups(graph),
+        functions=timed_function_groups(graph, costs.op_ms),
         stored_bytes=sum(graph.storages[s].bytes for s in graph.stored),
     )
 

@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from lowtide.graph.function_ops import MODULE
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
 from lowtide.tracing.function_calls import ObservedFunctionCall, WatchedFunctions, run_again
+from lowtide.tracing.kinds_of_calls import MOST_VALUES, KnownKinds
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 from lowtide.tracing.sharding import recording as sharding_recording
-from lowtide.tracing.whole_modules import MODULE
 
 
 class OneOp(NamedTuple):
@@ -49,7 +50,7 @@ class TapedOp:
         self.completes_inplace: TapedOp | None = None  # the op whose dropped output this in-place op completes
         self.transient_replays = 0  # how many may precede the final replay
         self.proven = False  # it has run twice and given the same bits
-        self.calls: dict[tuple, str] = {}  # of a Function that is one op: why each kind of call must be saved, or ""
+        self.calls = KnownKinds()  # of a Function that is one op: why each kind of call must be saved, or ""
 
     def bind(self, func: Any) -> bool:
         """Take ``func`` as the operator if it has the planned name, which was unknown when the plan was loaded."""
@@ -99,12 +100,15 @@ class PlanProgram:
     Attributes:
         num_ops_before_model: Ops of the step itself before its first call of the model.
         functions: Of the calls that are one op.
+        flags: The global ones under which ops are proven now.
         called_whole: Paths of the modules whose calls are.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
         self.functions = WatchedFunctions()
+        self.flags: tuple | None = None  # that the present proofs hold under; None: there are none yet
+        self._proven_under: dict[tuple, frozenset[int]] = {}
         self.max_inflight_bytes = plan.max_inflight_bytes
         self.called_whole = sorted({plan.frames[op.frame].path for op in plan.ops if MODULE in op.name})
         self.calls = [TapedCall(frame.path) for frame in plan.frames]
@@ -156,8 +160,28 @@ class PlanProgram:
     def proven_ops(self) -> frozenset[int]:
         return frozenset(op.number for op in self.ops if op.proven)
 
-    def note_proven(self, ops: Collection[int]) -> None:
-        """These have given the same bits twice, in a step that ran without the plan."""
+    def run_under(self, flags: tuple) -> None:
+        """A step begins under these global flags. What is proven under others is not proven: kernels may differ."""
+        if flags == self.flags:
+            return
+        if self.flags is not None:
+            if len(self._proven_under) >= MOST_VALUES:
+                self._proven_under.clear()
+            self._proven_under[self.flags] = self.proven_ops
+        self.flags = flags
+        proven = self._proven_under.pop(flags, frozenset())
+        for op in self.ops:
+            op.proven = op.number in proven
+
+    def note_proven(self, flags: tuple | None, ops: Collection[int]) -> None:
+        """These have given the same bits twice under ``flags``, in a step that ran without the plan."""
+        if flags is None or not ops:
+            return
+        if self.flags is None:
+            self.flags = flags
+        if flags != self.flags:
+            self._proven_under[flags] = self._proven_under.get(flags, frozenset()) | frozenset(ops)
+            return
         for number in ops:
             self.ops[number].proven = True
 

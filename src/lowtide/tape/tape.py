@@ -113,6 +113,7 @@ class Tape(SwitchedMode):
             bits; called with the ops that differ.
         rehearses: Every replay is compared with what it replaces, without keeping that: its fingerprint is taken when
             its memory goes. ``proves_at_birth`` is called with the ops that differ, and backward goes on.
+        on_other_numbers: If set, called with the calls of Functions that are proven in each step.
         on_divergence: If set, called once in a region that runs other ops than planned, with the number of the last
             planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
@@ -138,6 +139,7 @@ class Tape(SwitchedMode):
         self.sizes_vary = False
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
         self.rehearses = False
+        self.on_other_numbers: Callable[[TapedOp], None] | None = None
         self.on_divergence: Callable[[int], OnlineTape | None] | None = None
         self.matches_all = False
         self._diverged_after: int | None = None  # the last op that ran as planned
@@ -197,6 +199,7 @@ class Tape(SwitchedMode):
         self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
         self._online = None
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        self.program.run_under(self._run.flags)
         if self.rehearses:
             self._run.on_difference = self.proves_at_birth
         self._next_number = 0
@@ -578,7 +581,10 @@ class Tape(SwitchedMode):
             self.counts.mismatched += 1
             self._diverge()
             return
-        if op.drops and running.is_proven(results, self._model()):
+        is_proven = bool(op.drops) and running.is_proven(results, self._model())
+        if is_proven and self.on_other_numbers is not None and running.is_never_the_same:
+            self.on_other_numbers(op)
+        if is_proven:
             recipe = Recipe(self._next_number, op, (running.how, *tensors), {}, self._run)
             self._next_number += 1
             recipe.rng = running.generators_if_moved()

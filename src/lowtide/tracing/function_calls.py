@@ -6,35 +6,30 @@ keeps comes by as well. An observer runs the call through a subclass whose ``for
 what is to be stored, before autograd stores it. Context, backward and the names of nodes stay those of the Function.
 """
 
-import enum
-import inspect
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.device.names import autocast_types
+from lowtide.device.numeric_flags import numeric_flags
 from lowtide.graph.function_ops import ELSEWHERE, PREFIX
-from lowtide.tracing.operators import PLAIN_TYPES, fingerprint, storage_of, tensors_in
+from lowtide.tracing.kinds_of_calls import Kind, is_immutable, layout_of, values_of
+from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
+from lowtide.tracing.other_generators import HostGenerators, OwnGenerators, draws_from
 from lowtide.tracing.restore import same_bits
 
 # Told of the context and of what the Function returned.
 Finished = Callable[[Any, Any], None]
 TRANSPARENT = "its operators say all"  # in place of a reason why what a call makes is kept
 _TENSOR = object()  # in place of a tensor among arguments
-_IMMUTABLE = (
-    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-    enum.Enum, type,
-)  # fmt: skip
 # Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
 _NOT_SEEN = ("torch.", "lowtide.", "deepspeed.", "torch_remat.")
 _thread_state: Any = None  # whose ``observer`` is told; as long as somebody wants that
@@ -52,10 +47,11 @@ class CallOfFunction:
     Attributes:
         requires_grad: Of each argument; so the context says of each whether it needs a gradient.
         autocast: Device type and dtype where autocast was on.
+        flags: The global ones that decide bits.
         stays_whole: It is one op even where its operators say all.
     """
 
-    __slots__ = ("_arguments", "autocast", "function", "requires_grad")
+    __slots__ = ("_arguments", "_own_generators", "autocast", "flags", "function", "requires_grad")
     stays_whole = False
 
     def __init__(self, function: type, args: tuple) -> None:
@@ -65,6 +61,8 @@ class CallOfFunction:
         self.autocast = tuple(
             (d, torch.get_autocast_dtype(d)) for d in autocast_types() if torch.is_autocast_enabled(d)
         )
+        self.flags = numeric_flags()
+        self._own_generators: OwnGenerators | None = None
 
     @property
     def restores(self) -> Sequence[torch.Tensor]:
@@ -76,17 +74,35 @@ class CallOfFunction:
         """Tensors that it reads beside those that it is given, and that are no result of it."""
         return ()
 
+    @property
+    def own_generators(self) -> OwnGenerators:
+        """Those in what its code refers to."""
+        if self._own_generators is None:
+            self._own_generators = OwnGenerators(self._roots())
+        return self._own_generators
+
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        """Where code begins that runs in it."""
+        yield self.function.__qualname__.rpartition(".")[2], self.function
+        yield from ((getattr(a, "__name__", ""), a) for a in self._arguments if callable(a))
+
     def why_not_again(self) -> str:
         """What is against a second run, by what it is given and refers to; "" where nothing is."""
-        return why_not_again(self.function, self._arguments)
+        for argument in self._given_beside_tensors():
+            if not is_immutable(argument):
+                return f"is given a {type(argument).__qualname__}, which may change before backward"
+        return draws_from(self.own_generators.named)
+
+    def _given_beside_tensors(self) -> Iterator[Any]:
+        yield from (a for a in self._arguments if a is not _TENSOR)
 
     def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See ``run_again``."""
         return _run_function_again(self, tensors)
 
-    def key(self, args: tuple) -> tuple:
-        """What decides which kernels run: equal for calls of which one proves the other. No numbers, which count up."""
-        return (self.function, self.requires_grad, self.autocast, *map(kind_of, args))
+    def kind(self, args: tuple) -> Kind:
+        """What decides which kernels run: equal for calls of which one proves the other."""
+        return Kind((self.function, self.requires_grad, self.autocast, self.flags, layout_of(args)), values_of(args))
 
     def arguments(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """The arguments, with ``tensors`` in place of those of the call."""
@@ -288,7 +304,8 @@ def why_not_same(
     read = [fingerprint(t) for t in tensors]
     buffers_now = [b.clone() for b in buffers]
     given = [*tensors, *call.owned]
-    hosts = HostGenerators()
+    hosts, own = HostGenerators(), call.own_generators
+    own.note_states()
     reason = ""
     with _disable_current_modes(), below_autograd(), torch._C._DisableAutocast(), generators.restored():
         try:
@@ -301,6 +318,7 @@ def why_not_same(
             reason = f"cannot run again ({type(error).__name__}: {error})".splitlines()[0]
     if hosts.restore_if_moved():
         reason = "draws from Python's or NumPy's generator"
+    reason = draws_from(own.restore_moved()) or reason
     if [fingerprint(t) for t in tensors] != read:
         reason = "writes its inputs in place"
     for buffer, before in zip(buffers, buffers_now, strict=True):
@@ -318,88 +336,3 @@ def _is_new(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     storage = storage_of(a)
     return storage is not None and storage is storage_of(b)
-
-
-def why_not_again(function: type, args: tuple) -> str:
-    """What is against a second run of a call, by what it is given and refers to; "" where nothing is."""
-    for argument in args:
-        if isinstance(argument, torch.Tensor):
-            if type(argument) not in PLAIN_TYPES:
-                return f"is given a {type(argument).__qualname__}"
-        elif argument is not _TENSOR and not is_immutable(argument):
-            return f"is given a {type(argument).__qualname__}, which may change before backward"
-    if any(is_generator(value) for value in _referred_to(function)):
-        return "draws from a generator of its own"
-    return ""
-
-
-def is_immutable(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(is_immutable, value))
-    return isinstance(value, _IMMUTABLE)
-
-
-def is_generator(value: Any) -> bool:
-    numpy_random = sys.modules.get("numpy.random")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy_random is not None:
-        kinds += (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
-    return isinstance(value, kinds)
-
-
-def _referred_to(function: Any) -> Iterator[Any]:
-    """What the Function can draw from without being given it: what its class, closures, globals and helpers hold."""
-    todo: list[Any] = [function.forward, function.setup_context]
-    for base in function.__mro__:
-        if issubclass(base, Function) and base is not Function:
-            todo += vars(base).values()
-    seen: set[int] = set()
-    while todo:
-        value = todo.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        value = inspect.unwrap(value) if callable(value) else value
-        if inspect.isfunction(value) and not value.__module__.startswith(("torch.", "numpy.")):
-            todo += value.__defaults__ or ()
-            for cell in value.__closure__ or ():
-                with suppress(ValueError):  # it is empty yet
-                    todo.append(cell.cell_contents)
-            codes = [value.__code__]
-            while codes:  # that of lambdas inside, too
-                code = codes.pop()
-                todo += [value.__globals__[name] for name in code.co_names if name in value.__globals__]
-                codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-
-
-class HostGenerators:
-    """The states of Python's and NumPy's global generators, which no recipe holds."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = sys.modules.get("numpy.random")
-        self._numpy_state: Any = None if self._numpy is None else self._numpy.get_state()
-
-    def restore_if_moved(self) -> bool:
-        """Put them back; whether they had moved."""
-        moved = random.getstate() != self._python
-        if moved:
-            random.setstate(self._python)
-        if self._numpy is not None:
-            now, before = self._numpy.get_state(), self._numpy_state
-            if any((a != b).any() if hasattr(a, "shape") else a != b for a, b in zip(now, before)):
-                self._numpy.set_state(before)
-                moved = True
-        return moved
-
-
-def kind_of(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.storage_offset() % 64, argument.dtype, argument.device
-    if isinstance(argument, tuple):
-        return tuple(map(kind_of, argument))
-    by_value = isinstance(argument, _IMMUTABLE) and not isinstance(argument, (float, complex))
-    if type(argument) is int or not by_value:
-        return type(argument)
-    return type(argument), argument

@@ -39,6 +39,7 @@ from lowtide.tracing.function_calls import (
     why_not_same,
 )
 from lowtide.tracing.graph_builder import GraphBuilder, Mark
+from lowtide.tracing.kinds_of_calls import KnownKinds
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import UNINITIALISED, fingerprint, is_wrapper_type, storage_of, tensors_in
@@ -119,7 +120,7 @@ class OpaqueCalls:
         self.on_error: Callable[[Exception], None] | None = None
         self._watched = WatchedFunctions()
         self._running: _Running | None = None
-        self._verdicts: dict[tuple, str] = {}  # by kind of call: why its results must be saved, "" or TRANSPARENT
+        self._known = KnownKinds(many_places=True)  # why results must be saved, "" or TRANSPARENT
         self._signatures: dict[str, int] = {}
 
     def record(self, call: ObservedFunctionCall) -> Any:
@@ -132,7 +133,7 @@ class OpaqueCalls:
         with _disable_current_modes():
             generators = GeneratorStates(call.tensors)
         running = self._running = _Running(call, how, builder.mark(), generators, time.perf_counter())
-        verdict = self._verdicts.get(how.key(call.args))
+        verdict = self._known.verdict(how.kind(call.args))
         if verdict is None or verdict == _WRITES_UNSEEN:
             running.inputs = self._fingerprints(tensors_in(call.args))
         first_node = get_sequence_nr()
@@ -182,14 +183,14 @@ class OpaqueCalls:
         running, builder = self._running, self._builder
         assert running is not None
         results = stored_and_returned(ctx, output)
-        key = running.how.key(running.call.args)
+        kind = running.how.kind(running.call.args)
         took_s = running.call.seconds
         ms = 1e3 * (time.perf_counter() - running.start_s if took_s is None else took_s)
-        verdict = self._verdicts.get(key)
+        verdict = self._known.verdict(kind)
         changed = set() if running.inputs is None else self._mark_changed(running)
         if verdict is None:
             verdict, ms = self._judge(running, ctx, results, changed, ms)
-            self._verdicts[key] = verdict
+            self._known.learn(kind, verdict)
         if verdict == TRANSPARENT or len(builder.saved) > running.mark.saved or self._is_needed_by_op(running.mark):
             return
         self._join(running, ctx, results, verdict, ms)

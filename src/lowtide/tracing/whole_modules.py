@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
-from lowtide.graph.function_ops import PREFIX
+from lowtide.graph.function_ops import MODULE, PREFIX
 from lowtide.measurement.allocator import measuring, seen_on_cpu
 from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.deepspeed_engines import is_partitioned
@@ -39,15 +39,12 @@ from lowtide.tracing.function_calls import (
     Finished,
     ObservedFunctionCall,
     WatchedFunctions,
-    is_generator,
-    is_immutable,
-    kind_of,
 )
+from lowtide.tracing.kinds_of_calls import Kind, layout_of, values_of
 from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import wrapped_parameters
 
-MODULE = ".module:"  # in the name of an op that is a module's call
 _TENSOR = object()  # in place of a tensor among arguments
 _AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")
 _nodes = threading.local()  # ``thrown_away``: of graphs of second runs
@@ -109,7 +106,7 @@ class CompiledCode:
     """Calls a module that is compiled. No dispatcher sees what happens inside.
 
     Attributes:
-        peak_bytes: What a call allocated at most, by kind of call; a call that compiles counts for nothing.
+        peak_bytes: What a call allocated at most, by place (``Kind``); a call that compiles counts for nothing.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -120,13 +117,13 @@ class CompiledCode:
         with _disable_current_modes():
             return self._call(*args, **kwargs)
 
-    def run_again(self, kind: tuple, device: torch.device, args: Any, kwargs: Any) -> Any:
+    def run_again(self, place: tuple, device: torch.device, args: Any, kwargs: Any) -> Any:
         """The same of a call that has compiled by now."""
-        is_known = kind in self.peak_bytes
+        is_known = place in self.peak_bytes
         with measuring("cpu" if is_known else device) as counter:  # see ``seen_on_cpu``
             result = self(*args, **kwargs)
         if counter is not None and not is_known:
-            self.peak_bytes[kind] = counter.peak
+            self.peak_bytes[place] = counter.peak
         return result
 
 
@@ -148,11 +145,12 @@ class CallOfModule(CallOfFunction):
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that it writes, and copies from before
         self._unchanged: list[tuple[torch.Tensor, int]] = []  # the others, with their versions
 
-    def key(self, args: tuple) -> tuple:
+    def kind(self, args: tuple) -> Kind:
         training = tuple(training for _, training in self._modes)
-        kinds = map(kind_of, tensors_in(args))
-        given = kind_of(_hashable(self._given))
-        return (weakref.ref(self._module), self.requires_grad, self.autocast, training, given, *kinds)
+        layouts = layout_of((self._given, *tensors_in(args)))
+        module = weakref.ref(self._module)
+        place = (module, self.requires_grad, self.autocast, self.flags, training, layouts)
+        return Kind(place, values_of(self._given))
 
     @property
     def restores(self) -> Sequence[torch.Tensor]:
@@ -170,14 +168,12 @@ class CallOfModule(CallOfFunction):
             else:
                 self._changed.append((buffer, copy))
 
-    def why_not_again(self) -> str:
-        for argument in _leaves(self._given):
-            if argument is not _TENSOR and not is_immutable(argument):
-                return f"is given a {type(argument).__qualname__}, which may change before backward"
-        for module, _ in self._modes:
-            if any(is_generator(value) for value in vars(module).values()):
-                return "draws from a generator of its own"
-        return ""
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        yield type(self._module).__qualname__, self._module
+        yield from ((getattr(a, "__name__", ""), a) for a in self._given_beside_tensors() if callable(a))
+
+    def _given_beside_tensors(self) -> Iterator[Any]:
+        yield from (a for a in _leaves(self._given) if a is not _TENSOR)
 
     def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for buffer, version in self._unchanged:
@@ -204,7 +200,7 @@ class CallOfModule(CallOfFunction):
             if self._compiled is None:
                 output = self._module._call_impl(*args, **kwargs)
             else:
-                output = self._compiled.run_again(self.key(tuple(tensors)), tensors[0].device, args, kwargs)
+                output = self._compiled.run_again(self.kind(tuple(tensors)).place, tensors[0].device, args, kwargs)
         return [*stored, *(t.detach() for t in tensors_in(output))]
 
     @contextmanager
@@ -259,7 +255,9 @@ class ObservedModuleCall(ObservedFunctionCall):
 
     @property
     def peak_bytes(self) -> int:
-        return 0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.key(tuple(self.tensors)), 0)
+        return (
+            0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.kind(tuple(self.tensors)).place, 0)
+        )
 
     def run(self) -> Any:
         call = self._module._call_impl if self._compiled is None else self._compiled
@@ -438,14 +436,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield value
-
-
-def _hashable(value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return tuple(map(_hashable, value))
-    if type(value) is dict:
-        return tuple((name, _hashable(v)) for name, v in value.items())
-    return type(value) if value is _TENSOR or not is_immutable(value) else value
 
 
 def _put_modes(modes: list[tuple[nn.Module, bool]]) -> None:

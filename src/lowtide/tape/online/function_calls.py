@@ -31,12 +31,12 @@ from lowtide.tracing.function_calls import (
     stored_and_returned,
     why_not_same,
 )
+from lowtide.tracing.kinds_of_calls import Kind, KnownKinds
 from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
 from lowtide.tracing.subclasses import plain_tensors
 
 # Verdicts, beside other reasons why what a call makes is kept, and "".
 _WRITES = frozenset({"writes its inputs in place", "writes in place without saying so"})
-_MOST_KINDS = 10_000  # that are remembered: a kind holds its Function
 
 
 class TapeOfCalls(Protocol):
@@ -69,23 +69,25 @@ class KnownCalls:
     Attributes:
         functions: Their subclasses that tell when they return.
         kept: Of Functions that must not run again: name and why.
+        proven_anew: Names of those that are given other numbers all the time.
     """
 
     def __init__(self) -> None:
         self.functions = WatchedFunctions()
         self.kept: dict[str, str] = {}
-        self._verdicts: dict[tuple, str] = {}
+        self.proven_anew: set[str] = set()
+        self._kinds = KnownKinds(many_places=True)
 
-    def verdict(self, kind: tuple) -> str | None:
-        """Why what calls of this ``kind`` make is kept; None if there has been none yet."""
-        return self._verdicts.get(kind)
+    def verdict(self, kind: Kind) -> str | None:
+        """Why what calls of this ``kind`` make is kept; None if that is not known."""
+        return self._kinds.verdict(kind)
 
-    def learn(self, kind: tuple, name: str, verdict: str) -> None:
-        if len(self._verdicts) >= _MOST_KINDS:
-            self._verdicts.clear()
-        self._verdicts[kind] = verdict
+    def learn(self, kind: Kind, name: str, verdict: str) -> None:
+        self._kinds.learn(kind, verdict)
         if verdict not in ("", TRANSPARENT):
             self.kept[name] = verdict
+        elif verdict != TRANSPARENT and self._kinds.is_never_the_same(kind):
+            self.proven_anew.add(name)
 
 
 class CallRecipe(Recipe):
@@ -169,7 +171,7 @@ class OnlineCall(ObservedFunctionCall):
 
     def _run(self, watched: WatchedFunctions, other: Finished | None) -> Any:
         tape = self._tape
-        self._kind = self.how.key(self.args)
+        self._kind = self.how.kind(self.args)
         self._verdict = tape.known_calls.verdict(self._kind)
         if self._verdict == TRANSPARENT:
             return self._call.run() if other is None else self._call.run_watched(watched, other)
