@@ -18,6 +18,7 @@ from torch.autograd import Function
 import lowtide
 from lowtide.errors import StepError, TierError
 from lowtide.graph.function_ops import function_groups
+from lowtide.measurement.allocator import peak_bytes
 from lowtide.plan import DISK_OFFLOAD
 from lowtide.tracing import opaque_calls
 
@@ -161,3 +162,22 @@ def test_a_launch_that_fails_in_its_proof_keeps_the_call_and_names_the_error():
     (group,) = function_groups(lowtide.trace(model, x))
 
     assert group.why_kept == "cannot run again (RuntimeError: 0 active drivers ([]). There should only be one.)"
+
+
+class _Fails(Scales):
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        raise ZeroDivisionError("the kernel's own error")
+
+
+@pytest.mark.filterwarnings("ignore:Leaked callback handle")  # the engine's way to end a profiler
+def test_an_error_of_a_backward_in_a_trace_is_its_own_and_the_next_trace_counts():
+    with pytest.raises(ZeroDivisionError, match="the kernel's own error"):
+        lowtide.trace(between(lambda self, x: _Fails.apply(x)), torch.randn(8, 8))
+    model, x = between(lambda self, x: Scales.apply(x)), torch.randn(64, 8)
+    graph = lowtide.trace(model, x)
+    costs = lowtide.measure(graph)
+    predicted = lowtide.simulate(graph, costs, lowtide.solve(graph, costs, method="none")).peak_bytes
+    model(x).square().mean().backward()
+    measured = peak_bytes(lambda: model(x).square().mean().backward())
+    assert predicted == pytest.approx(graph.resident_bytes + measured, rel=0.05)

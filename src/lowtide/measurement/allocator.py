@@ -14,7 +14,7 @@ the block that an earlier measurement saw at its address. What is allocated in a
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ def measuring(device: str | torch.device) -> Iterator[PeakCounter | None]:
     try:
         yield counter
     finally:
-        last = _autograd._disable_profiler_legacy(_GO_ON if len(counters) > 1 else None)
-        _count(last, counters)
+        # The engine has undone what was begun inside a backward that failed: there is nothing to end then.
+        with suppress(RuntimeError):
+            _count(_autograd._disable_profiler_legacy(_GO_ON if len(counters) > 1 else None), counters)
         counters.pop()
 
 
