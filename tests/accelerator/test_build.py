@@ -1,6 +1,10 @@
 """The library is built once for each state of its sources, and its lack of a compiler has a name."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +58,27 @@ def test_an_error_of_the_compiler_is_told_and_nothing_is_left(compiler, monkeypa
     with pytest.raises(RuntimeError, match="does not build:\nbad line"):
         build.library()
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize(
+    "where, options, told",
+    [
+        ({}, [], "SKIPPED"),
+        ({"CI": "true"}, [], "NoCompilerError"),
+        ({}, ["--device", "standin"], "ERROR: --device standin: no C++ compiler"),
+    ],
+    ids=["here", "where CI is set", "with the default device switched"],
+)
+def test_without_a_compiler_its_tests_are_left_out_by_that_reason_and_fail_where_ci_is_set(
+    tmp_path, where, options, told
+):
+    tests = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_XDIST_WORKER")}
+    environment |= {"CXX": "no-such-compiler", "LOWTIDE_TEST_CACHE_DIR": str(tmp_path)} | where
+    one = "accelerator/test_devices.py" if not options else "test_gc_control.py"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *options, str(tests / one)],
+        cwd=tests.parent, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told in run.stdout + run.stderr and "no C++ compiler (no-such-compiler)" in run.stdout + run.stderr
+    assert (run.returncode == 0) is (told == "SKIPPED")

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from accelerator.build import NoCompilerError
 from accelerator.schedules import LATE
 from support.not_on_the_accelerator import LEFT_OUT, MODEL_ALONE
 
@@ -26,7 +27,10 @@ def switch_to(name: str) -> ModuleType:
     """Make ``name`` the default device, with streams that run late. Only the tests' own accelerator is known."""
     if name != "standin":
         raise pytest.UsageError(f"--device {name}: the only device here that tests may be switched to is standin")
-    device = importlib.import_module("accelerator.device")
+    try:
+        device = importlib.import_module("accelerator.device")
+    except NoCompilerError as error:
+        raise pytest.UsageError(f"--device {name}: {error}") from error
     # Fits that name no tier have none, as on a CPU: their tests count what is recomputed. tests/accelerator offloads.
     usable = api.usable
     api.usable = lambda device, policy: {} if policy.is_automatic else usable(device, policy)

@@ -190,7 +190,7 @@ class CompiledModel(nn.Module):
         if self._pending is not None:
             self._pending[1].failed = why
         if self.reason != why:
-            warnings.warn(f"lowtide.compile: {why}.", stacklevel=3)
+            warnings.warn(f"lowtide.compile: {why.rstrip('.')}.", stacklevel=3)
         self.reason = why
 
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
