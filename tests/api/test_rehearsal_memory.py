@@ -46,6 +46,21 @@ def test_verify_compares_on_fewer_rows():
     assert found.note == "the plain step does not fit: compared on 16 of 64 rows, at the least that they need"
 
 
+def test_verify_compares_on_fewer_rows_where_their_ops_cannot_be_timed(monkeypatch):
+    model = Device()
+    plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
+    model.most_rows, refusals = 40, iter(["memory ran out while ops were timed: out of memory"])
+
+    def measure(graph):
+        for refusal in refusals:
+            raise RehearsalMemoryError(refusal)
+        return lowtide.measure(graph)
+
+    monkeypatch.setattr("lowtide.verifier.measure", measure)
+
+    assert lowtide.verify(model, X, plan, rounds=0).note.startswith("the plain step does not fit: compared on 16 of 64")
+
+
 def test_verify_that_fits_no_row_is_told_with_the_way_out():
     model = Device()
     plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
