@@ -20,6 +20,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def _copy_ms(clock: _Clock) -> float:
     while True:
         try:
             source, target = torch.zeros(2, clock.copied_bytes, dtype=torch.uint8, device=clock.device)
-            return clock.median_ms(lambda: target.copy_(source), 5)
+            return clock.median_ms(partial(target.copy_, source), 5)
         except Exception as error:
             if not is_out_of_memory(error) or clock.copied_bytes <= _CACHED_BYTES:
                 raise
