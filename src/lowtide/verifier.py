@@ -29,9 +29,8 @@ from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import is_wrapper_type
 from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
-from lowtide.tracing.sources import trace
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
-from lowtide.tracing.tracer import Step, device_of, run_step
+from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes
 
 _PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
@@ -137,7 +136,7 @@ def verify_in(
             try:
                 return _verified(opened, model, batch, plan, step, rounds, rows_that_fit)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not (is_out_of_memory(error) or isinstance(error, RehearsalMemoryError)):  # of measure
                     raise
                 said = str(error).splitlines()[0]
                 let_go_of_frames(error)
@@ -275,7 +274,7 @@ def _rows_that_fit(batch: Any, plan: Plan, device: torch.device) -> int:
 def _cut_down(model: nn.Module, batch: Any, plan: Plan, step: Step | None, count: int) -> tuple[Any, Plan, str]:
     """The batch's first rows, a plan for them at the same fraction if there is one, and of what budget it is."""
     cut = first_rows(batch, count)
-    graph = trace(model, cut, step=step)
+    graph = record(model, cut, step, None)
     costs = measure(graph)
     try:
         small = solve(graph, costs, budget=f"{min(100 * plan.predicted_fraction, 100):.4f}%")

@@ -14,7 +14,10 @@ import lowtide
 from accelerator.schedules import EARLY, LATE
 from lowtide.errors import RehearsalMemoryError, UnsupportedModelError
 from lowtide.graph.costs import Link
+from lowtide.measurement import op_times
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.measurement.op_inputs import NotRebuildableError
+from lowtide.measurement.op_times import EstimateWarning
 from lowtide.runtime import shared_tiers
 from lowtide.tape.online.release import Releaser
 from lowtide.tracing.tracer import run_step
@@ -369,3 +372,22 @@ def test_what_is_held_unused_can_be_allocated(device):
         held = torch.empty(8 * MIB, dtype=torch.uint8, device="standin")
         assert torch.accelerator.memory_reserved() >= 40 * MIB
         assert available_bytes("standin") == 64 * MIB - held.nbytes
+
+
+def test_ops_are_timed_where_the_memory_is_too_little_for_a_large_copy(device, monkeypatch):
+    model, batch = residual(2, 64).to("standin"), batch_on(rows=64)
+    graph = lowtide.trace(model, batch)
+    rebuild = op_times.rebuild
+    rebuilt = []
+
+    def rebuild_but_the_first(*signature):
+        rebuilt.append(signature)
+        if len(rebuilt) == 1:
+            raise NotRebuildableError("not this one.")  # estimated, by the time of a copy
+        return rebuild(*signature)
+
+    monkeypatch.setattr(op_times, "rebuild", rebuild_but_the_first)
+    torch.accelerator.empty_cache()
+    with device.capacity(torch.accelerator.memory_reserved() + 4 * MIB), pytest.warns(EstimateWarning):
+        costs = lowtide.measure(graph, refresh=True)
+    assert len(costs.op_ms) == len(graph.ops) and all(ms >= 0 for ms in costs.op_ms)

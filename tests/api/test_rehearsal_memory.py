@@ -46,6 +46,21 @@ def test_verify_compares_on_fewer_rows():
     assert found.note == "the plain step does not fit: compared on 16 of 64 rows, at the least that they need"
 
 
+def test_verify_compares_on_fewer_rows_where_their_ops_cannot_be_timed(monkeypatch):
+    model = Device()
+    plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
+    model.most_rows, refusals = 40, iter(["memory ran out while ops were timed: out of memory"])
+
+    def measure(graph):
+        for refusal in refusals:
+            raise RehearsalMemoryError(refusal)
+        return lowtide.measure(graph)
+
+    monkeypatch.setattr("lowtide.verifier.measure", measure)
+
+    assert lowtide.verify(model, X, plan, rounds=0).note.startswith("the plain step does not fit: compared on 16 of 64")
+
+
 def test_verify_that_fits_no_row_is_told_with_the_way_out():
     model = Device()
     plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
@@ -70,6 +85,20 @@ def test_a_rehearsed_plan_that_does_not_fit_gets_a_smaller_budget():
         (reason,) = fit.warnings
         assert reason.startswith("memory ran out in a rehearsal within ") and "the budget is" in reason
         assert differing(expected, step_of(model)) == [] and fit.status().planned_steps == 1
+
+
+def test_after_the_last_rehearsal_without_memory_the_plan_is_the_one_solved_last():
+    model = Device()
+    expected = plain(model, X)
+    model.calls, model.fails_at = 0, (2, 3, 4)
+
+    with lowtide.fit(model, X, budget="90%") as fit:
+        shrunk = [reason for reason in fit.warnings if reason.startswith("memory ran out in a rehearsal")]
+        assert len(shrunk) == 3
+        assert fit.plan.predicted_peak_bytes <= fit.status().budget_bytes
+        assert fit.plan.counts["recompute"] and not fit._watcher.latest.tape.program.proven_ops
+        assert differing(expected, step_of(model)) == [] and fit.status().planned_steps == 1
+        assert fit._watcher.latest.tape.program.proven_ops
 
 
 def test_a_trace_that_does_not_fit_leaves_the_real_steps_to_be_watched():

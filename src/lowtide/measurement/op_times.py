@@ -20,6 +20,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 from lowtide.device.generators import forked
 from lowtide.device.memory import is_short_of
 from lowtide.device.names import check_is_here, device_name, is_accelerator
-from lowtide.device.out_of_memory import told_by_name
+from lowtide.device.out_of_memory import is_out_of_memory, told_by_name
 from lowtide.device.streams import synchronize
 from lowtide.device.timing import calls_ms
 from lowtide.errors import DeviceError
@@ -130,11 +131,8 @@ def measure(
             if progress is not None:
                 progress(done, len(ops_by_signature))
         clock.leave(0)
-        with told_by_name(
-            "ops were timed", "Free memory on the device first, or pass costs that were measured before."
-        ):
-            warm_us, dispatch_us = _dispatch_us(graph, clock)
-            copy_ms = _copy_ms(clock) if failed else 0.0
+        warm_us, dispatch_us = _dispatch_us(graph, clock)
+        copy_ms = _copy_ms(clock) if failed else 0.0
         for index in failed:
             moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
             signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * clock.copied_bytes)
@@ -234,8 +232,14 @@ def _moved_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def _copy_ms(clock: _Clock) -> float:
-    source, target = torch.zeros(2, clock.copied_bytes, dtype=torch.uint8, device=clock.device)
-    return clock.median_ms(lambda: target.copy_(source), 5)
+    while True:
+        try:
+            source, target = torch.zeros(2, clock.copied_bytes, dtype=torch.uint8, device=clock.device)
+            return clock.median_ms(partial(target.copy_, source), 5)
+        except Exception as error:
+            if not is_out_of_memory(error) or clock.copied_bytes <= _CACHED_BYTES:
+                raise
+        clock.copied_bytes //= 2
 
 
 def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:

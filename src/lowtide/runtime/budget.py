@@ -5,6 +5,7 @@ import sys
 import torch
 from torch import nn
 
+from lowtide.device.kept_workspaces import KeptWorkspaces
 from lowtide.device.memory import allocated_bytes as device_bytes
 from lowtide.device.memory import available_bytes, bytes_in_pieces
 from lowtide.device.names import is_accelerator
@@ -46,6 +47,7 @@ class StepBudget:
     def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None) -> None:
         self._asked = budget
         self._optimizer = optimizer
+        self._workspaces = KeptWorkspaces()
         self._of_model = self._bytes_of(model)
         self.batch_bytes = 0
         self.look(model)
@@ -93,6 +95,7 @@ class StepBudget:
         """Note the resident memory of a step that starts now, on ``batch``."""
         of_model = self._bytes_of(model)
         self.batch_bytes = self._bytes_of(model, batch) - of_model
+        self._workspaces.take(self.device)
         allocated = device_bytes(self.device) if is_accelerator(self.device) else None
         self.resident_bytes = max(of_model, (allocated or 0) - self.batch_bytes)
 

@@ -91,12 +91,10 @@ class Rehearsal:
                 _told.setdefault(model, set()).add(error.least_bytes)
                 raise
             next_stage()
+            times = traced - start, measured - traced
             for _ in range(_ATTEMPTS):  # a replay that differs is saved, and the rest planned again
                 try:
-                    tiers = run_on_all_ranks(group, "opening tiers", partial(self._tiers.open_for, plan))
-                    tape = Tape(program_of(plan), model, tiers)
-                    times = traced - start, measured - traced
-                    planned = PlannedStep(plan, graph, costs, shapes_of_graph(graph.calls), tape, *times)
+                    planned = self._opened(plan, graph, costs, times)
                     differed = self._rehearse(planned, group, batch, step, unwritten)
                 except TierError as error:
                     if group is not None:
@@ -113,10 +111,20 @@ class Rehearsal:
                     plan = self._solve(graph, costs, allow_least=True)
                     continue
                 if not any(from_all_ranks(group, bool(differed))):
-                    break
+                    return planned
                 graph = _with_fixed_storages(graph, differed)  # what must be saved now may need more
                 plan = run_on_all_ranks(group, "solving", partial(self._solve, graph, costs, allow_least=True))
-        return planned
+            # No more attempts, and the rehearsed one has failed. Of this one the first real step proves every replay.
+            return self._opened(plan, graph, costs, times)
+
+    def _opened(self, plan: Plan, graph: StepGraph, costs: Costs, times: tuple[float, float]) -> PlannedStep:
+        """``plan``, with its tiers open on every rank; ``times``: seconds of tracing and of measuring."""
+        model = self._model()
+        assert model is not None
+        tiers = run_on_all_ranks(group_of(model), "opening tiers", partial(self._tiers.open_for, plan))
+        return PlannedStep(
+            plan, graph, costs, shapes_of_graph(graph.calls), Tape(program_of(plan), model, tiers), *times
+        )
 
     def _measure(self, model: nn.Module, graph: StepGraph) -> Costs:
         memory_bytes = None
