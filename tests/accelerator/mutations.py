@@ -80,15 +80,15 @@ MUTATIONS = (
     Mutation(
         "a store that nobody settles is waited for",
         _TIER,
-        "weakref.finalize(self, _wait, owner, copied)",
-        "weakref.finalize(HostCopy, _wait, owner, copied)",
+        "weakref.finalize(self, _wait, self._device, owner, copied)",
+        "weakref.finalize(HostCopy, _wait, self._device, owner, copied)",
         _host("nobody_settles and early-late"),
     ),
     Mutation(
         "a fetch that nobody wants is waited for",
         _TIER,
-        "weakref.finalize(self, _wait, owner, copied)",
-        "weakref.finalize(HostCopy, _wait, owner, copied)",
+        "weakref.finalize(self, _wait, self._device, owner, copied)",
+        "weakref.finalize(HostCopy, _wait, self._device, owner, copied)",
         _host("nobody_wants and early-late"),
     ),
     Mutation(

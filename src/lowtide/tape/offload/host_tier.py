@@ -110,7 +110,7 @@ class HostCopy:
                 copied = streams.new_event(self._device)
                 copied.record(stream)
         # A finalizer waits also if nobody asks for the copy: the stream that the memory belongs to reuses it.
-        wait = weakref.finalize(self, _wait, owner, copied)
+        wait = weakref.finalize(self, _wait, self._device, owner, copied)
         wait.atexit = False
         return wait, copied
 
@@ -133,9 +133,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _wait(owner: torch.Stream, event: torch.Event) -> None:
+def _wait(device: torch.device, owner: torch.Stream, event: torch.Event) -> None:
     owner.wait_event(event)
-    current = streams.current_stream(owner.device)
+    current = streams.current_stream(device)
     if current != owner:
         current.wait_event(event)
 
