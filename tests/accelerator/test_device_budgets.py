@@ -86,3 +86,57 @@ def test_workspaces_are_taken_once_for_each_stream(device):
         with torch.Stream("standin:0"):
             kept.take(torch.device("standin:0"))
         assert torch.accelerator.memory_allocated() == before + 2 * MIB
+
+
+def reserving():
+    """A model whose tensors fill few segments, and its batch."""
+    layers = [m for _ in range(4) for m in (nn.Linear(16, 1200), nn.ReLU(), nn.Linear(1200, 16))]
+    model, batch = nn.Sequential(*layers).to("standin"), torch.randn(2000, 16, device="standin")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model, batch
+
+
+def reserved_peaks_of_steps(fit, model, batch, count):
+    peaks = []
+    for _ in range(count):
+        torch.accelerator.reset_peak_memory_stats()
+        run_step(model, batch, None)[0].backward()
+        peaks.append(torch.accelerator.max_memory_reserved())
+        fit.wait()
+    return peaks
+
+
+def fitted_for_reserved(model, budget):
+    return lowtide.fit(model, budget=budget, budget_kind="reserved", method="knapsack", offload=NO_HOST)
+
+
+def test_a_budget_of_reserved_bytes_holds_in_the_step_without_a_plan(device):
+    model, batch = reserving()
+    with fitted_for_reserved(model, 60 * MIB) as fit:
+        first, _, planned = reserved_peaks_of_steps(fit, model, batch, 3)
+        told = [r for r in fit.status().reasons if "more" in r]
+        predicted = fit.plan.predicted_reserved_peak_bytes
+    assert first <= 60 * MIB and told == []
+    assert planned <= predicted <= 60 * MIB
+
+
+def test_a_step_without_a_plan_that_reserves_more_than_the_budget_is_told_and_its_segments_go(device, monkeypatch):
+    monkeypatch.setattr("lowtide.runtime.budget.bytes_for_segments", lambda room: 0)
+    model, batch = reserving()
+    with fitted_for_reserved(model, 60 * MIB) as fit:
+        first, _, planned = reserved_peaks_of_steps(fit, model, batch, 3)
+        reasons = fit.status().reasons
+        predicted = fit.plan.predicted_reserved_peak_bytes
+    assert first > 60 * MIB
+    assert [r for r in reasons if r.startswith("a step that ran online had up to 6.00 MiB more reserved than the")]
+    assert planned <= predicted <= 60 * MIB
+
+
+def test_a_budget_of_allocated_bytes_leaves_what_is_cached(device, monkeypatch):
+    emptied = []
+    monkeypatch.setattr("lowtide.runtime.reserved_memory.release_cached_memory", lambda: emptied.append(1))
+    model, batch = reserving()
+    with lowtide.fit(model, budget=60 * MIB, offload=NO_HOST) as fit:
+        reserved_peaks_of_steps(fit, model, batch, 2)
+    assert not emptied

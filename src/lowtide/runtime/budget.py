@@ -12,6 +12,7 @@ from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError, DeviceError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.runtime.reserved_memory import bytes_for_segments
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
 from lowtide.tracing.sharding.zero3 import shards_of
@@ -42,14 +43,17 @@ class StepBudget:
         resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at. On an accelerator all
             that is allocated, as in a plan's peak: other models, and whatever the process holds there.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
+        is_of_reserved: The budget is of what the allocator reserves.
+        segments_bytes: Of that, what the last step without a plan left for segments that are not full.
     """
 
-    def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None) -> None:
+    def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None, kind: str = "allocated") -> None:
         self._asked = budget
+        self.is_of_reserved = kind == "reserved"
         self._optimizer = optimizer
         self._workspaces = KeptWorkspaces()
         self._of_model = self._bytes_of(model)
-        self.batch_bytes = 0
+        self.batch_bytes = self.segments_bytes = 0
         self.look(model)
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
@@ -106,7 +110,9 @@ class StepBudget:
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
             free = there + self.free_bytes()
             self.limit_bytes = free if self.most_bytes is None else min(free, self.most_bytes)
-        return max(0, self.limit_bytes - there)
+        room = max(0, self.limit_bytes - there)
+        self.segments_bytes = bytes_for_segments(room) if self.is_of_reserved else 0
+        return room - self.segments_bytes
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:
         """The budget in bytes; a percentage is of this graph's plain step, once for all."""

@@ -55,7 +55,7 @@ class Fit:
         check_supported(model)
         self._model = weakref.ref(model)
         self._options = options
-        self._budget = StepBudget(model, options.budget, options.optimizer)
+        self._budget = StepBudget(model, options.budget, options.optimizer, options.budget_kind)
         self._planner = PlannerProcess()
         self._batch: Any = None  # of ``_first``
         self._first: PlannedStep | None = None

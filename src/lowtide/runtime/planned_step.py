@@ -32,6 +32,7 @@ class PlannedStep:
         trace_s, measure_s: How long those took; None for a step that was watched.
         last_served: Shape of the first call of the step that ran under it last.
         diverged: That step ran other ops than planned.
+        begun: A step has begun under it.
         num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
     """
 
@@ -44,6 +45,7 @@ class PlannedStep:
     measure_s: float | None = None
     last_served: CallShape | None = None
     diverged: bool = False
+    begun: bool = False
     num_nodes: Mapping[int, int] = field(default_factory=dict)
 
     @property

@@ -10,6 +10,7 @@ from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.reserved_memory import ReservedMemory
 from lowtide.runtime.status import Counters
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.units import format_bytes
@@ -21,6 +22,7 @@ class StepMemory:
     def __init__(self, budget: StepBudget, shelf: PlanShelf, counters: Counters, reasons: Reasons) -> None:
         self._budget, self._shelf, self._counters, self._reasons = budget, shelf, counters, reasons
         self._pressure = MemoryPressure(budget)
+        self._reserved = ReservedMemory(reasons) if budget.is_of_reserved else None
         self._times_out_of_memory = 0
         self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
 
@@ -30,6 +32,8 @@ class StepMemory:
         self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
         # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
         over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))
+        if self._reserved is not None:
+            over -= self._budget.segments_bytes
         if over <= self._over_bytes:
             return
         reason = (
@@ -41,6 +45,16 @@ class StepMemory:
         else:
             self._reasons.say(reason)
         self._over_bytes, self._over_reason = over, reason
+
+    def note_watched(self) -> None:
+        """A step without a plan is over, and what recorded it has let go."""
+        if self._reserved is not None:
+            self._reserved.note_watched(self._budget.device, self._budget.limit_bytes)
+
+    def begin_step(self, step: PlannedStep | None) -> None:
+        """A step begins under this plan, or without one."""
+        if self._reserved is not None:
+            self._reserved.begin_step(step)
 
     def lower(
         self,

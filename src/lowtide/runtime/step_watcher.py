@@ -357,6 +357,7 @@ class StepWatcher:
             self._why_no_plan = sharded
             return
         self._step = self.shelf.plan_for(shape)
+        self.memory.begin_step(self._step)
         self._why_no_plan = self.shelf.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
         self._more_calls = False
@@ -514,6 +515,7 @@ class StepWatcher:
         self._forget_backwards()
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
+            self.memory.note_watched()
 
     def _forget_backwards(self) -> None:
         self._num_backwards, self._retained, self._ended_elsewhere = 0, False, False
