@@ -1,5 +1,7 @@
 """The budget of a watched fit on the accelerator holds from the first step on: kept workspaces, reserved memory."""
 
+import time
+
 import pytest
 import torch
 from support.training_steps import differing, mlp, outcome, plain
@@ -76,16 +78,25 @@ def test_a_workspace_of_one_op_is_in_the_budget_of_the_steps_after_the_watched_o
     assert differing(expected, found) == []
 
 
+def allocated_in_the_end(expected):
+    """What is allocated, once the device's thread has let go of the last objects of a backward: that takes up to 2 ms."""
+    for _ in range(200):
+        if torch.accelerator.memory_allocated() == expected:
+            break
+        time.sleep(0.005)
+    return torch.accelerator.memory_allocated()
+
+
 def test_workspaces_are_taken_once_for_each_stream(device):
     kept = KeptWorkspaces()
     before = torch.accelerator.memory_allocated()
     with device.workspaces(kept_bytes=MIB):
         for _ in range(2):
             kept.take(torch.device("standin:0"))
-            assert torch.accelerator.memory_allocated() == before + MIB
+            assert allocated_in_the_end(before + MIB) == before + MIB
         with torch.Stream("standin:0"):
             kept.take(torch.device("standin:0"))
-        assert torch.accelerator.memory_allocated() == before + 2 * MIB
+        assert allocated_in_the_end(before + 2 * MIB) == before + 2 * MIB
 
 
 def reserving():
