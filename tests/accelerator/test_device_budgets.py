@@ -79,7 +79,7 @@ def test_a_workspace_of_one_op_is_in_the_budget_of_the_steps_after_the_watched_o
 
 
 def allocated_in_the_end(expected):
-    """What is allocated, once the device's thread has let go of the last objects of a backward: that takes up to 2 ms."""
+    """What is allocated, once the device's thread has let go of the last objects of a backward, 2 ms later at most."""
     for _ in range(200):
         if torch.accelerator.memory_allocated() == expected:
             break
