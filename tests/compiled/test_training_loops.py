@@ -1,5 +1,7 @@
 """``lowtide.compile`` in loops as people write them: what no plan counts is told, and nothing ends the run."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -7,7 +9,8 @@ import torch
 from support.compiled_layers import IDS, Decoder, decoder, equal, reference, step_of
 
 import lowtide
-from lowtide.compiled import compiled_model, layer_calls
+from lowtide.compiled import captured_layer, layer_calls
+from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.measurement.allocator import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,18 +45,25 @@ def test_evaluation_of_any_number_of_lengths_runs_between_steps():
 
 @pytest.mark.slow
 def test_a_budget_that_no_plan_fits_leaves_the_plan_in_force_and_nothing_is_compiled_again(monkeypatch):
+    compiled_now, compile_layer = [], captured_layer.CapturedLayer._compile
+
+    def counting(captured, partitioner, lowered, *, kernels, reuse):
+        if kernels:
+            compiled_now.append((id(captured), partitioner.saved))
+        return compile_layer(captured, partitioner, lowered, kernels=kernels, reuse=reuse)
+
+    monkeypatch.setattr(captured_layer.CapturedLayer, "_compile", counting)
     model, compiled = compiled_decoder()
-    before, made = compiled.plan, []
+    before = compiled.plan
     with pytest.raises(lowtide.BudgetInfeasibleError):
         compiled.set_budget(before.resident_bytes + 1)
     assert compiled.plan is before and equal(step_of(compiled, model), reference(layers=2))
 
-    compile_layer = compiled_model.LayerKind.__call__
-    monkeypatch.setattr(compiled_model.LayerKind, "__call__", lambda *args: made.append(1) or compile_layer(*args))
     compiled.set_budget(None)
     compiled.set_budget("60%")
     step_of(compiled, model)
-    assert compiled.plan.layers == before.layers and not made
+    assert compiled.plan.predicted_peak_bytes <= compiled.plan.budget_bytes == before.budget_bytes
+    assert len(compiled_now) == len(set(compiled_now)) > 2
 
 
 def test_several_calls_before_one_backward_are_told_and_store_as_little_as_they_can():
@@ -65,6 +75,18 @@ def test_several_calls_before_one_backward_are_told_and_store_as_little_as_they_
         warnings.simplefilter("error")  # told once
         (compiled(IDS) + compiled(IDS.flip(0))).backward()
     assert compiled.plan is None
+    compiled.set_budget("60%")  # knows one call only
+    assert compiled.plan is None
+
+
+@pytest.mark.slow
+def test_a_call_that_lived_beside_a_late_one_loses_its_plan_too():
+    _, compiled = compiled_decoder()
+    compiled(IDS[:2]).backward()
+    assert compiled.plan is not None
+    with pytest.warns(UserWarning, match="several calls of the model"):
+        (compiled(IDS) + compiled(IDS[:2])).backward()
+    assert compiled._plans == {}
 
 
 @pytest.mark.slow
@@ -121,3 +143,147 @@ def test_a_plan_that_is_asked_for_elsewhere_knows_the_steps_autocast():
         compiled.set_budget("56%")  # outside of autocast, and without gradients
     assert compiled.plan is not None
     assert not any("does not have" in reason for reason in compiled.plan.refused)
+
+
+@pytest.mark.slow
+def test_a_later_shape_that_no_plan_fits_ends_no_run():
+    model = decoder(layers=2)
+    compiled = lowtide.compile(model, budget=1)
+    compiled(IDS[:2]).backward()
+    for _ in range(2):  # at the start it is an error, each time
+        with pytest.raises(lowtide.BudgetInfeasibleError) as infeasible:
+            compiled(IDS[:2])
+    compiled.set_budget(infeasible.value.least_bytes)
+    first = compiled.plan
+    expected = reference(layers=2)
+    with pytest.warns(UserWarning, match="no plan fits .* Steps of these input shapes take more"):
+        for _ in range(2):
+            assert equal(step_of(compiled, model), expected)
+    assert "no plan fits" in compiled.reason and compiled.plan is first
+    compiled.set_budget(None)
+    assert compiled.plan.plain_peak_bytes > first.plain_peak_bytes  # of the longer step
+
+
+@pytest.mark.slow
+def test_a_later_shape_whose_code_cannot_be_read_ends_no_run(monkeypatch):
+    model, compiled = compiled_decoder()
+
+    def unreadable(*args):
+        raise UnreadableCodeError("generated code uses 'strange'.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layer_calls.LayerShape, "__init__", unreadable)
+        with pytest.warns(UserWarning, match="runs as it is.*uses 'strange'"):
+            compiled(IDS[:2]).backward()
+        with pytest.raises(UnreadableCodeError, match="^blocks.0: "):  # at the start it is an error
+            lowtide.compile(decoder(layers=2), budget="60%")(IDS[:2])
+    assert equal(step_of(compiled, model), reference(layers=2))
+
+
+@pytest.mark.slow
+def test_layers_that_differ_in_a_number_share_their_shapes(monkeypatch):
+    monkeypatch.setattr(layer_calls, "_MOST_SHAPES", 1)
+    model = decoder(layers=3)
+    for i, block in enumerate(model.blocks):
+        block.dropout = i * 1e-9
+    compiled = lowtide.compile(model)
+    compiled(IDS).backward()
+    assert compiled.plan is not None and compiled.reason == ""
+
+
+def test_a_layer_that_is_compiled_anew_too_often_runs_as_it_is(monkeypatch):
+    model = decoder(layers=2)
+    compiled = lowtide.compile(model)
+
+    def limit(*args, **kwargs):
+        raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile_limit reached")
+
+    for call in compiled._calls.values():
+        monkeypatch.setattr(call, "_run", limit)
+    plain = decoder(layers=2)
+    with pytest.warns(UserWarning, match="blocks.1 was compiled anew too often"):
+        assert equal(step_of(compiled, model), step_of(plain, plain))
+
+
+def test_copies_and_pickles_hold_the_model_and_the_settings():
+    model = decoder(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lowtide.compile(model, budget="60%", layers=["blocks.*"], optimizer=optimizer).eval()
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        mine, copies = dict(model.named_parameters()), dict(copied.named_parameters())
+        assert mine.keys() == copies.keys() and not copied.training
+        assert all(torch.equal(mine[name], copies[name]) and mine[name] is not copies[name] for name in mine)
+        assert copied._optimizer.param_groups[0]["params"][0] is next(copied.parameters())
+        assert copied._budget == 0.6 and list(copied._calls) == ["blocks.0", "blocks.1"]
+        assert all(copied._calls[name]._call_impl.__self__ is block for name, block in modules_of(copied))
+    compiled.remove()
+    with pytest.raises(lowtide.PlanMismatchError, match="taken apart"):
+        copy.deepcopy(compiled)
+
+
+def modules_of(compiled):
+    return [(f"blocks.{i}", block) for i, block in enumerate(compiled.blocks)]
+
+
+@pytest.mark.slow
+def test_a_copy_trains_by_a_plan_of_its_own():
+    _, compiled = compiled_decoder()
+    copied = copy.deepcopy(compiled)
+    assert copied.plan is None
+    assert equal(step_of(copied, copied._model), reference(layers=2))
+    assert copied.plan is not None and copied.plan is not compiled.plan
+
+
+def test_code_in_cpp_from_end_to_end_is_refused_by_the_name_of_the_setting():
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        with pytest.raises(lowtide.errors.UnsupportedModelError, match=r"cpp_wrapper is on.*cpp_wrapper = False"):
+            lowtide.compile(decoder(layers=2))(IDS)
+
+
+def test_the_state_of_an_optimizer_lives_throughout():
+    found = []
+    for options in ({}, {"optimizer": torch.optim.AdamW}):
+        model = decoder(layers=2)
+        compiled = lowtide.compile(model, **{name: kind(model.parameters()) for name, kind in options.items()})
+        compiled(IDS).backward()
+        found.append((compiled.plan.resident_bytes, sum(p.nbytes for p in model.parameters())))
+    (without, _), (counted, parameter_bytes) = found
+    assert counted - without == pytest.approx(2 * parameter_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+def test_named_layers_alone_are_compiled_and_planned():
+    model, compiled = compiled_decoder(layers=["blocks.1"], budget="80%")
+    assert list(compiled.plan.layers) == ["blocks.1"]
+    expected = decoder(layers=2)
+    expected.blocks[1].compile(fullgraph=True, dynamic=False)
+    assert equal(step_of(compiled, model), step_of(expected, expected))
+
+
+def test_a_plan_that_is_asked_for_elsewhere_knows_the_steps_state():
+    captured = []
+
+    def backend(graph, inputs):
+        captured.append(captured_layer.CapturedLayer(graph, inputs))
+        return graph
+
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.compile(torch.nn.Linear(8, 8), backend=backend)(torch.randn(2, 8))
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(2)
+        with torch.inference_mode(), captured[0].ambient.entered():
+            assert torch.get_float32_matmul_precision() == "high" and torch.get_num_threads() == before[1]
+            assert torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled()
+            assert torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.is_autocast_enabled("cpu")
+            assert not torch.is_inference_mode_enabled()
+        assert torch.get_float32_matmul_precision() == "highest" and torch.get_num_threads() == 2
+        assert not torch.are_deterministic_algorithms_enabled() and not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before[1])

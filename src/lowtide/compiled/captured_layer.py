@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch._guards import TracingContext, tracing
 
 from lowtide.compiled import op_rates
+from lowtide.compiled.ambient import Ambient
 from lowtide.compiled.generated_code import InputMemory, TensorLook, UnreadableCodeError, read_code
 from lowtide.compiled.joint_nodes import JointNodes
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
@@ -91,7 +92,7 @@ class CapturedLayer:
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.ambient = Ambient.now()
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self._fakes = [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
         if any(not isinstance(f, torch.Tensor) for f in self._fakes):
@@ -105,13 +106,6 @@ class CapturedLayer:
         self.draws = False
         self._plain: tuple[Compiled, list[_Lowered]] | None = None
         self._num_outputs = 0
-
-    @contextmanager
-    def as_captured(self) -> Iterator[None]:
-        """Gradients and autocast as they were when the layer was called, whoever asks for a variant now."""
-        enabled, dtype = self._autocast
-        with torch.enable_grad(), torch.autocast("cpu", enabled=enabled, dtype=dtype):
-            yield
 
     @property
     def input_looks(self) -> dict[int, TensorLook]:
@@ -135,7 +129,16 @@ class CapturedLayer:
         Raises:
             UnreadableCodeError: the code is of a form that is not known, so nobody can say what it takes.
             PlanMismatchError: the layer does not have what the plan saves.
+            UnsupportedModelError: it is no pair of a forward and a backward, or is made by a setting that hides it.
         """
+        from torch._inductor import config as inductor_config
+
+        if inductor_config.cpp_wrapper:
+            raise UnsupportedModelError(
+                "Inductor's setting cpp_wrapper is on. Its code is then C++ from end to end, and what that allocates "
+                "cannot be read. Switch it off: torch._inductor.config.cpp_wrapper = False, or unset "
+                "TORCHINDUCTOR_CPP_WRAPPER."
+            )
         lowered: list[_Lowered] = []
         chosen: list[str] = []
 
@@ -202,7 +205,7 @@ class CapturedLayer:
         # Backward is otherwise lowered when it first runs, under other settings. PyTorch's cache of whole functions
         # would hand out code whose text is not there to be read; compiled kernels and graphs are cached all the same.
         functorch = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
-        ambient = self.as_captured() if partitioner is not None else nullcontext()
+        ambient = self.ambient.entered() if partitioner is not None else nullcontext()
         with ambient, tracing(self._context), functorch_config.patch(functorch), _kernels_compiled(kernels):
             return compile_fx(
                 copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches

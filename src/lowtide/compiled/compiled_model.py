@@ -14,7 +14,7 @@ from torch import nn
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.compiled.step_watch import StepWatch
-from lowtide.errors import PlanMismatchError, UnsupportedModelError
+from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.module_calls import is_compiled, never_compiled
 from lowtide.tracing.optimizer_state import optimizer_bytes
@@ -77,13 +77,15 @@ class CompiledModel(nn.Module):
         names = _layers_of(model, layers)
         self.__dict__["_model"] = model  # no submodule: names of parameters stay
         self.__dict__["_session"] = session = Session()
-        self._optimizer = optimizer
+        self._optimizer, self._patterns, self._round_as_eager = optimizer, layers, round_as_eager
+        self.training = model.training
         self._planners: dict[str, StepPlanner] = {}
         self._plans: dict[str, CompiledPlan] = {}
         self._pending: tuple[str, StepWatch, int] | None = None
         self._last_plan: CompiledPlan | None = None
-        self._several: set[str] = set()  # input shapes of which several calls were alive at once
+        self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
         self._num_calls = 0
+        self._last_calls: dict[str, int] = {}  # number of the last call, by input shapes
         self.reason = ""
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
@@ -115,21 +117,26 @@ class CompiledModel(nn.Module):
         Raises:
             BudgetInfeasibleError: no choice fits it. The plans that there are stay in force.
         """
-        self._plan_watched()
         parsed = _parsed(budget)
+        self._end_watch()
         plans = {shapes: planner.plan(parsed) for shapes, planner in self._planners.items()}
         self._budget, self._plans = parsed, plans  # not before all fit
+        self._unplanned -= plans.keys()
         self._last_plan = next(reversed(plans.values()), None)
 
     def use(self, plan: CompiledPlan) -> None:
         """Run the steps that ``plan`` was made for by it again; plans for other shapes stay.
 
         Raises:
-            PlanMismatchError: this model did not make it.
+            PlanMismatchError: this model did not make it, or what it was made for is no more.
         """
         made_for = [shapes for shapes, planner in self._planners.items() if planner.has_made(plan)]
         if not made_for:
-            raise PlanMismatchError("the plan is of another model. Use one that this compiled model has made.")
+            raise PlanMismatchError(
+                "the plan is of another model, or was lost, as compiled.reason tells. Use one that this compiled model "
+                "has made since."
+            )
+        self._unplanned.discard(made_for[0])
         self._last_plan = self._plans[made_for[0]] = plan
 
     def remove(self) -> None:
@@ -140,21 +147,31 @@ class CompiledModel(nn.Module):
                 modules[name]._compiled_call_impl = None
         self._calls.clear()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __reduce__(self) -> tuple:
+        """Copies and pickles hold the model and the settings. What is compiled is made anew by their first step."""
+        self._check_in_force()
+        options = {"layers": self._patterns, "optimizer": self._optimizer, "round_as_eager": self._round_as_eager}
+        return _compiled_anew, (self._model, self._budget, options)
+
+    def _check_in_force(self) -> None:
         if not self._calls:
-            raise PlanMismatchError("the model was taken apart by remove(). Call the model itself, or compile it anew.")
+            raise PlanMismatchError("the model was taken apart by remove(). Take the model itself, or compile it anew.")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_in_force()
         session: Session = self._session
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         self._plan_watched()
-        self._num_calls += 1
         shapes = _shapes_of(args, kwargs, self._model)
+        self._num_calls += 1
+        self._last_calls[shapes] = self._num_calls
         plan = self._plans.get(shapes)
         session.not_as_planned = ""
         with torch._dynamo.config.patch(
             recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
         ):
-            if plan is None and shapes not in self._several:
+            if plan is None and shapes not in self._unplanned:
                 outputs = self._watched(shapes, args, kwargs)
             else:
                 session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
@@ -171,10 +188,13 @@ class CompiledModel(nn.Module):
         @never_compiled
         def begun(gradient: Any) -> None:
             compiled = model()
-            if compiled is not None and compiled._num_calls != number and shapes not in compiled._several:
-                compiled._several.add(shapes)
+            if compiled is None or compiled._num_calls == number:
+                return
+            alive = {shapes, *(other for other, last in compiled._last_calls.items() if last > number)}
+            for one in alive - (compiled._unplanned - compiled._planners.keys()):
+                compiled._unplanned.add(one)
                 compiled._lose_plan(
-                    shapes,
+                    one,
                     "several calls of the model ran before one backward. Plans are for one call at a time, so this "
                     "step took more than its budget; from now on each layer stores as little as it can",
                 )
@@ -184,13 +204,18 @@ class CompiledModel(nn.Module):
                 tensor.register_hook(begun)
 
     def _lose_plan(self, shapes: str, why: str) -> None:
+        """No later budget brings it back: what it was made from is no longer what runs."""
         plan = self._plans.pop(shapes, None)
+        self._planners.pop(shapes, None)
         if self._last_plan is plan:
             self._last_plan = None
         if self._pending is not None:
             self._pending[1].failed = why
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
         if self.reason != why:
-            warnings.warn(f"lowtide.compile: {why.rstrip('.')}.", stacklevel=3)
+            warnings.warn(f"lowtide.compile: {why.rstrip('.')}.", stacklevel=4)
         self.reason = why
 
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -209,24 +234,37 @@ class CompiledModel(nn.Module):
             session.watch = None
 
     def _plan_watched(self) -> None:
-        """Plan the step that was watched, if it has ended."""
+        """Plan what was watched and has no plan yet.
+
+        Raises:
+            BudgetInfeasibleError: no choice fits, and there is no plan at all. Later ones end no run.
+        """
+        self._end_watch()
+        for shapes in self._planners.keys() - self._plans.keys() - self._unplanned:
+            try:
+                self._last_plan = self._plans[shapes] = self._planners[shapes].plan(self._budget)
+            except BudgetInfeasibleError as error:
+                if not self._plans:
+                    raise
+                self._unplanned.add(shapes)
+                first = str(error).splitlines()[0].rstrip(".")
+                self._tell(f"{first}. Steps of these input shapes take more; each layer stores as little as it can")
+
+    def _end_watch(self) -> None:
+        """Make a planner of the step that was watched, if it has ended."""
         if self._pending is None:
             return
         shapes, watch, resident = self._pending
         watch.stop()
         self._pending = None
-        if not watch.complete or not watch.shapes:
-            if shapes not in self._several:
+        if watch.failed or not watch.complete or not watch.shapes:
+            if shapes not in self._unplanned:
                 self.reason = watch.failed or "the last call without a plan had no backward"
             return  # the next call is watched
         self.reason = ""
         self._planners[shapes] = StepPlanner(
             watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes, handed_on=watch.handed_on
         )
-        self._make_plan(shapes)
-
-    def _make_plan(self, shapes: str) -> None:
-        self._last_plan = self._plans[shapes] = self._planners[shapes].plan(self._budget)
 
     def _resident_bytes(self, call: Call) -> int:
         trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
@@ -259,6 +297,12 @@ class CompiledModel(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> CompiledModel:
         self._model._apply(*args, **kwargs)
         return self
+
+
+def _compiled_anew(model: nn.Module, budget: int | float | None, options: dict[str, Any]) -> CompiledModel:
+    made = CompiledModel(model, budget=None, **options)
+    made._budget = budget
+    return made
 
 
 def _parsed(budget: int | str | None) -> int | float | None:

@@ -86,12 +86,9 @@ class LayerKind:
         self.shapes: list[LayerShape] = []
         self._looks: dict[tuple, int] = {}
 
-    def _uncompiled(self, graph: fx.GraphModule) -> Compiled:
+    def _uncompiled(self, graph: fx.GraphModule, why: str) -> Compiled:
         def run(*inputs: Any) -> Any:
-            self._session.not_as_planned = (
-                f"{self._session.layer} has more than {_MOST_SHAPES} sets of input shapes, the last of {_AS_IT_IS}. "
-                "Pad the batches to a few lengths."
-            )
+            self._session.not_as_planned = f"{self._session.layer} {why}"
             return graph(*inputs)
 
         return run
@@ -104,8 +101,17 @@ class LayerKind:
         looks = tuple(sorted(captured.input_looks.items()))
         self._looks.setdefault(looks, len(self._looks))  # layers that differ in a number share what they are given
         if self._looks[looks] >= _MOST_SHAPES:
-            return self._uncompiled(graph)
-        self.shapes.append(LayerShape(captured, self._session))
+            return self._uncompiled(
+                graph,
+                f"has more than {_MOST_SHAPES} sets of input shapes, the last of {_AS_IT_IS}. Pad the batches to a few "
+                "lengths",
+            )
+        try:
+            self.shapes.append(LayerShape(captured, self._session))
+        except LowtideError as error:
+            if not self.shapes:
+                raise  # at once, before any work could be lost
+            return self._uncompiled(graph, f"has a set of input shapes {_AS_IT_IS}. {str(error).rstrip('.')}")
         return self.shapes[-1]
 
 
@@ -116,12 +122,12 @@ class LayerCall:
         self._name, self._session = name, session
         self._call_impl = module._call_impl
         self._run = torch.compile(module._call_impl, backend=kind, fullgraph=True, dynamic=False)
-        # As ``module.compile()`` does: any length, and without compiling where there are too many.
-        self._run_without_gradients = torch.compile(module._call_impl)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._run_without_gradients(*args, **kwargs)
+            # Uncompiled: Dynamo counts what it compiles by code, which all layers share, and past its limit would leave
+            # later shapes of training uncompiled in silence.
+            return self._call_impl(*args, **kwargs)
         session, watch = self._session, self._session.watch
         session.enter(self._name)
         if watch is not None:

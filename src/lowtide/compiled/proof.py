@@ -18,7 +18,7 @@ _SEED = 0
 
 def why_not_equal(captured: CapturedLayer, variant: Variant, plain: Variant) -> str:
     """Run both on the same inputs and compare outputs, gradients, inputs and generator; "" where all bits agree."""
-    with forked(torch.device("cpu")), captured.as_captured():
+    with forked(torch.device("cpu")), captured.ambient.entered():
         torch.manual_seed(_SEED)
         inputs = captured.sample_inputs()
         found = [_results(_runnable(v), [_copy(t) for t in inputs]) for v in (variant, plain)]
@@ -33,7 +33,7 @@ def why_not_equal(captured: CapturedLayer, variant: Variant, plain: Variant) -> 
 def measure_ms(captured: CapturedLayer, variants: Sequence[Variant]) -> None:
     """Time forward and backward of each on the processor, in turns; the least sample becomes its ``step_ms``."""
     taken: dict[str, list[float]] = {v.name: [] for v in variants}
-    with forked(torch.device("cpu")), captured.as_captured():
+    with forked(torch.device("cpu")), captured.ambient.entered():
         inputs = captured.sample_inputs()
         while len(taken[variants[0].name]) < _SAMPLES or sum(map(sum, taken.values())) < _SAMPLED_S * len(variants):
             for variant in variants:
