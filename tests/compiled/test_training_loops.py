@@ -120,6 +120,25 @@ def test_a_layer_that_was_compiled_anew_is_told_and_planned_again():
     assert compiled.plan is not None and compiled.reason == ""
 
 
+@pytest.mark.parametrize("planned", [layer_calls.PLAIN, "saving 3 values"])
+def test_code_that_is_made_anew_is_no_part_of_the_plan_even_under_the_same_name(planned):
+    memory = captured_layer.VariantMemory(0, 0, 0, 0, 0)
+    session = layer_calls.Session()
+
+    def shape(*names):
+        made = object.__new__(layer_calls.LayerShape)
+        made._session = session
+        made.variants = {name: captured_layer.Variant(name, None, memory, run=list) for name in names}
+        return made
+
+    names = layer_calls.PLAIN, layer_calls.LEAST, layer_calls.AGAIN
+    old, anew = shape(*names, planned), shape(*names)
+    session.variants, session.shapes = {"blocks.0": planned}, {"blocks.0": old}
+    assert old.running("blocks.0").name == planned and session.not_as_planned == ""
+    assert anew.running("blocks.0").name == layer_calls.LEAST
+    assert "blocks.0 was compiled anew" in session.not_as_planned
+
+
 @pytest.mark.slow
 def test_more_shapes_than_are_planned_run_as_they_are_and_are_told(monkeypatch):
     monkeypatch.setattr(layer_calls, "_MOST_SHAPES", 1)

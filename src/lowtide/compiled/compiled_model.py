@@ -175,6 +175,7 @@ class CompiledModel(nn.Module):
                 outputs = self._watched(shapes, args, kwargs)
             else:
                 session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
+                session.shapes = {} if plan is None else self._planners[shapes].shapes
                 outputs = self._model(*args, **kwargs)
         if session.not_as_planned:
             self._lose_plan(shapes, session.not_as_planned)
@@ -223,7 +224,7 @@ class CompiledModel(nn.Module):
         resident = self._resident_bytes(Call(args, kwargs))
         watch = StepWatch(self._model.parameters())
         self._pending = shapes, watch, resident
-        session.variants, session.watch = {}, watch
+        session.variants, session.shapes, session.watch = {}, {}, watch
         try:
             return self._model(*args, **kwargs)
         except BaseException:

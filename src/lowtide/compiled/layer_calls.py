@@ -26,6 +26,7 @@ class Session(threading.local):
 
     layer = ""
     variants: Mapping[str, str] = {}  # by layer
+    shapes: Mapping[str, LayerShape] = {}  # by layer, of which the variants are
     watch: StepWatch | None = None
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
@@ -57,7 +58,8 @@ class LayerShape:
     def running(self, layer: str) -> Variant:
         """The variant that ``layer`` runs: as planned, else the leanest."""
         wanted = self._session.variants.get(layer, "")
-        planned = self.variants.get(wanted)
+        # Code that is made anew has variants of the same names, which take other bytes.
+        planned = self.variants.get(wanted) if self._session.shapes.get(layer) is self else None
         if planned is not None and _runs(planned):
             return planned
         if wanted:
