@@ -241,7 +241,7 @@ class CompiledModel(nn.Module):
             BudgetInfeasibleError: no choice fits, and there is no plan at all. Later ones end no run.
         """
         self._end_watch()
-        for shapes in self._planners.keys() - self._plans.keys() - self._unplanned:
+        for shapes in [s for s in self._planners if s not in self._plans and s not in self._unplanned]:
             try:
                 self._last_plan = self._plans[shapes] = self._planners[shapes].plan(self._budget)
             except BudgetInfeasibleError as error:
