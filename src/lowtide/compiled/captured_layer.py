@@ -56,7 +56,7 @@ class Variant:
         saved: What it saves besides inputs; None: PyTorch's own choice.
         memory: Read from its code.
         run: The compiled function; None while only its code has been read.
-        step_ms: Forward and backward of one layer: predicted, or measured once it runs.
+        step_ms: Forward and backward of one layer, measured; 0 before.
         refused: Why it is not used; "" where nothing speaks against it.
     """
 

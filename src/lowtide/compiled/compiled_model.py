@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
+from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
-from lowtide.compiled.step_watch import StepWatch
+from lowtide.compiled.step_watch import StepWatch, is_layer_node
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
+from lowtide.runtime import backward_entry
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.module_calls import is_compiled, never_compiled
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.tracer import resident_bytes
-from lowtide.units import parse_budget
+from lowtide.units import format_bytes, parse_budget
 
 _RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one
 
@@ -86,6 +88,9 @@ class CompiledModel(nn.Module):
         self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
         self._num_calls = 0
         self._last_calls: dict[str, int] = {}  # number of the last call, by input shapes
+        self._softmaxes = SoftmaxGradients(is_layer_node)
+        self._held_bytes: dict[str, int] = {}  # by input shapes: gradients not written over when the step was watched
+        self._forget = backward_entry.observe(self._softmaxes)
         self.reason = ""
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
@@ -146,6 +151,7 @@ class CompiledModel(nn.Module):
             if modules[name]._compiled_call_impl is call:
                 modules[name]._compiled_call_impl = None
         self._calls.clear()
+        self._forget()
 
     def __reduce__(self) -> tuple:
         """Copies and pickles hold the model and the settings. What is compiled is made anew by their first step."""
@@ -163,6 +169,7 @@ class CompiledModel(nn.Module):
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         self._plan_watched()
+        self._look_for_held_gradients()
         shapes = _shapes_of(args, kwargs, self._model)
         self._num_calls += 1
         self._last_calls[shapes] = self._num_calls
@@ -181,6 +188,16 @@ class CompiledModel(nn.Module):
             self._lose_plan(shapes, session.not_as_planned)
         self._look_for_late_backward(shapes, outputs)
         return outputs
+
+    def _look_for_held_gradients(self) -> None:
+        """A gradient that was written over when the step was watched, and was held by somebody in the last backward."""
+        last = max(self._last_calls, key=self._last_calls.__getitem__, default="")
+        more = self._softmaxes.held_bytes - self._held_bytes.get(last, self._softmaxes.held_bytes)
+        if more > 0:
+            self._tell(
+                f"something holds a softmax's gradient of {format_bytes(more)}, a hook perhaps, which nothing held "
+                "when the step was watched. It is not written over, so a step may take so much more than planned"
+            )
 
     def _look_for_late_backward(self, shapes: str, outputs: Any) -> None:
         """A backward after the next call has begun: more than one call is alive at once, which no plan counts."""
@@ -263,6 +280,7 @@ class CompiledModel(nn.Module):
                 self.reason = watch.failed or "the last call without a plan had no backward"
             return  # the next call is watched
         self.reason = ""
+        self._held_bytes[shapes] = self._softmaxes.held_bytes
         self._planners[shapes] = StepPlanner(
             watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes, handed_on=watch.handed_on
         )

@@ -238,7 +238,6 @@ class StepPlanner:
         except (UnreadableCodeError, PlanMismatchError) as error:
             self.refused.append(f"{name}: {error}")
             return
-        variant.step_ms = shape.variants[PLAIN].step_ms + saved.recompute_ms
         shape.variants[name] = variant
 
     def _compile(self, shape: LayerShape, name: str) -> None:
@@ -320,16 +319,30 @@ def _options_of(shape: LayerShape, *, ready: bool, outputs_held: bool = True) ->
     """
     found = [
         Option(
-            name, _stored_bytes(v, outputs_held), v.memory.forward_peak_bytes, v.memory.backward_peak_bytes, v.step_ms
+            name,
+            _stored_bytes(v, outputs_held),
+            v.memory.forward_peak_bytes,
+            v.memory.backward_peak_bytes,
+            v.step_ms or _believed_ms(shape, v.saved),
         )
         for name, v in shape.variants.items()
         if not v.refused and (v.run is not None or not ready)
     ]
-    plain_ms = shape.variants[PLAIN].step_ms
     for name, saved in [] if ready else list(shape.proposed.items()):
         beyond = max(0, saved.backward_bytes - saved.stored_bytes)
-        found.append(Option(name, saved.stored_bytes, saved.forward_bytes, beyond, plain_ms + saved.recompute_ms))
+        found.append(Option(name, saved.stored_bytes, saved.forward_bytes, beyond, _believed_ms(shape, saved)))
     return found
+
+
+def _believed_ms(shape: LayerShape, saved: SavedSet) -> float:
+    """What a step of a layer may take that has not run so: ops fused into others take less than by themselves, as much
+    less as in the set that has run and is nearest."""
+    plain_ms = shape.variants[PLAIN].step_ms
+    ran = [v for v in shape.variants.values() if v.run is not None and v.step_ms and v.saved.recompute_ms]
+    near = min(ran, key=lambda v: abs(v.saved.recompute_ms - saved.recompute_ms), default=None)
+    if near is None:
+        return plain_ms + saved.recompute_ms
+    return plain_ms + saved.recompute_ms * max(0.0, near.step_ms - plain_ms) / near.saved.recompute_ms
 
 
 def _stored_bytes(variant: Variant, outputs_held: bool) -> int:

@@ -155,11 +155,16 @@ class StepWatch:
         self._events.close()
 
 
+def is_layer_node(node: Any) -> bool:
+    """Whether an autograd node is that of a compiled layer."""
+    return any(name in type(node).__name__ for name in ("CompiledFunction", "_RunAgain"))
+
+
 def _compiled_node(outputs: Iterable[Any]) -> Any:
     """The autograd node of a compiled layer behind ``outputs``."""
     work = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     for node in work:
-        if any(name in type(node).__name__ for name in ("CompiledFunction", "_RunAgain")):
+        if is_layer_node(node):
             return node
         if len(work) < 64:
             work += [n for n, _ in node.next_functions if n is not None]
