@@ -6,10 +6,12 @@ import warnings
 
 import pytest
 import torch
-from support.compiled_layers import IDS, Decoder, decoder, equal, reference, step_of
+from support.compiled_layers import IDS, Block, Decoder, decoder, equal, reference, step_of
+from torch import nn
+from torch.nn import functional as F
 
 import lowtide
-from lowtide.compiled import captured_layer, layer_calls
+from lowtide.compiled import captured_layer, compiled_model, layer_calls
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.measurement.allocator import peak_bytes
 
@@ -199,6 +201,56 @@ def test_a_later_shape_whose_code_cannot_be_read_ends_no_run(monkeypatch):
     assert equal(step_of(compiled, model), reference(layers=2))
 
 
+class LateBlock(Block):
+    """Leaves the graph in its forward."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Grows(Decoder):
+    """Has blocks of another class, which run from some step on."""
+
+    def __init__(self):
+        super().__init__(layers=2)
+        self.late, self.deep = nn.ModuleList(LateBlock() for _ in range(2)), False
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in [*self.blocks, *(self.late if self.deep else [])]:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def test_layers_that_run_later_and_cannot_be_compiled_end_no_run_but_a_first_step():
+    torch.manual_seed(0)
+    model = Grows()
+    compiled = lowtide.compile(model, budget="80%")
+    compiled(IDS).backward()
+    assert compiled.plan is not None
+
+    model.deep = True
+    with pytest.warns(UserWarning, match=r"late.1 is a layer which is not compiled .* cannot be compiled as one graph"):
+        compiled(IDS).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    compiled.remove()
+    with pytest.raises(lowtide.UnsupportedModelError, match=r"late.0 cannot be compiled as one graph"):
+        lowtide.compile(model, budget="80%")(IDS)
+
+
+def test_flags_and_names_part_steps_and_numbers_do_not():
+    model = decoder(layers=2)
+
+    def shapes(*args, **kwargs):
+        return compiled_model._shapes_of(args, kwargs, model)
+
+    parted = [(IDS,), (IDS, True), (IDS, False), (IDS, None), (IDS[:2],), (IDS.float(),)]
+    named = [{"ids": IDS}, {"mask": IDS}, {"ids": IDS, "states": True}, {"ids": {"deep": IDS}}]
+    assert len({*(shapes(*args) for args in parted), *(shapes(**kwargs) for kwargs in named)}) == 10
+    assert shapes(ids=IDS, count=1, name="a") == shapes(ids=IDS, count=2, name="b")
+
+
 @pytest.mark.slow
 def test_layers_that_differ_in_a_number_share_their_shapes(monkeypatch):
     monkeypatch.setattr(layer_calls, "_MOST_SHAPES", 1)
@@ -220,7 +272,7 @@ def test_a_layer_that_is_compiled_anew_too_often_runs_as_it_is(monkeypatch):
     for call in compiled._calls.values():
         monkeypatch.setattr(call, "_run", limit)
     plain = decoder(layers=2)
-    with pytest.warns(UserWarning, match="blocks.1 was compiled anew too often"):
+    with pytest.warns(UserWarning, match="blocks.1 is a layer which .* compiled anew too often"):
         assert equal(step_of(compiled, model), step_of(plain, plain))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -174,7 +174,7 @@ class CompiledModel(nn.Module):
         self._num_calls += 1
         self._last_calls[shapes] = self._num_calls
         plan = self._plans.get(shapes)
-        session.not_as_planned = ""
+        session.not_as_planned, session.training = "", session.training or bool(self._plans)
         with torch._dynamo.config.patch(
             recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
         ):
@@ -334,12 +334,23 @@ def _parsed(budget: int | str | None) -> int | float | None:
 
 
 def _shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> str:
-    """What distinguishes steps that have plans of their own."""
-    tensors = batch_tensors([*args, *(kwargs[name] for name in sorted(kwargs))])
+    """What distinguishes steps that have plans of their own: tensors, names and flags, no other values."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
     trained = "".join("01"[p.requires_grad] for p in model.parameters())
-    looks = [f"{tuple(t.shape)}{t.dtype}" for t in tensors]
+    looks = [_look_of(args), _look_of(kwargs)]
     return " ".join([*looks, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
+
+
+def _look_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_look_of, value))}]"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_look_of(value[name])}" for name in sorted(value, key=str))
+    return type(value).__name__ + "".join(map(_look_of, batch_tensors(value)))
 
 
 def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

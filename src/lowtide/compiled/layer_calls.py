@@ -31,6 +31,7 @@ class Session(threading.local):
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
     not_as_planned = ""  # why a layer of this step does not run what is planned
+    training = False  # steps have been planned: an error would end a run, and lose its work
 
     def enter(self, layer: str) -> None:
         """``layer`` begins: what ran before is forgotten."""
@@ -111,8 +112,8 @@ class LayerKind:
         try:
             self.shapes.append(LayerShape(captured, self._session))
         except LowtideError as error:
-            if not self.shapes:
-                raise  # at once, before any work could be lost
+            if not self._session.training:
+                raise
             return self._uncompiled(graph, f"has a set of input shapes {_AS_IT_IS}. {str(error).rstrip('.')}")
         return self.shapes[-1]
 
@@ -138,17 +139,22 @@ class LayerCall:
             outputs = self._run(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as failed:
             inner: Exception = failed.inner_exception
-            if not isinstance(inner, LowtideError):
+            if session.training:
+                outputs = self._as_it_is(f". It cannot be compiled: {str(inner).splitlines()[0]}", args, kwargs)
+            elif isinstance(inner, LowtideError):
+                raise type(inner)(f"{self._name}: {inner}") from failed
+            else:
                 raise
-            raise type(inner)(f"{self._name}: {inner}") from failed
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # before anything ran
-            session.not_as_planned = f"{self._name} was compiled anew too often: it is a layer {_AS_IT_IS}"
-            outputs = self._call_impl(*args, **kwargs)
+            outputs = self._as_it_is(". It was compiled anew too often", args, kwargs)
         except torch._dynamo.exc.Unsupported as broken:
-            raise UnsupportedModelError(
-                f"{self._name} cannot be compiled as one graph: {str(broken).splitlines()[0]} Mend the break, which "
-                "TORCH_LOGS=graph_breaks shows, or name other layers with layers=."
-            ) from broken
+            reason = (
+                f"cannot be compiled as one graph: {str(broken).splitlines()[0]} Mend the break, which "
+                "TORCH_LOGS=graph_breaks shows, or name other layers with layers="
+            )
+            if not session.training:
+                raise UnsupportedModelError(f"{self._name} {reason}.") from broken
+            outputs = self._as_it_is(f". It {reason}", args, kwargs)
         finally:
             session.layer = ""
         if watch is not None and session.ran is not None:
@@ -157,3 +163,7 @@ class LayerCall:
                 self._name, shape, variant.memory, batch_tensors(outputs), compiled_now=session.compiled_now
             )
         return outputs
+
+    def _as_it_is(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._session.not_as_planned = f"{self._name} is a layer {_AS_IT_IS}{why}"
+        return self._call_impl(*args, **kwargs)
