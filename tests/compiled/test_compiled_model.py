@@ -86,7 +86,7 @@ def test_another_shape_gets_a_plan_of_its_own_and_the_first_one_stays():
 
 WARM = """
 import torch
-from support.compiled_layers import IDS, decoder, equal, reference, step_of
+from support.compiled_layers import Decoder
 import lowtide
 from torch._dynamo.utils import counters
 torch.set_num_threads(1)
