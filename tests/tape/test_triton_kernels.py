@@ -20,8 +20,10 @@ from lowtide.graph.function_ops import function_groups
 triton = pytest.importorskip("triton", reason="needs triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+import numpy  # noqa: E402
 from triton import language as tl  # noqa: E402
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.interpreter import GridExecutor, TensorHandle  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,6 +33,19 @@ def kernels_work_in_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device: the interpreter sets aliases over the arguments and writes all of them back, inputs too."""
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def kernels_take_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled kernels do: the interpreter hands a Python float on, which has no dtype to cast from."""
+    convert = interpreter._implicit_cvt
+
+    def converted(argument: Any) -> Any:
+        if isinstance(argument, float):
+            return tl.tensor(TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32), tl.float32)
+        return convert(argument)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
 
 
 @triton.jit
@@ -91,3 +106,33 @@ def test_ligers_cross_entropy_is_an_opaque_call():
 
     assert differing(plain(model, x, step), found) == []
     assert not tape.problem
+
+
+def rope(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    liger = pytest.importorskip("liger_kernel.ops.rope", reason="needs liger-kernel")
+    angles = torch.arange(128.0).reshape(1, 16, 8)
+    heads = x.view(2, 2, 16, 8)
+    q, k = liger.LigerRopeFunction.apply(heads * 1.0, heads * 2.0, angles.cos(), angles.sin())
+    return (q + k).reshape(64, 8)
+
+
+def swiglu(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    liger = pytest.importorskip("liger_kernel.ops.swiglu", reason="needs liger-kernel")
+    return liger.LigerSiLUMulFunction.apply(x * 1.0, x.cos())
+
+
+# Its backward writes both gradients over the tensors that it stored, without saying so.
+WRITTEN = "was computed from memory that is written later in the step"
+
+
+@pytest.mark.parametrize(("kernels", "why_kept"), [(rope, ""), (swiglu, WRITTEN)], ids=["rope", "swiglu"])
+def test_ligers_kernels_run_again_or_are_kept_by_name(kernels: Any, why_kept: str) -> None:
+    model, x = between(kernels), torch.randn(64, 8)
+    (group,) = function_groups(lowtide.trace(model, x))
+
+    assert group.name.startswith("Liger") and group.why_kept == why_kept
+    with replays() as seen:
+        assert differing(plain(model, x), planned(model, x, harshest(model, x))) == []
+    assert any(group.name in r.op.name for r in seen) == (not why_kept)
+    found, tape = online(model, x, 0)
+    assert differing(plain(model, x), found) == [] and not tape.problem
