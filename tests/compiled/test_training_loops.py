@@ -301,6 +301,8 @@ def test_a_copy_trains_by_a_plan_of_its_own():
     _, compiled = compiled_decoder()
     copied = copy.deepcopy(compiled)
     assert copied.plan is None
+    for p in copied._model.parameters():
+        p.grad = torch.zeros_like(p)
     assert equal(step_of(copied, copied._model), reference(layers=2))
     assert copied.plan is not None and copied.plan is not compiled.plan
 
@@ -324,7 +326,7 @@ def test_the_state_of_an_optimizer_lives_throughout():
 
 @pytest.mark.slow
 def test_named_layers_alone_are_compiled_and_planned():
-    model, compiled = compiled_decoder(layers=["blocks.1"], budget="80%")
+    model, compiled = compiled_decoder(layers=["blocks.1"], budget="90%")
     assert list(compiled.plan.layers) == ["blocks.1"]
     expected = decoder(layers=2)
     expected.blocks[1].compile(fullgraph=True, dynamic=False)

@@ -157,10 +157,14 @@ class StepPlanner:
             rounds += 1
             if not (self._lean_further() if choice is None else self._refine(choice)):
                 break
-        found = fastest_within(self.moments, self._options(ready=True), limit)
-        if found is not None:
-            return found
-        least_bytes = self.resident_bytes + self._least_bytes()
+        while True:
+            found = fastest_within(self.moments, self._options(ready=True), limit)
+            if found is not None:
+                return found
+            leanest = self._leanest()
+            if leanest.peak_bytes > limit or not self._advance(leanest):
+                break
+        least_bytes = self.resident_bytes + leanest.peak_bytes
         budget_bytes = self.resident_bytes + limit
         raise BudgetInfeasibleError(
             f"no plan fits budget={format_bytes(budget_bytes)}: the compiled layers need at least "
@@ -179,12 +183,12 @@ class StepPlanner:
             "round_as_eager=True makes variants agree."
         )
 
-    def _least_bytes(self) -> int:
-        """The least peak, all code read that decides over it."""
+    def _leanest(self) -> Choice:
+        """The choice with the lowest peak, all code read that decides over it."""
         while True:
             choice = least_peak(self.moments, self._options())
             if not self._advance(choice, kernels=False):
-                return choice.peak_bytes
+                return choice
 
     def _advance(self, choice: Choice, *, kernels: bool = True) -> bool:
         """Read the code of what is chosen, or compile it once all is read. Whether there was anything to do."""

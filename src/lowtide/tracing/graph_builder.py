@@ -41,6 +41,7 @@ class GraphBuilder:
         self._calls_of: dict[tuple[int, str], int] = {}  # (parent frame, path) -> calls so far
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._unread: set[int] = set()  # storages made and not read yet: an in-place op may still complete them
+        self._written_in_backward: list[tuple[int, int]] = []  # storage, number of events before
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is not part of the step."""
@@ -112,6 +113,29 @@ class GraphBuilder:
                 completed = self.ops[earlier].completes_inplace
                 for made in self.ops[earlier if completed is None else completed].makes:
                     self.fix(made, "was computed from memory that is written later in the step")
+
+    def mark_written_in_backward(self, storage: int) -> None:
+        """Backward has written over what it was given of ``storage``, and nothing shows that but the memory.
+
+        Whether anything could see it is known when the step is over.
+        """
+        self._written_in_backward.append((storage, len(self.events)))
+
+    def _is_seen_after(self, storage: int, at: int) -> bool:
+        """Whether memory that was written at that event is read later: itself, or by a replay for what is unpacked.
+
+        What ops of backward read then is what was written: its gradients may lie in the memory that it was given.
+        """
+        if self.storages[storage].op is None or (FREE, storage) not in self.events[:at]:
+            return True
+        reach = {storage}
+        for op in self.ops:
+            if not op.backward and not reach.isdisjoint(op.reads):
+                reach.update(op.makes)
+        after = self.events[at:]
+        again = any(kind == UNPACK and self.saved[number] in reach for kind, number in after)
+        ops = [self.ops[number] for kind, number in after if kind == RUN]
+        return again or any(not op.backward and storage in op.reads for op in ops)
 
     def add_signature(self, signature: dict[str, Any], *, recorded_ms: float | None = None) -> int:
         """The number of a new signature; ``recorded_ms`` of one that cannot be run again for timing."""
@@ -237,6 +261,9 @@ class GraphBuilder:
 
     def build(self, **fields: Any) -> StepGraph:
         """What was recorded; ``fields`` are those of ``StepGraph`` that no op tells."""
+        for storage, at in self._written_in_backward:
+            if self._is_seen_after(storage, at):
+                self.mark_written(storage)
         return StepGraph(
             **fields,
             signatures=tuple(self.signatures),

@@ -350,8 +350,12 @@ class OpaqueCalls:
             unpacked, stored.unpacked, stored.given = stored.unpacked or [], None, None
             with stored.looking():
                 for tensor, number, before in unpacked:
-                    if fingerprint(tensor) != before:
+                    if fingerprint(tensor) == before:
+                        continue
+                    if tensor.numel() and not tensor.untyped_storage().nbytes():  # freed: when, no event tells
                         builder.mark_written(number)
+                    else:
+                        builder.mark_written_in_backward(number)
                 unpacked.clear()
             op.finish(list(tensors_in(made)), outside_s=stored.looking_s)
             note_made(op.makes)
