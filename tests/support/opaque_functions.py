@@ -41,10 +41,10 @@ void norm_backward(const float* g, const float* x, const float* w, const float* 
 void swiglu(const float* a, const float* b, float* y, long n) {
   for (long i = 0; i < n; i++) y[i] = a[i] / (1.0f + std::exp(-a[i])) * b[i];
 }
-void swiglu_backward(const float* g, const float* a, const float* b, float* ga, float* gb, long n) {
+void swiglu_backward(const float* g, float* a, float* b, long n) {
   for (long i = 0; i < n; i++) {
-    float s = 1.0f / (1.0f + std::exp(-a[i]));
-    gb[i] = g[i] * a[i] * s; ga[i] = g[i] * b[i] * s * (1.0f + a[i] * (1.0f - s));
+    float s = 1.0f / (1.0f + std::exp(-a[i])), ga = g[i] * b[i] * s * (1.0f + a[i] * (1.0f - s));
+    b[i] = g[i] * a[i] * s; a[i] = ga;
   }
 }
 void rotate(const float* x, const float* c, const float* s, float* y, long outer, long length, long d, float sign) {
@@ -128,6 +128,8 @@ class RMSNorm(Function):
 
 
 class SwiGLU(Function):
+    """Its backward writes both gradients over what it stored, as Liger's does."""
+
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(a)
@@ -138,9 +140,8 @@ class SwiGLU(Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
-        ga, gb = torch.empty_like(a), torch.empty_like(b)
-        launch("swiglu_backward", g.contiguous(), a, b, ga, gb, a.numel())
-        return ga, gb
+        launch("swiglu_backward", g.contiguous(), a, b, a.numel())
+        return a, b
 
 
 class Rotary(Function):
