@@ -6,11 +6,21 @@ opens or closes meanwhile then pops itself and not ours.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.switched_mode import Hooks, insert_hooks, insert_mode, remove_hooks, remove_mode
+
+
+class _Here(threading.local):
+    """What is open on this thread."""
+
+    def __init__(self) -> None:
+        self.seams: list[Seam] = []
+
+
+_here = _Here()
 
 
 class Seam:
@@ -33,12 +43,14 @@ class Seam:
         self._thread = threading.current_thread()
         insert_mode(self._mode)
         insert_hooks(self._hooks)
+        _here.seams.append(self)
 
     def close(self) -> None:
         """Take mode and hooks away. From another thread they cannot be reached, and stay."""
         if self.is_here:
             remove_mode(self._mode)
             remove_hooks(self._hooks)
+            _here.seams.remove(self)
             self._thread = None
 
     @contextmanager
@@ -52,3 +64,12 @@ class Seam:
             yield
         finally:
             self.open()
+
+
+@contextmanager
+def others_aside(own: list[Seam]) -> Iterator[None]:
+    """Inside, what is open on this thread beside ``own`` is away: a call of one model is in no other model's step."""
+    with ExitStack() as away:
+        for seam in [seam for seam in _here.seams if seam not in own]:
+            away.enter_context(seam.aside())
+        yield
