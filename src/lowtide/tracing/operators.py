@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lowtide.device import vendor_kernels
 from lowtide.device.block_size import in_blocks
 from lowtide.measurement.op_inputs import COLLECTIVES
 
@@ -14,9 +15,9 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # These write running statistics without an alias annotation and without a version bump: replayed with
 # ``training=True`` the statistics move twice.
 HIDDEN_BUFFER_WRITERS = frozenset({
-    "aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm", "aten._native_batch_norm_legit",
-    "aten._batch_norm_with_update", "aten._batch_norm_impl_index", "aten.batch_norm_update_stats",
-    "aten.batch_norm_gather_stats", "aten.batch_norm_gather_stats_with_counts", "aten.instance_norm",
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
+    "aten._batch_norm_impl_index", "aten.batch_norm_update_stats", "aten.batch_norm_gather_stats",
+    "aten.batch_norm_gather_stats_with_counts", "aten.instance_norm", *vendor_kernels.BATCH_NORMS,
 })  # fmt: skip
 # Arguments that a replay leaves out: without running statistics the same kernel gives the same outputs in training
 # mode and moves nothing. Checked bitwise for this one; its relatives on other devices stay saved.
@@ -26,7 +27,7 @@ NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strid
                               "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
 # Their reserve or workspace output belongs to the one run that filled it (seen: a replayed LSTM layer on CPU gave
 # gradients that differ).
-OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"})
+OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", *vendor_kernels.RECURRENT})
 # Give every element a new value whatever was there: after one of these, uninitialised memory is determined.
 OVERWRITERS = frozenset({
     "aten.bernoulli_", "aten.copy_", "aten.exponential_", "aten.fill_", "aten.normal_", "aten.random_",
