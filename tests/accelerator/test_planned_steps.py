@@ -396,7 +396,13 @@ def test_ops_are_timed_where_the_memory_is_too_little_for_a_large_copy(device, m
 
 def test_what_a_watched_step_takes_is_told_with_the_op_that_takes_it(device):
     workspaces = {"aten::convolution_overrideable": 3 * MIB + 512, "aten::convolution_backward_overrideable": 5 * MIB}
-    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(2048, 10)]
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(2048, 10),
+    ]
     model, batch = nn.Sequential(*layers).to("standin"), torch.randn(128, 3, 16, 16, device="standin")
     gc.collect()
     budget = torch.accelerator.memory_allocated() + 6 * MIB

@@ -48,7 +48,7 @@ def test_a_fit_is_reported_where_no_peak_can_be_measured(no_statistics):
         model(batch).square().mean().backward()
         assert fit.verify(batch).equal
         report = fit.report()
-    assert [line.split() for line in report.splitlines() if line.split()[:1] == ["measured"]][0][1:3] == ["-", "-"]
+    assert next(row for line in report.splitlines() if (row := line.split())[:1] == ["measured"])[1:3] == ["-", "-"]
 
 
 def test_a_cache_waits_for_layers_where_nothing_is_copied_beside_the_computation(no_streams, caplog):
