@@ -335,3 +335,40 @@ def test_two_models_are_one_fit_in_a_region():
 
     assert same(expected, found)
     assert status.in_force and status.planned_steps >= 6, status
+
+
+def test_a_fit_that_is_removed_while_its_watch_is_away_leaves_nothing_in_place():
+    pair = layered_pair()
+    first, second = (lowtide.fit(model, budget="60%") for model in pair)
+    held = pair[0](batch_of()).square().mean()
+    handle = pair[1].layers[0].register_forward_hook(lambda *_: first.remove())
+    loss = pair[1](batch_of()).square().mean()
+    handle.remove()
+    loss.backward()
+    second.remove()
+    held.backward()
+
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_model_that_is_checkpointed_inside_is_watched_beside_another_fit():
+    """A backward through such a call shows no leaves: the call's nodes tell whose it is."""
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Layered(2)
+
+        def forward(self, x):
+            return checkpoint(self.part, x.requires_grad_(), use_reentrant=True)
+
+    ours, other = Inside(), Layered(2)
+    with lowtide.fit(ours, budget="90%") as fit, lowtide.fit(other, budget="90%") as beside:
+        for _ in range(3):
+            losses = [model(batch_of()).square().mean() for model in (ours, other)]
+            for loss in losses:
+                loss.backward()
+            del loss, losses
+        assert fit.status().steps == beside.status().steps == 3
+        assert not any("did not see" in reason for f in (fit, beside) for reason in f.status().reasons)

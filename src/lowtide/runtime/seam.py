@@ -29,6 +29,7 @@ class Seam:
     def __init__(self, mode: TorchDispatchMode, hooks: Hooks) -> None:
         self._mode, self._hooks = mode, hooks
         self._thread: threading.Thread | None = None
+        self._is_open = False
 
     @property
     def is_here(self) -> bool:
@@ -40,6 +41,10 @@ class Seam:
         return self._thread is not None and not self.is_here and self._thread.is_alive()
 
     def open(self) -> None:
+        self._is_open = True
+        self._put_in_place()
+
+    def _put_in_place(self) -> None:
         self._thread = threading.current_thread()
         insert_mode(self._mode)
         insert_hooks(self._hooks)
@@ -47,6 +52,10 @@ class Seam:
 
     def close(self) -> None:
         """Take mode and hooks away. From another thread they cannot be reached, and stay."""
+        self._is_open = False
+        self._take_away()
+
+    def _take_away(self) -> None:
         if self.is_here:
             remove_mode(self._mode)
             remove_hooks(self._hooks)
@@ -55,15 +64,16 @@ class Seam:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, mode and hooks are away."""
+        """Inside, mode and hooks are away. They stay so if the seam is closed there."""
         if not self.is_here:
             yield
             return
-        self.close()
+        self._take_away()
         try:
             yield
         finally:
-            self.open()
+            if self._is_open:
+                self._put_in_place()
 
 
 @contextmanager

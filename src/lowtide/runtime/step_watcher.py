@@ -103,7 +103,7 @@ class StepWatcher:
         self._expected = ExpectedBytes()
         self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
-        self._aside_in_backward = ExitStack()
+        self._aside_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._is_called = False  # the model runs, as part of the present step
         self._end_part: Callable[[], None] | None = None  # of the region that is open
@@ -420,10 +420,10 @@ class StepWatcher:
                     self._leave_plan()
             elif self._plan_seam is not None and self._step is not None:  # part of a loss
                 self._step.tape.have_hooks()
+            self._put_aside(roots)
         except Exception as own:
             self._fail(own)
         self._past.before_backward()
-        self._put_aside(roots)
         if self.shelf.is_sharded and self._watch is not None:
             module_calls.thread_state.observer = self._watch  # parameters are gathered and freed in backward, too
 
@@ -434,8 +434,8 @@ class StepWatcher:
             return
         if self.shelf.is_sharded and module_calls.thread_state.observer is self._watch:
             module_calls.thread_state.observer = None
-        self._aside_in_backward.close()
         try:
+            self._put_back()
             moved = self._past.gradients_moved()
             if self._shapes or self._step is not None:
                 if moved or self.shelf.is_sharded or self._trains(roots):
@@ -638,9 +638,18 @@ class StepWatcher:
 
     def _put_aside(self, roots: Iterable[Any]) -> None:
         """Until a backward of another model's has ended, the watch is away: those ops are not of this step."""
-        seam = self._seam
-        if seam is not None and seam.is_here and not self.shelf.is_sharded and not self._trains(roots):
-            self._aside_in_backward.enter_context(seam.aside())
+        seam, roots = self._seam, list(roots)
+        if seam is None or not seam.is_here or self.shelf.is_sharded:
+            return
+        # By its nodes too: a call that is checkpointed shows no leaves.
+        if not (reaches_any(roots, self._nodes) or self._trains(roots)):
+            away = self._aside_in_backward[threading.get_ident()] = ExitStack()
+            away.enter_context(seam.aside())
+
+    def _put_back(self) -> None:
+        """See ``_put_aside``."""
+        if (away := self._aside_in_backward.pop(threading.get_ident(), None)) is not None:
+            away.close()
 
     def _trains(self, roots: Iterable[Any]) -> bool:
         """Whether a backward from ``roots`` is one of this model."""
