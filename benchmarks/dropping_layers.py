@@ -16,11 +16,11 @@ from torch import nn
 
 import lowtide
 from lowtide.gc_control import gc_disabled
-from lowtide.runtime import backward_entry
 from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.tape import backward_entry
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 

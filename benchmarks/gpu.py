@@ -38,6 +38,7 @@ RESULTS = HERE / "results" / "gpu.jsonl"
 STAND_IN = "standin"
 SEED = 0
 STEPS = 3
+SOLVE_S = 15.0  # at most for each plan: twelve of them are to leave time for the steps
 FRACTIONS = (50, 25)  # percent of the plain step's activations
 # By the least memory of the device: layers, width, heads, vocabulary, batch, sequence.
 SIZES = {
@@ -49,18 +50,19 @@ SIZES = {
 
 
 def main() -> int:
+    begin = time.monotonic()
     args = _arguments()
     try:
         device = _device(args.device)
     except Exception as error:
         print(error, file=sys.stderr)
         return 2
-    deadline = time.monotonic() + args.minutes * 60
+    seconds = args.minutes * 60
     sizes = SIZES[args.size or _size_for(device)][1]
     out = args.out or (RESULTS if device.type != STAND_IN else None)
     lines = []
-    for case in (DecoderCase, TransformersCase):
-        for line in Measured(case(device, *sizes), args.rounds, deadline).lines():
+    for share, case in ((0.5, DecoderCase), (1.0, TransformersCase)):  # else the second has what the first leaves
+        for line in Measured(case(device, *sizes), args.rounds, begin + share * seconds).lines():
             lines.append(line)
             print(json.dumps(line), flush=True)
             if out is not None:
@@ -85,7 +87,7 @@ def _device(asked: str | None) -> torch.device:
     from lowtide.device.names import accelerator_type, check_is_here
     from lowtide.errors import LowtideError
 
-    if asked == STAND_IN:
+    if asked is not None and asked.partition(":")[0] == STAND_IN:
         sys.path.insert(0, str(HERE.parent / "tests"))
         import accelerator.device
 
@@ -96,11 +98,13 @@ def _device(asked: str | None) -> torch.device:
             "there is no accelerator here that torch finds. For the same code on the tests' stand-in for one: "
             f"--device {STAND_IN}."
         )
+    check_is_here(asked or accelerator_type())
     device = torch.device(asked or accelerator_type())
-    check_is_here(device)
     if device.type == "cpu":
         raise LowtideError("this benchmark is for accelerators. On a CPU: make bench.")
-    return torch.device(device.type, device.index or 0)
+    device = torch.device(device.type, device.index or 0)
+    torch.accelerator.set_device_index(device.index)  # what is made without a device is made there
+    return device
 
 
 def _size_for(device: torch.device) -> str:
@@ -245,6 +249,7 @@ class Measured:
 
     def __init__(self, case: Any, rounds: int, deadline: float) -> None:
         self.case, self.rounds, self.deadline = case, rounds, deadline
+        self.step_s: dict[str, float] = {}  # of one step of each method, roughly
         self.start = [p.detach().cpu().clone() for p in case.model.parameters()]
         self.reference: tuple[list[float], list[int]] | None = None
         for parameter in case.model.parameters():
@@ -272,8 +277,7 @@ class Measured:
             measured[line["method"]] = line
             methods += [method] if method is not None else []
         calls = {m.name: partial(self._step, m) for m in methods if measured[m.name]["status"] == "ok"}
-        left_s = self.deadline - time.monotonic()
-        rounds = self.rounds if left_s > 0 else 1
+        rounds = self._rounds(calls)
         times = compare_times(calls, rounds=rounds, device=self.case.device, seed=SEED) if calls else {}
         for name, line in measured.items():
             if name in times:
@@ -294,15 +298,23 @@ class Measured:
             budget = (plain.peak_bytes + plain.live_bytes[0]) // 2 + above
             yield "half, of reserved memory", budget, {"budget_kind": "reserved"}
 
-    def _planned(self, name: str, solve: Callable[[], Any]) -> tuple[Method | None, dict]:
+    def _left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _rounds(self, calls: dict[str, Any]) -> int:
+        """As many as the time is enough for, a round to warm up besides; 1 at least."""
+        round_s = sum(self.step_s[name] for name in calls)
+        return max(1, min(self.rounds, int(self._left_s() / max(round_s, 1e-9)) - 1))
+
+    def _planned(self, name: str, solve: Callable[..., Any]) -> tuple[Method | None, dict]:
         import lowtide
         from lowtide.tape.attach import applied
         from lowtide.tape.offload.open_tiers import open_tiers
 
-        if time.monotonic() > self.deadline:
+        if self._left_s() < 0:
             return None, {"method": name, "status": "out of time"}
         try:
-            plan = solve()
+            plan = solve(time_limit_s=max(1.0, min(SOLVE_S, self._left_s() / 2)))
             # As around a whole training: what is pinned or opened stays.
             tiers = open_tiers(plan, lowtide.Offload())
         except lowtide.BudgetInfeasibleError as error:
@@ -326,7 +338,7 @@ class Measured:
         from lowtide.device.out_of_memory import is_out_of_memory
 
         print(f"{self.case.name}: {method.name}", file=sys.stderr, flush=True)
-        if time.monotonic() > self.deadline:
+        if self._left_s() < 0:
             return {"method": method.name, "status": "out of time"}
         index = self.case.device.index
         parameters = list(self.case.model.parameters())
@@ -341,7 +353,9 @@ class Measured:
         losses = []
         try:
             for _ in range(STEPS):
-                losses.append(self._step(method))
+                began = time.monotonic()
+                losses.append(self._step(method))  # reads the loss, and so waits for the device
+                self.step_s[method.name] = time.monotonic() - began
                 with torch.no_grad():
                     for parameter in parameters:
                         parameter.sub_(parameter.grad, alpha=0.01)

@@ -151,15 +151,27 @@ def test_the_check_itself_lets_pass(module, source):
     assert complaints(module, source) == []
 
 
-# What only CUDA has, by the file of the device layer that marks it. Nothing else in the package names a vendor.
+# What only CUDA has, by the file of the device layer that marks it. Nothing else in the package names a vendor, but the
+# lists of operators that others keep, as they have them.
 CUDA_ALONE = {
     "simulation.caching_allocator": ('"mps"',),  # whose allocator has other rules
+    "settings.torchtitan": ("_scaled_dot_product_cudnn_attention",),
+    "settings.trl": ("_scaled_dot_product_cudnn_attention",),
+    "commands.bench": ("cudnn_attention",),
     "doctor.checks.value_compile_budget": ("torch-xpu-ops#4501",),  # a thread
+    "device.out_of_memory": ("cuBLAS and cuDNN",),  # whose errors have no class of their own
+    "device.kept_workspaces": ("cuBLAS keeps a workspace",),
+    "device.numeric_flags": ("cuDNN's", "cudnn"),
+    "device.vendor_kernels": ("cudnn", "miopen"),
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }
 # They plan for CUDA's kernels on a machine without them, and run none. So does all of ``hollow``.
-PLAN_FOR_CUDA = {"tracing.sources", "estimation.device_table", "foresight.forecast"}
-VENDORS = re.compile(r"torch\.cuda|[\"']cuda\b|\.cuda\(|\bis_cuda\b|\bfrom torch import cuda|\b(hip|xpu|mps)\b")
+PLAN_FOR_CUDA = {"tracing.sources", "estimation.device_table", "estimation.roofline", "foresight.forecast"}
+VENDORS = re.compile(
+    r"torch\.cuda|[\"']cuda\b|\.cuda\(|\bis_cuda\b|\bfrom torch import cuda|\b(hip|xpu|mps)\b"
+    r"|\b_?CUDA_(?!ALLOC_CONF|VISIBLE_DEVICES)"  # the environment's names
+    r"|(?i:cudnn|cublas|cufft|cusparse|nvidia|nccl|nvtx|miopen|rocm|rocblas)"
+)
 
 
 def vendors_named(module: str, source: str) -> list[str]:
@@ -189,6 +201,11 @@ def test_no_vendor_is_named_outside_what_only_cuda_has(module):
         "if x.is_cuda:",
         "from torch import cuda",
         'device.type in ("xpu", "mps")',
+        "torch.backends.cudnn.benchmark = True",
+        'os.environ["CUBLAS_WORKSPACE_CONFIG"]',
+        "import nvidia",
+        'dist.init_process_group("nccl")',
+        "_CUDA_GENERATOR_BYTES = 16",
     ],
 )
 def test_a_vendor_that_is_named_is_found(line):

@@ -230,9 +230,9 @@ def _findings(verification: Verification, plan: Plan) -> list[str]:
     found = []
     if not verification.equal:
         found.append(f"the planned step differs from the plain one in {', '.join(verification.differing)}.")
-    if plan.budget_bytes is not None and not verification.note and verification.measured_peak_bytes > plan.budget_bytes:
-        over = verification.measured_peak_bytes - plan.budget_bytes
-        found.append(f"the measured peak is {verification.measured_peak_bytes} bytes, {over} over the budget.")
+    peak, budget = verification.measured_peak_bytes, plan.budget_bytes
+    if budget is not None and peak is not None and not verification.note and peak > budget:
+        found.append(f"the measured peak is {peak} bytes, {peak - budget} over the budget.")
     return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lowtide.device.memory import is_short_of, release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
-from lowtide.measurement.allocator import peak_bytes
+from lowtide.measurement.allocator import can_measure_peaks, peak_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.measurement.timing import compare_times
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
@@ -45,7 +45,7 @@ class Verification:
             random state.
         differing: Names of what differed.
         predicted_peak_bytes, measured_peak_bytes: Absolute allocated bytes under the plan.
-        plain_peak_bytes: Measured, absolute.
+        plain_peak_bytes: Measured, absolute. What is measured is None where the device keeps no statistics.
         overhead: Measured step time under the plan / plain step time - 1; NaN when not timed.
         predicted_overhead: By the plan.
         proven_ops, dropped_ops: Ops that gave the same bits when they ran twice, of those with a recipe.
@@ -61,8 +61,8 @@ class Verification:
     buffers_bitwise_equal: bool
     differing: tuple[str, ...]
     predicted_peak_bytes: int
-    measured_peak_bytes: int
-    plain_peak_bytes: int
+    measured_peak_bytes: int | None
+    plain_peak_bytes: int | None
     overhead: float
     predicted_overhead: float
     proven_ops: int
@@ -80,8 +80,9 @@ class Verification:
 
     def __str__(self) -> str:
         equal = "bitwise equal" if self.equal else f"DIFFERENT ({', '.join(self.differing[:3])})"
+        peak = "not measured" if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
         found = (
-            f"Loss, gradients and buffers {equal} in a rehearsal; peak {format_bytes(self.measured_peak_bytes)}, "
+            f"Loss, gradients and buffers {equal} in a rehearsal; peak {peak}, "
             f"predicted {format_bytes(self.predicted_peak_bytes)}."
         )
         return " ".join(filter(None, [f"{self.not_in_force}." if self.not_in_force else "", found, self.note]))
@@ -155,11 +156,13 @@ def _verified(
     compared_rows: int,
 ) -> Verification:  # fmt: skip
     """``verify_in`` on the first rows of ``batch``."""
-    note = ""
+    notes = []
     have = rows(batch)
     if compared_rows < have:
         batch, plan, within = _cut_down(model, batch, plan, step, compared_rows)
-        note = f"the plain step does not fit: compared on {compared_rows} of {have} rows, {within}"
+        notes.append(f"the plain step does not fit: compared on {compared_rows} of {have} rows, {within}")
+    if not can_measure_peaks(device_of(model)):
+        notes.append(f"the allocator of {device_of(model).type} keeps no statistics: peaks were not measured")
     steps = _Steps(model, batch, step, plan, opened(plan))
     plain, _ = steps.outcome(planned=False)
     planned, counts = steps.outcome(planned=True)
@@ -174,15 +177,15 @@ def _verified(
         buffers_bitwise_equal=not any(n.startswith("buffer") for n in differing),
         differing=tuple(differing),
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=plan.resident_bytes + measured_bytes,
-        plain_peak_bytes=plan.resident_bytes + plain_bytes,
+        measured_peak_bytes=measured_bytes,
+        plain_peak_bytes=plain_bytes,
         overhead=overhead,
         predicted_overhead=plan.predicted_overhead,
         proven_ops=sum(s.proven for s in dropped),
         dropped_ops=len(dropped),
         mismatched_ops=counts.mismatched,
         unplanned_ops=counts.unplanned,
-        note=note,
+        note="; ".join(notes),
     )
 
 
@@ -223,12 +226,16 @@ class _Steps:
             found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
         return found, counts
 
-    def peak_bytes(self, *, planned: bool) -> int:
-        """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
+    def peak_bytes(self, *, planned: bool) -> int | None:
+        """Absolute, gradients allocated and zeroed beforehand; None where the device keeps no statistics."""
+        device = device_of(self.model)
+        if not can_measure_peaks(device):
+            return None
         # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
         times = _PEAK_REPEATS if wrapped_parameters(self.model) else 1
         with self._rehearsal():
-            return min(peak_bytes(lambda: self._run(planned=planned), device_of(self.model)) for _ in range(times))
+            above = min(peak_bytes(lambda: self._run(planned=planned), device) for _ in range(times))
+        return self.plan.resident_bytes + above
 
     def overhead(self, rounds: int) -> float:
         """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""

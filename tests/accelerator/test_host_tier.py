@@ -17,11 +17,13 @@ from lowtide.device import pinning
 from lowtide.errors import TierError
 from lowtide.graph.costs import HOST, Link
 from lowtide.measurement import links
-from lowtide.tape.offload.host_tier import HostTier, host_bytes
+from lowtide.runtime import shared_tiers
+from lowtide.tape.offload.host_tier import HostCopy, HostTier, host_bytes
 from lowtide.tracing.tracer import run_step
 
 ORDERS = {"late-early": (LATE, EARLY), "early-late": (EARLY, LATE)}
 ORDERS |= {f"random {seed}": (RANDOM, RANDOM, seed) for seed in range(4)}
+SOME_ORDERS = dict(list(ORDERS.items())[:3])
 NUMBERS = torch.arange(200_000.0)
 
 
@@ -408,6 +410,110 @@ def test_what_finds_no_room_in_a_full_pool_is_told_by_name(device):
     with pytest.raises(TierError, match="the host tier is full: host_budget=.* of which .* are pinned, and .* more"):
         tier.store(made(3).untyped_storage())
     assert flat(held.fetch()).equal(NUMBERS * 2)
+
+
+@pytest.fixture
+def fast_link(monkeypatch):
+    """So that plans move what they may."""
+    monkeypatch.setattr(shared_tiers, "measured_link", lambda *_: Link(1e13, 1e13))
+
+
+def test_a_fit_with_a_full_pool_goes_on_and_says_so(device, fast_link):
+    model, batch = mlp(8, 64).to("standin"), torch.randn(512, 64, device="standin")
+
+    def step():
+        """Two forward passes before one backward: twice as much is to move as was planned."""
+        torch.manual_seed(7)
+        loss = sum(run_step(model, batch, None)[0] for _ in range(2))
+        loss.backward()
+        found = outcome(model, loss)
+        model.zero_grad()
+        return found
+
+    expected, offload = step(), lowtide.Offload(host_budget="1MiB")
+    with device.schedule(LATE, EARLY), lowtide.fit(model, batch, budget="40%", offload=offload) as fit:
+        assert fit.plan.counts["cpu_offload"]
+        for _ in range(2):
+            assert differing(expected, step()) == []
+        reasons = [reason for reason in fit.status().reasons if "stayed on the device" in reason]
+    assert len(reasons) == 1 and "the host tier is full: host_budget=" in reasons[0]
+    assert reasons[0].endswith("Raise host_budget=, or run backward before the next forward pass")
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def run_failing_step(model, batch, where):
+    """A step that fails in its ``forward``, in the ``loss`` or in its ``backward``, with tensors on the way."""
+    hooked = {"forward": model[5].register_forward_hook, "backward": model[6].weight.register_hook}
+    handle = hooked[where](fail) if where in hooked else None
+    try:
+        with pytest.raises(ZeroDivisionError):
+            loss = model(batch).square().mean()
+            fail() if where == "loss" else loss.backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+        model.zero_grad()
+
+
+def right_step(model, batch):
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss, _ = run_step(model, batch, None)
+    loss.backward()
+    return outcome(model, loss)
+
+
+def bytes_in_use(pool):
+    gc.collect()
+    return pool.pinned_bytes - sum(block.size() for block in (*pool._free, *pool._freed))
+
+
+@pytest.mark.parametrize("order", SOME_ORDERS.values(), ids=SOME_ORDERS)
+def test_a_fit_whose_steps_fail_with_copies_in_flight_goes_on_right_and_leaks_nothing(device, order, fast_link):
+    model, batch = mlp(5, 64).to("standin"), torch.randn(512, 64, device="standin")
+    expected = plain(model, batch)
+    with device.schedule(*order), lowtide.fit(model, batch, budget="50%") as fit:
+        assert fit.plan.counts["cpu_offload"] > 1
+        pool = fit._watcher.latest.tape.tiers["host"].pool
+        pinned = pool.pinned_bytes
+        for where in ("forward", "loss", "backward") * 2:
+            run_failing_step(model, batch, where)
+            device.finish_backward_threads()  # which hold the failed step for a moment more: then the pool has to grow
+            gc.collect()
+            assert differing(expected, right_step(model, batch)) == [], where
+            assert (pool.pinned_bytes, bytes_in_use(pool)) == (pinned, 0), where
+            assert fit.status().in_force, where
+
+
+@pytest.mark.parametrize("order", SOME_ORDERS.values(), ids=SOME_ORDERS)
+def test_fits_on_two_devices_move_tensors_on_their_own_streams(device, order, fast_link, monkeypatch):
+    used, start = [], HostCopy._start
+
+    def noting(copy, stream, *to):
+        used.append((copy._device.index, stream))
+        return start(copy, stream, *to)
+
+    monkeypatch.setattr(HostCopy, "_start", noting)
+    models = [mlp(8, 64).to(f"standin:{i}") for i in range(2)]
+    batches = [torch.randn(512, 64, device=f"standin:{i}") for i in range(2)]
+    expected = [plain(*pair) for pair in zip(models, batches)]
+    with device.schedule(*order):
+        fits = [lowtide.fit(models[0], batches[0], budget="40%"), lowtide.fit(models[1], budget="40%")]
+        for _ in range(3):
+            for model, batch, want in zip(models, batches, expected):
+                assert differing(want, right_step(model, batch)) == []
+            for fit in fits:
+                fit.wait()
+    assert [fit.status().planned_steps for fit in fits] == [3, 2]  # the second one had to see a step first
+    for i, fit in enumerate(fits):
+        assert fit.plan.counts["cpu_offload"]
+        own = set(fit._watcher.latest.tape.tiers["host"].streams(torch.device("standin", i)))
+        assert {stream for index, stream in used if index == i} == own
+        assert {stream.device.index for stream in own} == {i}
+        fit.remove()
 
 
 def test_what_is_pinned_is_in_host_memory_whatever_the_default_device(device):

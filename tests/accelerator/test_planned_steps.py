@@ -20,6 +20,7 @@ from lowtide.measurement.op_inputs import NotRebuildableError
 from lowtide.measurement.op_times import EstimateWarning
 from lowtide.runtime import shared_tiers
 from lowtide.tape.online.release import Releaser
+from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.tracer import run_step
 
 MIB = 2**20
@@ -391,3 +392,42 @@ def test_ops_are_timed_where_the_memory_is_too_little_for_a_large_copy(device, m
     with device.capacity(torch.accelerator.memory_reserved() + 4 * MIB), pytest.warns(EstimateWarning):
         costs = lowtide.measure(graph, refresh=True)
     assert len(costs.op_ms) == len(graph.ops) and all(ms >= 0 for ms in costs.op_ms)
+
+
+def test_what_a_watched_step_takes_is_told_with_the_op_that_takes_it(device):
+    workspaces = {"aten::convolution_overrideable": 3 * MIB + 512, "aten::convolution_backward_overrideable": 5 * MIB}
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(2048, 10),
+    ]
+    model, batch = nn.Sequential(*layers).to("standin"), torch.randn(128, 3, 16, 16, device="standin")
+    gc.collect()
+    budget = torch.accelerator.memory_allocated() + 6 * MIB
+    with device.always_split(True), device.workspaces(bytes_by_op=workspaces):
+        with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
+            torch.accelerator.reset_peak_memory_stats()
+            model(batch).square().mean().backward()
+            status = fit.status()
+
+    assert status.observed_peak_bytes == torch.accelerator.max_memory_allocated() > budget
+    told = "convolution_backward in backward takes 5.00 MiB beside what it makes"
+    assert [told in reason for reason in status.reasons if "more than the budget" in reason] == [True]
+
+
+def test_comparing_an_ops_inputs_takes_hardly_any_memory(device):
+    whole = torch.randint(0, 2**60, (2**19 + 700,)).to("standin")
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    bits = fingerprint(whole)
+    assert torch.accelerator.max_memory_allocated() - before < MIB // 16
+
+    for one, other in ((0, 1), (0, 1024), (1023, 1024), (5, 2**18), (5, 2**19 + 5), (2**19, 2**19 + 699)):
+        swapped = whole.clone()
+        swapped[[one, other]] = swapped[[other, one]]
+        assert fingerprint(swapped) != bits
+        flipped = whole.clone()
+        flipped[one] += 1
+        assert fingerprint(flipped) != bits

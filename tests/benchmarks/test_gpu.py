@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from gpu_table import COLUMNS, NOBODY, gpu_table
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
@@ -17,7 +18,7 @@ def run(*arguments, timeout=120):
 
 def test_every_method_trains_to_the_same_bits_within_what_was_predicted(accelerator, tmp_path):
     out = tmp_path / "gpu.jsonl"
-    ran = run("--device", "standin", "--rounds", "1", "--out", out, timeout=600)
+    ran = run("--device", "standin:1", "--rounds", "1", "--out", out, timeout=600)
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -43,18 +44,24 @@ def test_every_method_trains_to_the_same_bits_within_what_was_predicted(accelera
     assert all(row.count("|") == len(COLUMNS) + 1 for row in table.splitlines() if row.startswith("|"))
 
 
+def test_when_the_time_is_up_every_method_says_so(accelerator):
+    ran = run("--device", "standin", "--minutes", "0")
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(lines) > 8 and {line["status"] for line in lines} == {"out of time"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "there is no accelerator here that torch finds. For the same code on the tests' stand-in for one: "
              "--device standin."),
         (("--device", "xpu"), "there is no device xpu here. Here are: cpu."),
+        (("--device", "nope"), f"device 'nope' is not known to torch {torch.__version__}. Here are: cpu."),
         (("--device", "cpu"), "this benchmark is for accelerators. On a CPU: make bench."),
     ],
 )  # fmt: skip
 def test_without_the_device_it_says_so(arguments, message):
-    import torch
-
     if torch.accelerator.is_available():
         pytest.skip("there is one")
     ran = run(*arguments)

@@ -27,6 +27,7 @@ class Machine:
 def machine(model, monkeypatch):
     machine = Machine(int(resident_bytes(model) + 0.9 * activation_bytes(model, batch_of())))
     monkeypatch.setattr("lowtide.runtime.budget.available_bytes", machine.available_bytes)
+    monkeypatch.setattr("lowtide.runtime.budget.bytes_in_pieces", lambda device: 0)  # of memory that is made up
     monkeypatch.setattr("lowtide.runtime.pressure.time", SimpleNamespace(monotonic=lambda: machine.now_s))
     return machine
 

@@ -264,5 +264,7 @@ def test_a_compiled_part_is_planned_as_one_op(model, budget):
         fit.wait()
         assert same(train(plain, [batch_of()] * 2), train(model, [batch_of()] * 2))
         assert fit.status().planned_steps == 2
-        told = "one op, which is kept or runs again as a whole: layers.1; lowtide.compile plans inside of them"
+        told = "one op, which is kept or runs again as a whole: layers.1"
+        if next(model.parameters()).device.type == "cpu":
+            told += "; lowtide.compile plans inside of them"
         assert told in reasons_of(fit)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.training_steps import differing, outcome
-from support.watched_training import Layered, same
+from support.watched_training import Layered, batch_of, same
 from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -241,6 +241,91 @@ def test_two_watched_models_that_train_against_each_other_step_as_plainly():
     assert not any("saved whole" in reason for reason in reasons), reasons
 
 
+def side_by_side(pair, fits=(), steps=5):
+    """Both run forward before either runs backward, each with a loss of its own."""
+    torch.manual_seed(3)
+    losses = []
+    for _ in range(steps):
+        pair.zero_grad()
+        found = [model(batch_of()).square().mean() for model in pair]
+        for loss in found:
+            loss.backward()
+        losses += [loss.item() for loss in found]
+        del found, loss
+        for fit in fits:
+            fit.wait()
+    return losses, [p.grad.clone() for p in pair.parameters()]
+
+
+def test_two_fits_whose_steps_interleave_are_both_planned():
+    pair = layered_pair()
+    expected = side_by_side(copy.deepcopy(pair))
+    fits = [lowtide.fit(model, budget="60%") for model in pair]
+    found = side_by_side(pair, fits)
+    status = [fit.status() for fit in fits]
+    recomputed = [fit.plan.counts["recompute"] for fit in fits]
+    for fit in fits:
+        fit.remove()
+
+    assert same(expected, found)
+    assert [s.planned_steps for s in status] == [4, 4], status
+    assert min(recomputed) > 0
+    told = ["is in its budget alone" in " ".join(s.reasons) for s in status]
+    assert told == [True, False]  # the second one's steps end inside no other's
+    assert not any("did not see" in reason for s in status for reason in s.reasons)
+
+
+def test_a_backward_of_another_model_is_no_part_of_a_watched_step():
+    pair = layered_pair()
+    pair.zero_grad()
+    with lowtide.fit(pair[0], budget="60%") as fit:
+        other = pair[1](batch_of()).square().mean()
+        loss = pair[0](batch_of()).square().mean()
+        other.backward()
+        loss.backward()
+        fit.wait()
+        with_other = len(fit.graph.ops)
+    with lowtide.fit(pair[0], budget="60%") as fit:
+        pair[0](batch_of()).square().mean().backward()
+        fit.wait()
+        assert with_other - len(fit.graph.ops) <= 1  # what a loss begins with is made before its backward begins
+
+
+def test_two_fits_in_two_threads_are_both_planned():
+    pair = layered_pair().eval()  # without dropout: the threads share a generator
+    fits = [lowtide.fit(model, budget="60%") for model in pair]
+    barrier, found = threading.Barrier(2), [None, None]
+
+    def run(n):
+        gradients = []
+        for _ in range(5):
+            barrier.wait()
+            pair[n].zero_grad()
+            loss = pair[n](batch_of(device=next(pair.parameters()).device)).square().mean()
+            barrier.wait()
+            loss.backward()
+            gradients = [p.grad.clone() for p in pair[n].parameters()]
+            del loss
+            fits[n].wait()
+        found[n] = gradients
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status = [fit.status() for fit in fits]
+    for fit in fits:
+        fit.remove()
+
+    assert [s.planned_steps for s in status] == [4, 4], status
+    assert not any("thread" in reason or "did not see" in reason for s in status for reason in s.reasons)
+    for model, gradients in zip(pair, found):
+        model.zero_grad()
+        model(batch_of()).square().mean().backward()
+        assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
+
+
 def test_two_models_are_one_fit_in_a_region():
     both = layered_pair()
     expected = adversaries(copy.deepcopy(both))
@@ -250,3 +335,40 @@ def test_two_models_are_one_fit_in_a_region():
 
     assert same(expected, found)
     assert status.in_force and status.planned_steps >= 6, status
+
+
+def test_a_fit_that_is_removed_while_its_watch_is_away_leaves_nothing_in_place():
+    pair = layered_pair()
+    first, second = (lowtide.fit(model, budget="60%") for model in pair)
+    held = pair[0](batch_of()).square().mean()
+    handle = pair[1].layers[0].register_forward_hook(lambda *_: first.remove())
+    loss = pair[1](batch_of()).square().mean()
+    handle.remove()
+    loss.backward()
+    second.remove()
+    held.backward()
+
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_model_that_is_checkpointed_inside_is_watched_beside_another_fit():
+    """A backward through such a call shows no leaves: the call's nodes tell whose it is."""
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Layered(2)
+
+        def forward(self, x):
+            return checkpoint(self.part, x.requires_grad_(), use_reentrant=True)
+
+    ours, other = Inside(), Layered(2)
+    with lowtide.fit(ours, budget="90%") as fit, lowtide.fit(other, budget="90%") as beside:
+        for _ in range(3):
+            losses = [model(batch_of()).square().mean() for model in (ours, other)]
+            for loss in losses:
+                loss.backward()
+            del loss, losses
+        assert fit.status().steps == beside.status().steps == 3
+        assert not any("did not see" in reason for f in (fit, beside) for reason in f.status().reasons)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import draws_random_numbers
 
 
@@ -66,3 +67,41 @@ def test_graphs_that_a_checkpoint_region_makes_in_backward_hold_nothing_afterwar
     proof = lowtide.verify(model, x, plan, rounds=0)
 
     assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes
+
+
+def test_a_backward_inside_of_apply_takes_what_one_after_it_takes():
+    class Experts(nn.Module):
+        """The gradient of each slice is as large as all of the weights, and they are added."""
+
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(4, 64, 64) / 8)
+
+        def forward(self, x):
+            return sum((x @ self.weights[i]).tanh() for i in range(4))
+
+    model, x = Experts(), torch.randn(16, 64)
+    model.weights.grad = torch.zeros_like(model.weights)
+    plan = drop_everything(lowtide.trace(model, x))
+
+    def step(*, inside):
+        with lowtide.apply(model, plan):
+            loss = model(x).square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+
+    predicted = plan.predicted_peak_bytes - plan.resident_bytes
+    assert peak_bytes(lambda: step(inside=False)) == peak_bytes(lambda: step(inside=True)) <= predicted
+
+
+def test_a_region_goes_on_after_a_backward_inside():
+    model, x = Attending(0.5), torch.randn(2, 4, 8)
+    plan = drop_everything(lowtide.trace(model, x))
+    with lowtide.apply(model, plan) as applied:
+        dropped = []
+        for _ in range(3):
+            model(x).square().mean().backward()
+            dropped.append(applied.counts.dropped)
+    assert dropped == [dropped[0], 2 * dropped[0], 3 * dropped[0]] and dropped[0]

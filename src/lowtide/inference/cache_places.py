@@ -9,6 +9,7 @@ there, alone, and a layer is read in one piece for each of its two tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,10 +21,11 @@ from typing import Any
 import torch
 
 from lowtide.device.pinning import PinningError, host_buffer, pinned_buffer, unpin
-from lowtide.device.streams import current_stream, new_event, new_stream, on_stream
+from lowtide.device.streams import current_stream, new_event, new_stream, on_stream, why_no_streams
 from lowtide.errors import TierError
 from lowtide.scratch_file import open_scratch, read_all, write_all
 
+logger = logging.getLogger("lowtide")
 _AT_ONCE_BYTES = 1 << 22  # of a long prompt: so much is turned and written at a time
 
 
@@ -169,10 +171,16 @@ def _close(fd: int, reader: ThreadPoolExecutor) -> None:
 
 
 class HostPlace:
-    """Pinned host memory; pageable where the system gives none, which copies wait for."""
+    """Pinned host memory; pageable where the system gives none, which copies wait for.
+
+    Where the device copies nothing beside its computation, a layer that is away is brought when it is used.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, new_stream(device)
+        self._device = device
+        if why := why_no_streams(device.type):
+            logger.warning("lowtide: %s has no streams (%s): layers that are away are waited for", device.type, why)
+        self._stream = None if why else new_stream(device)
         self._pinned: list[torch.Tensor] = []
         self._buffers: dict[int, torch.Tensor] = {}  # by layer
         self._rooms = _Rooms(self._new)
@@ -188,16 +196,25 @@ class HostPlace:
         ]
         for part, x in zip(parts, tensors, strict=True):
             for first, piece in _pieces(x, kept):
-                part[first : first + len(piece)].copy_(piece, non_blocking=True)
+                part[first : first + len(piece)].copy_(piece, non_blocking=self._stream is not None)
+        if self._stream is None:
+            return Away(tensors, kept, lambda: None, lambda: [part.to(self._device) for part in parts])
+        begin, take = self._on_a_stream(self._stream, parts)
+        return Away(tensors, kept, begin, take)
+
+    def _on_a_stream(
+        self, stream: torch.Stream, parts: list[torch.Tensor]
+    ) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
+        """How ``parts``, which are being written on the present stream, begin to come and are taken."""
         written, arrived = new_event(self._device), new_event(self._device)
         written.record(current_stream(self._device))
         coming: list[torch.Tensor] = []
 
         def begin() -> None:
-            self._stream.wait_event(written)
-            with on_stream(self._stream):
+            stream.wait_event(written)
+            with on_stream(stream):
                 coming.extend(part.to(self._device, non_blocking=True) for part in parts)
-                arrived.record(self._stream)
+                arrived.record(stream)
 
         def take() -> list[torch.Tensor]:
             user = current_stream(self._device)
@@ -206,7 +223,7 @@ class HostPlace:
                 x.record_stream(user)
             return coming
 
-        return Away(tensors, kept, begin, take)
+        return begin, take
 
     def _new(self, index: int, size: int) -> torch.Tensor:
         old = self._buffers.pop(index, None)

@@ -45,8 +45,13 @@ def peak_bytes(fn: Callable[[], Any], device: str | torch.device = "cpu") -> int
     return counter.peak
 
 
+def can_measure_peaks(device: str | torch.device) -> bool:
+    """Whether somebody counts what is allocated on ``device``."""
+    return not is_accelerator(device) or allocated_bytes(device) is not None
+
+
 def _why_not(device: str | torch.device) -> str:
-    if is_accelerator(device) and allocated_bytes(device) is None:
+    if not can_measure_peaks(device):
         return "its allocator keeps no statistics."
     return "a profiler or another measurement is already active here. Measure outside of it."
 

@@ -101,8 +101,9 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
         (gap, "from the time bound", "no plan within the budget is faster than the bound"),
     ]
     if verification is not None:
-        share = f"{100 * fraction(plan, verification.measured_peak_bytes):.1f} % of plain activations"
-        tiles.append((format_bytes(verification.measured_peak_bytes), "measured peak", share))
+        if (peak := verification.measured_peak_bytes) is not None:
+            share = f"{100 * fraction(plan, peak):.1f} % of plain activations"
+            tiles.append((format_bytes(peak), "measured peak", share))
         if not math.isnan(verification.overhead):
             overhead = percent(verification.overhead)
             tiles.append((overhead, "measured step time", "beside the plain step, in one process"))

@@ -129,7 +129,8 @@ def warnings(plan: Plan, verification: Verification | None = None, counts: Train
         return found
     if not verification.equal:
         found.append("Gradients differ from the plain step's: do not train with this plan; report the model, please.")
-    if plan.budget_bytes is not None and verification.measured_peak_bytes > plan.budget_bytes:
+    peak = verification.measured_peak_bytes
+    if plan.budget_bytes is not None and peak is not None and peak > plan.budget_bytes:
         found.append("The measured peak is over the budget: lower the budget by the difference.")
     return found
 

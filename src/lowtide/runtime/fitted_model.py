@@ -16,7 +16,6 @@ from lowtide.plan import Plan
 from lowtide.rank_consensus import group_of
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
-from lowtide.runtime import backward_entry
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import shape_of_call
 from lowtide.runtime.planned_step import PlannedStep
@@ -28,6 +27,7 @@ from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Status
 from lowtide.runtime.step_region import step_region
 from lowtide.runtime.step_watcher import StepWatcher
+from lowtide.tape import backward_entry
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors, call_of
 from lowtide.tracing.subclasses import wrapped_parameters

@@ -1,6 +1,7 @@
 """Training that goes past a fitted model: steps of it that lowtide did not see, and backward passes of other models."""
 
 import weakref
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -29,7 +30,8 @@ class PastTraining:
         self._counters, self._reasons = counters, reasons
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED)]]
-        self._before: list[tuple[int, int]] = []
+        # By the thread that runs a backward: gradients before it. None: they say nothing, another ran at the same time.
+        self._before: dict[int, list[tuple[int, int]] | None] = {}
         self._num_others = 0
 
     @property
@@ -38,12 +40,13 @@ class PastTraining:
         return [reference() for reference in self._sampled]
 
     def before_backward(self) -> None:
-        self._before = self._gradients()
+        alone = not self._before
+        self._before = {**dict.fromkeys(self._before), get_ident(): self._gradients() if alone else None}
 
     def gradients_moved(self) -> bool:
         """Whether the backward that has ended gave the model gradients, as far as the sample tells."""
-        before, self._before = self._before, []
-        return self._gradients() != before
+        before = self._before.pop(get_ident(), None)
+        return before is not None and self._gradients() != before
 
     def _gradients(self) -> list[tuple[int, int]]:
         return [(id(p.grad), _version(p.grad)) for p in self.sampled if p is not None]

@@ -225,6 +225,7 @@ class PlanShelf:
         self._refused -= set(planned.shapes)
         planned.tape.proves_at_birth = self._reasons.say_saved
         planned.tape.on_other_numbers = self._reasons.say_proven_anew
+        planned.tape.on_refusal = self._reasons.say_not_moved
         if (op := next((op for op in planned.plan.ops if op.dynamic), None)) is not None:  # what follows from it is too
             where = planned.plan.frames[op.frame].path or ("the model" if op.frame else "the loss outside the model")
             self._reasons.say(

@@ -2,6 +2,7 @@
 
 import logging
 
+from lowtide.errors import TierError
 from lowtide.graph.function_ops import function_groups
 from lowtide.graph.step_graph import StepGraph
 from lowtide.tape.program import TapedOp
@@ -58,6 +59,11 @@ class Reasons:
     def say_proven_anew(self, op: TapedOp) -> None:
         """Calls at the place of ``op`` are given other numbers in each step."""
         self.say(f"{op.name} in {op.where or 'the model'} {ANEW}")
+
+    def say_not_moved(self, refusal: TierError) -> None:
+        """A tensor that was to move stays, since its tier has no room."""
+        what, _, way_out = str(refusal).rstrip(".").partition("\n")
+        self.say_latest("refusal", f"a tensor that was to move stayed on the device: {what} {way_out}".rstrip())
 
     def say_kept(self, graph: StepGraph) -> None:
         """Calls of autograd Functions that no plan of ``graph`` may run again."""

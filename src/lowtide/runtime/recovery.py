@@ -15,10 +15,10 @@ from torch import nn
 from lowtide.device.memory import release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import LowtideError
-from lowtide.runtime import backward_entry
 from lowtide.runtime.accumulated_gradients import GradientsBefore
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.step_watcher import StepWatcher
+from lowtide.tape import backward_entry
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import ddp_wrapper_of

@@ -6,11 +6,21 @@ opens or closes meanwhile then pops itself and not ours.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.switched_mode import Hooks, insert_hooks, insert_mode, remove_hooks, remove_mode
+
+
+class _Here(threading.local):
+    """What is open on this thread."""
+
+    def __init__(self) -> None:
+        self.seams: list[Seam] = []
+
+
+_here = _Here()
 
 
 class Seam:
@@ -19,6 +29,7 @@ class Seam:
     def __init__(self, mode: TorchDispatchMode, hooks: Hooks) -> None:
         self._mode, self._hooks = mode, hooks
         self._thread: threading.Thread | None = None
+        self._is_open = False
 
     @property
     def is_here(self) -> bool:
@@ -30,25 +41,45 @@ class Seam:
         return self._thread is not None and not self.is_here and self._thread.is_alive()
 
     def open(self) -> None:
+        self._is_open = True
+        self._put_in_place()
+
+    def _put_in_place(self) -> None:
         self._thread = threading.current_thread()
         insert_mode(self._mode)
         insert_hooks(self._hooks)
+        _here.seams.append(self)
 
     def close(self) -> None:
         """Take mode and hooks away. From another thread they cannot be reached, and stay."""
+        self._is_open = False
+        self._take_away()
+
+    def _take_away(self) -> None:
         if self.is_here:
             remove_mode(self._mode)
             remove_hooks(self._hooks)
+            _here.seams.remove(self)
             self._thread = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, mode and hooks are away."""
+        """Inside, mode and hooks are away. They stay so if the seam is closed there."""
         if not self.is_here:
             yield
             return
-        self.close()
+        self._take_away()
         try:
             yield
         finally:
-            self.open()
+            if self._is_open:
+                self._put_in_place()
+
+
+@contextmanager
+def others_aside(own: list[Seam]) -> Iterator[None]:
+    """Inside, what is open on this thread beside ``own`` is away: a call of one model is in no other model's step."""
+    with ExitStack() as away:
+        for seam in [seam for seam in _here.seams if seam not in own]:
+            away.enter_context(seam.aside())
+        yield

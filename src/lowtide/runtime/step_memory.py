@@ -36,10 +36,10 @@ class StepMemory:
             over -= self._budget.segments_bytes
         if over <= self._over_bytes:
             return
-        reason = (
-            f"a step that ran online took up to {format_bytes(over)} more than the budget: it is the least "
-            "that letting go and making again could reach"
-        )
+        why = "it is the least that letting go and making again could reach"
+        if watch.peak_op:
+            why = f"{watch.peak_op} beside what it makes, which shows only when it runs"
+        reason = f"a step that ran online took up to {format_bytes(over)} more than the budget: {why}"
         if self._over_bytes:  # one reason, whatever the number: every step may have another
             self._reasons.correct(self._over_reason, reason)
         else:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep, num_nodes
 from lowtide.runtime.planner_process import PlannerProcess
 from lowtide.runtime.reasons import Reasons
-from lowtide.runtime.seam import Seam
+from lowtide.runtime.seam import Seam, others_aside
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Counters
 from lowtide.runtime.step_memory import StepMemory
@@ -53,6 +53,10 @@ from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _MOST_FOUND_GATHERED = 3  # then an evaluation comes before every step, perhaps
+_STEPS_INSIDE = (
+    "another fitted model's steps begin between this one's forward and backward: what that model holds meanwhile is in "
+    "its budget alone. Both together take up to the sum"
+)
 _RAN_OTHER_OPS = "the last step ran other ops than its plan"
 
 
@@ -68,6 +72,7 @@ class StepWatcher:
     """
 
     lowtide = True  # how ``check_supported`` knows a fitted model
+    _all: ClassVar[weakref.WeakSet["StepWatcher"]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class StepWatcher:
         self._expected = ExpectedBytes()
         self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
+        self._aside_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._is_called = False  # the model runs, as part of the present step
         self._end_part: Callable[[], None] | None = None  # of the region that is open
@@ -118,6 +124,7 @@ class StepWatcher:
         self._more_calls = False  # than planned
         self._past = PastTraining(model, self, self.counters, reasons)
         self._paused = False
+        self._all.add(self)
 
     def put(self, planned: PlannedStep) -> None:
         """Put a plan in force that was made elsewhere."""
@@ -140,7 +147,7 @@ class StepWatcher:
         observer = module_calls.thread_state.observer
         if observer is not None:
             return attach.call_in_open_region(observer, call, args, kwargs)
-        with self.around(model, args, kwargs):
+        with others_aside(self._open_seams), self.around(model, args, kwargs):
             output = call(*args, **kwargs)
             if self._is_called:
                 self._graphs += marks_in(output)
@@ -349,6 +356,9 @@ class StepWatcher:
     def _begin_step(self, model: nn.Module, shape: CallShape, batch: object) -> None:
         if self._watch is not None:  # its backward never came, or somebody still holds its graph
             self._close_watch(())
+        for other in self._all:
+            if other._shapes and other._thread is self._thread:
+                other._reasons.note(_STEPS_INSIDE)
         self.memory.follow_free_memory(model)
         self.checkpointing.switch_off()
         self._step = None
@@ -406,10 +416,11 @@ class StepWatcher:
             if not creates:
                 if self._end_part is not None:
                     self._end_part()
-                if self._plan_seam is not None and reaches_any(roots, self._nodes):  # not another model's
+                if self._plan_seam is not None and self._runs_through(roots):  # not another model's
                     self._leave_plan()
             elif self._plan_seam is not None and self._step is not None:  # part of a loss
                 self._step.tape.have_hooks()
+            self._put_aside(roots)
         except Exception as own:
             self._fail(own)
         self._past.before_backward()
@@ -424,6 +435,7 @@ class StepWatcher:
         if self.shelf.is_sharded and module_calls.thread_state.observer is self._watch:
             module_calls.thread_state.observer = None
         try:
+            self._put_back()
             moved = self._past.gradients_moved()
             if self._shapes or self._step is not None:
                 if moved or self.shelf.is_sharded or self._trains(roots):
@@ -619,6 +631,25 @@ class StepWatcher:
         self._leave_plan(failed=True)
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
         self._forget_backwards()
+
+    def _runs_through(self, roots: Iterable[Any]) -> bool:
+        """Whether a backward from ``roots`` runs through calls of the present step. Each thread numbers its nodes."""
+        return reaches_any(roots, self._nodes) and (self._thread is threading.current_thread() or self._trains(roots))
+
+    def _put_aside(self, roots: Iterable[Any]) -> None:
+        """Until a backward of another model's has ended, the watch is away: those ops are not of this step."""
+        seam, roots = self._seam, list(roots)
+        if seam is None or not seam.is_here or self.shelf.is_sharded:
+            return
+        # By its nodes too: a call that is checkpointed shows no leaves.
+        if not (reaches_any(roots, self._nodes) or self._trains(roots)):
+            away = self._aside_in_backward[threading.get_ident()] = ExitStack()
+            away.enter_context(seam.aside())
+
+    def _put_back(self) -> None:
+        """See ``_put_aside``."""
+        if (away := self._aside_in_backward.pop(threading.get_ident(), None)) is not None:
+            away.close()
 
     def _trains(self, roots: Iterable[Any]) -> bool:
         """Whether a backward from ``roots`` is one of this model."""

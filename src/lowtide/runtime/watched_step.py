@@ -149,6 +149,7 @@ class WatchedStep(OnlineTape):
             return result if ran else super()._run_op(func, args, kwargs)
         if len(builder.ops) > before and not self.problem:
             self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
+            self.note_workspace(func, builder.ops[-1].workspace_bytes)
             times = self._seconds if builder.ops[-1].signature < known else self._first_s  # watched, and slower
             times[builder.ops[-1].signature].append(self.op_s)
             self._op_of[self._number] = len(builder.ops) - 1

@@ -1,7 +1,8 @@
 """How a tape is attached to a model: one guarded call on the instance, which can be taken away again."""
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
@@ -11,6 +12,7 @@ from torch import nn
 from lowtide.errors import PlanMismatchError
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
+from lowtide.tape import backward_entry
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.tape import OnlineTape
@@ -27,20 +29,40 @@ from lowtide.tracing.whole_modules import called_whole
 class TapedRegion:
     """Tape what runs inside as ``call``; with ``whole_step`` that may be several steps, backward included.
 
-    Leaving takes mode, hooks and observer away, whatever happened inside.
+    Leaving takes mode, hooks and observer away, whatever happened inside. While a backward runs inside, the mode is
+    away too: under one the engine adds partial gradients out of place, which takes more than the plain step.
     """
 
     def __init__(self, tape: Tape, call: TapedCall, *, whole_step: bool) -> None:
         self._tape, self._call, self._whole_step = tape, call, whole_step
+        self._thread: threading.Thread | None = None  # on which it is open, as a whole step
+        self._watched = False  # before the backward that runs
 
     def __enter__(self) -> None:
         state = module_calls.thread_state
         self._outer_observer, state.observer = state.observer, self._tape
         self._tape.enter_region(self._call, whole_step=self._whole_step)
+        if self._whole_step:
+            self._thread, self._forget = threading.current_thread(), backward_entry.observe(self)
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if self._thread is not None:
+            self._thread = None
+            self._forget()
         module_calls.thread_state.observer = self._outer_observer
         self._tape.leave_region(failed=failure is not None)
+
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
+        """See ``backward_entry``. One that creates a graph is part of the forward pass."""
+        if self._thread is threading.current_thread():
+            self._watched = self._tape.watches and not creates
+            self._tape.switch(watches=self._tape.watches and creates, hooks=self._tape.hooks)
+
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
+        if self._thread is threading.current_thread() and self._watched:
+            self._tape.switch(watches=True, hooks=self._tape.hooks)
 
 
 class _CallInRegion:

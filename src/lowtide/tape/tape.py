@@ -22,6 +22,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
+from lowtide.errors import TierError
 from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -114,6 +115,7 @@ class Tape(SwitchedMode):
         rehearses: Every replay is compared with what it replaces, without keeping that: its fingerprint is taken when
             its memory goes. ``proves_at_birth`` is called with the ops that differ, and backward goes on.
         on_other_numbers: If set, called with the calls of Functions that are proven in each step.
+        on_refusal: If set, called where a tier has no room for a tensor, which then stays; else that is an error.
         on_divergence: If set, called once in a region that runs other ops than planned, with the number of the last
             planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
@@ -140,6 +142,7 @@ class Tape(SwitchedMode):
         self.proves_at_birth: Callable[[TapedOp], None] | None = None
         self.rehearses = False
         self.on_other_numbers: Callable[[TapedOp], None] | None = None
+        self.on_refusal: Callable[[TierError], None] | None = None
         self.on_divergence: Callable[[int], OnlineTape | None] | None = None
         self.matches_all = False
         self._diverged_after: int | None = None  # the last op that ran as planned
@@ -616,10 +619,20 @@ class Tape(SwitchedMode):
             copy.stand_for(value, tensor)
             if self.rehearses:
                 self._to_seal.append(storage)
-            self._transfers.send(copy, storage)
+            if (refusal := self._transfers.send(copy, storage)) is not None:
+                self._keep(refusal)
+                continue
             setattr(storage, MARK, value)
             self._marked.append(weakref.ref(storage))
             self.counts.moved += 1
+
+    def _keep(self, refusal: TierError) -> None:
+        """A tier has no room for a tensor, which stays where it is."""
+        if self.on_refusal is None:
+            raise refusal
+        self.on_refusal(refusal)
+        self.counts.mismatched += 1
+        self._diverge()
 
     # -- autograd -----------------------------------------------------------------------------------------------
 

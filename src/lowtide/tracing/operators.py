@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lowtide.device import vendor_kernels
 from lowtide.device.block_size import in_blocks
 from lowtide.measurement.op_inputs import COLLECTIVES
 
@@ -14,9 +15,9 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # These write running statistics without an alias annotation and without a version bump: replayed with
 # ``training=True`` the statistics move twice.
 HIDDEN_BUFFER_WRITERS = frozenset({
-    "aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm", "aten._native_batch_norm_legit",
-    "aten._batch_norm_with_update", "aten._batch_norm_impl_index", "aten.batch_norm_update_stats",
-    "aten.batch_norm_gather_stats", "aten.batch_norm_gather_stats_with_counts", "aten.instance_norm",
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
+    "aten._batch_norm_impl_index", "aten.batch_norm_update_stats", "aten.batch_norm_gather_stats",
+    "aten.batch_norm_gather_stats_with_counts", "aten.instance_norm", *vendor_kernels.BATCH_NORMS,
 })  # fmt: skip
 # Arguments that a replay leaves out: without running statistics the same kernel gives the same outputs in training
 # mode and moves nothing. Checked bitwise for this one; its relatives on other devices stay saved.
@@ -26,7 +27,7 @@ NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strid
                               "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
 # Their reserve or workspace output belongs to the one run that filled it (seen: a replayed LSTM layer on CPU gave
 # gradients that differ).
-OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"})
+OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", *vendor_kernels.RECURRENT})
 # Give every element a new value whatever was there: after one of these, uninitialised memory is determined.
 OVERWRITERS = frozenset({
     "aten.bernoulli_", "aten.copy_", "aten.exponential_", "aten.fill_", "aten.normal_", "aten.random_",
@@ -37,9 +38,10 @@ SCATTERS = frozenset({
     torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src, torch.ops.aten.index_add.default,
     torch.ops.aten.index_put.default,
 })  # fmt: skip
-_CHUNK = 1 << 16  # words of a tensor that are weighted at a time
-# The same where no kernel has to be launched: few, and made once, since a step that is within its budget has no room.
+# Words that are weighted at a time: few, and made once, since a step that is within its budget has no room.
 _CPU_WEIGHTS = torch.arange(1, 1 << 14, 2, dtype=torch.int64, device="cpu")
+# On a device, where kernels have to be launched: a square, whose rows and columns are summed before they are weighted.
+_SIDE = 1 << 10
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
@@ -181,14 +183,25 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    if raw.device.type == "cpu":
-        weights = _CPU_WEIGHTS
-    else:
-        weights = torch.arange(1, 2 * min(_CHUNK, max(whole.numel(), 1)), 2, dtype=torch.int64, device=raw.device)
-    sums: list[torch.Tensor] = [raw[whole.numel() * 8 :].to(torch.int64).sum()]
-    for i, part in enumerate(whole.split(weights.numel())):
-        matching = weights[: part.numel()]
-        # A CPU has no temporary in ``dot`` and is ten times faster; other devices have no integer ``dot``.
-        total = torch.dot(part, matching) if part.device.type == "cpu" else (part * matching).sum()
-        sums.append(total * (2 * i + 1))
-    return tuple(torch.stack(sums).cpu().tolist())
+    rest = raw[whole.numel() * 8 :].to(torch.int64).sum()
+    sums = _sums_on_cpu(whole) if raw.device.type == "cpu" else _sums_on_device(whole)
+    return tuple(torch.stack([rest, *sums]).cpu().tolist())
+
+
+def _sums_on_cpu(words: torch.Tensor) -> list[torch.Tensor]:
+    """A CPU has no temporary in ``dot``, and is ten times faster with it."""
+    parts = words.split(_CPU_WEIGHTS.numel())
+    return [torch.dot(part, _CPU_WEIGHTS[: part.numel()]) * (2 * i + 1) for i, part in enumerate(parts)]
+
+
+def _sums_on_device(words: torch.Tensor) -> list[torch.Tensor]:
+    """There is no integer ``dot`` there. Some vectors of ``_SIDE`` words are all that this allocates."""
+    weights = torch.arange(1, 2 * _SIDE, 2, dtype=torch.int64, device=words.device)
+    square = words[: words.numel() // _SIDE * _SIDE].view(-1, _SIDE)
+    last = words[square.numel() :]
+    of_last = (last * weights[: last.numel()]).sum()
+    by_row, by_column = torch.zeros_like(of_last), torch.zeros_like(of_last)
+    for i, rows in enumerate(square.split(_SIDE)):
+        by_row += (rows.sum(1) * weights[: len(rows)]).sum() * (2 * i + 1)
+        by_column += (rows.sum(0) * weights).sum() * (2 * i + 1)
+    return [of_last, by_row, by_column]

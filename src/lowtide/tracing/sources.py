@@ -23,7 +23,6 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.tracer import Step, WithoutMemory, record
 from lowtide.tracing.whole_modules import called_whole, matching
 
-_CUDA_GENERATOR_BYTES = 16
 _WAY_OUT = (
     "Pass a smaller batch; trace without memory (device=); or fit the model without a batch, and its steps are watched."
 )
@@ -117,12 +116,12 @@ def trace_hollow(
 
 
 def _on_cuda(graph: StepGraph, block_bytes: int) -> StepGraph:
-    """``graph``, whose tensors were on the CPU, as a CUDA device has it: blocks, generator, names of devices."""
+    """``graph``, whose tensors were on the CPU, as a CUDA device has it: blocks, names, generators in host memory."""
     return replace(
         graph,
         device="cuda",
         storages=tuple(replace(s, bytes=-(-s.bytes // block_bytes) * block_bytes) for s in graph.storages),
-        ops=tuple(replace(op, rng_bytes=_CUDA_GENERATOR_BYTES if op.rng_bytes else 0) for op in graph.ops),
+        ops=tuple(replace(op, rng_bytes=0) for op in graph.ops),
         signatures=tuple(_named_cuda(s) for s in graph.signatures),
         calls=tuple(call.replace("autocast(cpu,", "autocast(cuda,") for call in graph.calls),
     )

@@ -83,16 +83,24 @@ class Transfers:
         self._fetch_at: dict[int, int] = {}
         self._backward = _NO_BACKWARD
 
-    def send(self, copy: OffloadedTensor, storage: torch.UntypedStorage) -> None:
-        """Store ``storage``, after as many older copies have settled as the plan's limit asks for."""
+    def send(self, copy: OffloadedTensor, storage: torch.UntypedStorage) -> TierError | None:
+        """Store ``storage``, after as many older copies have settled as the plan's limit asks for.
+
+        Returns:
+            Why the tier does not take it; None: it does. Older copies that have failed raise.
+        """
         with self._lock:
             move = copy.move
             self._settle(self._queue.send(move.storage, allocated_bytes(storage)))
-            copy.stored = self._tiers[TIER_OF[move.action]].store(storage)
+            try:
+                copy.stored = self._tiers[TIER_OF[move.action]].store(storage)
+            except TierError as refusal:
+                return refusal
             self._inflight[move.storage] = copy
             if move.fetch_at is not None:
                 self._planned[move.storage] = weakref.ref(copy)
                 self._fetch_at[move.storage] = move.fetch_at
+            return None
 
     def settle_all(self) -> None:
         """Wait for all copies in flight."""

@@ -51,6 +51,10 @@ class ExpectedBytes:
             workspace = int((_first_share(func, args) if share is None else share) * moved)
         return made + workspace
 
+    def known_workspace(self, key: tuple) -> int:
+        """What the kernel is known to allocate beside what it makes; 0 before somebody has looked."""
+        return self._workspace.get(key, 0)
+
     def learn(self, key: tuple, made: int) -> None:
         self._made[key] = made
 

@@ -56,6 +56,7 @@ from lowtide.tracing.operators import (
 from lowtide.tracing.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
+from lowtide.units import format_bytes
 
 _NOTHING = nullcontext()
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
@@ -99,6 +100,7 @@ class OnlineTape(TorchDispatchMode):
         self._holdings = Holdings()
         self.releaser = Releaser(self._holdings, self.live, budget_bytes)
         self.problem = ""
+        self._peak_op = (0, "")  # the highest peak that an op's workspace was in, and which
         self.checkpointed = ""
         self._expected = expected or ExpectedBytes()
         self.known_calls = known_calls or KnownCalls()
@@ -300,6 +302,19 @@ class OnlineTape(TorchDispatchMode):
         self._expected.learn(key, made_bytes)
         self._key = key
 
+    def note_workspace(self, func: Any, size: int) -> None:
+        """``func`` has taken ``size`` beside all that lives now."""
+        if self.live.now + size > self.live.peak:
+            self.live.peak = self.live.now + size
+            where = "backward" if graph_task() != -1 else (self._paths[-1] if self._paths else "") or "the model"
+            self._peak_op = self.live.peak, f"{packet_name(func)} in {where} takes {format_bytes(size)}"
+
+    @property
+    def peak_op(self) -> str:
+        """The op whose workspace is in the step's peak, and its bytes; "" where what lived was more."""
+        peak, op = self._peak_op
+        return op if peak == self.live.peak else ""
+
     def give_up(self, error: Exception) -> None:
         """Watch no more in this step; what was released is still made again."""
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
@@ -318,6 +333,7 @@ class OnlineTape(TorchDispatchMode):
             value.cost_s = seconds
             made.append((position, value))
         self.learn_size(op.key, sum(value.bytes for _, value in made))
+        self.note_workspace(op.func, self._expected.known_workspace(op.key))
         if op.backward or self._pauses:
             return
         if self._assignments is not None:
