@@ -12,7 +12,7 @@ from lowtide.compiled import softmax_gradients
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_watch import is_layer_node
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.runtime import backward_entry
+from lowtide.tape import backward_entry
 
 ROWS, COLUMNS, WIDTH = 256, 1024, 16
 MIB = 1 << 20  # of logits in float32

@@ -16,7 +16,7 @@ from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.compiled.step_watch import StepWatch, is_layer_node
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
-from lowtide.runtime import backward_entry
+from lowtide.tape import backward_entry
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.module_calls import is_compiled, never_compiled
 from lowtide.tracing.optimizer_state import optimizer_bytes
