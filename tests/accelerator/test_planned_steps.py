@@ -72,7 +72,7 @@ def on_the_accelerator(name):
 def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device, name):
     model, batch, step = on_the_accelerator(name)
     # Else a large block keeps up to 1 MiB more than was asked for, which allocated bytes count.
-    with device.always_split(True), device.schedule(LATE, LATE):
+    with device.expandable_segments(True), device.schedule(LATE, LATE):
         graph = lowtide.trace(model, batch, step=step)
         nothing = lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")
         for plan in (drop_everything(graph), nothing):
@@ -192,7 +192,7 @@ def test_a_backward_in_the_devices_thread_makes_room_without_a_plan(device, monk
     model, batch = residual(depth=6).to("standin"), batch_on(rows=1024)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    with device.always_split(True):
+    with device.expandable_segments(True):
         lowtide.trace(model, batch)  # the first look at each kernel takes up to 1 MiB on a device
         of_the_step = peak_bytes(lambda: model(batch).backward(), "standin")
         budget_bytes = torch.accelerator.memory_allocated() + int(share * of_the_step)
