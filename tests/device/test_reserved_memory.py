@@ -10,9 +10,9 @@ from support.case_graphs import EXPECTED, load_case
 
 import lowtide
 from lowtide.graph.costs import Costs
+from lowtide.simulation.allocator_peaks import resident_blocks
 from lowtide.simulation.block_log import block_log
 from lowtide.simulation.caching_allocator import CachingAllocator
-from lowtide.simulation.reserved_memory import resident_blocks
 from lowtide.solvers.dispatch import solve
 
 GIB = 1 << 30
