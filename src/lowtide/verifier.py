@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import is_wrapper_type
-from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
+from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits, versions
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes
@@ -165,11 +165,13 @@ def _verified(
         batch, plan, within = _cut_down(model, batch, plan, step, compared_rows)
         note = f"the plain step does not fit: compared on {compared_rows} of {have} rows, {within}"
     steps = _Steps(model, batch, step, plan, opened(plan))
+    before = versions(model, batch)
     plain, _ = steps.outcome(planned=False)
     planned, counts = steps.outcome(planned=True)
+    unwritten = {key for key, version in versions(model, batch).items() if before.get(key) == version}
     differing = [name for name in plain if not _same(plain[name], planned.get(name))]
     del plain, planned
-    measured_bytes, plain_bytes = steps.peak_bytes(planned=True), steps.peak_bytes(planned=False)
+    measured_bytes, plain_bytes = (steps.peak_bytes(unwritten, planned=planned) for planned in (True, False))
     overhead = steps.overhead(rounds) if rounds else float("nan")
     dropped = [op for op in program_of(plan).ops if op.drops]
     return Verification(
@@ -227,15 +229,19 @@ class _Steps:
             found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
         return found, counts
 
-    def peak_bytes(self, *, planned: bool) -> int:
-        """Bytes above what was live before the step, gradients allocated and zeroed beforehand."""
+    def peak_bytes(self, unwritten: Collection[int], *, planned: bool) -> int:
+        """Bytes above what was live before the step, gradients allocated and zeroed beforehand.
+
+        Args:
+            unwritten: Ids of what needs no copy, which would lie between what is resident.
+        """
         # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
         sharded = bool(wrapped_parameters(self.model))
         times = _PEAK_REPEATS if sharded else 1
         # All ranks run the same number of steps.
         run = partial(self._run if sharded else self._run_until_settled, planned=planned)
         release_cached_memory()  # a prediction knows nothing of what others left cached
-        with self._rehearsal():
+        with self._rehearsal(unwritten=unwritten):
             release_cached_memory()
             return min(peak_bytes(run, device_of(self.model)) for _ in range(times))
 
@@ -256,9 +262,13 @@ class _Steps:
             times = compare_times({"plain": plain, "planned": planned}, rounds=rounds, device=device_of(self.model))
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
-    def _rehearsal(self, gradients: Gradients = "zeroed") -> AbstractContextManager[None]:
-        written = self.plan.written_parameters
-        return preserve_training_state(self.model, self.batch, gradients=gradients, written_parameters=written)
+    def _rehearsal(
+        self, gradients: Gradients = "zeroed", unwritten: Collection[int] = ()
+    ) -> AbstractContextManager[None]:
+        return preserve_training_state(
+            self.model, self.batch, gradients=gradients, written_parameters=self.plan.written_parameters,
+            unwritten=unwritten,
+        )  # fmt: skip
 
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""

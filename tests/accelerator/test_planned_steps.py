@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from itertools import pairwise
 
 import cases
 import pytest
@@ -25,6 +26,7 @@ from lowtide.tracing.tracer import run_step
 MIB = 2**20
 make_room = Releaser.make_room
 NO_HOST = lowtide.Offload(host_budget=None)
+WITH_RESTS = ("decoder32", "minilm")  # cases with large blocks at their peak that are not full
 
 
 def residual(depth=4, width=64, dropout=0.2):
@@ -68,7 +70,9 @@ def on_the_accelerator(name):
     return model, batch, in_autocast if name == "autocast" else step
 
 
-@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+@pytest.mark.parametrize(
+    "expandable", [pytest.param(False, id="segments"), pytest.param(True, id="expandable", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device, name, expandable):
     model, batch, step = on_the_accelerator(name)
@@ -81,9 +85,11 @@ def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device
             assert proof.mismatched_ops == proof.unplanned_ops == 0
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in WITH_RESTS else pytest.param(name, marks=pytest.mark.slow) for name in cases.CASES]
+)
 def test_the_statistics_of_steps_under_a_plan_are_the_predicted_peaks(device, name):
-    """By what a user sees, without ``verify``: blocks that are not full are 0.4 to 0.8 MiB of these peaks."""
+    """By what a user sees, without ``verify``."""
     model, batch, step = on_the_accelerator(name)
     graph = lowtide.trace(model, batch, step=step)
     plan = drop_everything(graph)
@@ -102,7 +108,20 @@ def test_the_statistics_of_steps_under_a_plan_are_the_predicted_peaks(device, na
         del loss
 
     assert torch.accelerator.max_memory_allocated() == plan.predicted_counted_peak_bytes
-    assert plan.predicted_counted_peak_bytes > plan.predicted_peak_bytes + MIB // 4
+    assert (plan.predicted_counted_peak_bytes > plan.predicted_peak_bytes) is (name in WITH_RESTS)
+
+
+@pytest.mark.parametrize(("widths", "rows"), [((852, 925, 146, 594, 1111), 1666), ((528, 822, 832, 322, 459), 1213)])
+def test_weights_and_batches_in_large_blocks_leave_the_predicted_peak_exact(device, widths, rows):
+    """Where they lie decides which blocks of the step are not full."""
+    layers = [m for n, k in pairwise(widths) for m in (nn.Linear(n, k), nn.GELU())]
+    model, batch = nn.Sequential(*layers).to("standin"), batch_on(rows=rows, width=widths[0])
+    graph = lowtide.trace(model, batch)
+    plans = [drop_everything(graph), lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")]
+    for plan in plans:
+        proof = lowtide.verify(model, batch, plan, rounds=0)
+        assert proof.measured_peak_bytes == proof.predicted_peak_bytes
+    assert any(plan.predicted_counted_peak_bytes > plan.predicted_peak_bytes for plan in plans)
 
 
 @pytest.mark.parametrize("where", ["standin:0", "standin:1"])

@@ -9,7 +9,7 @@ tensors count is what ``graph.resident`` says, which on an accelerator is the st
 
 Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
 state is cut into tensors (it counts as copies of the gradients), nor what lies between resident tensors. So a step
-that just fills a segment may need one more.
+that just fills a segment may need one more, and what is not split off a large block may differ.
 """
 
 from collections.abc import Iterator, Mapping
