@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.device.memory import is_short_of, release_cached_memory, reserved_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
 from lowtide.measurement.allocator import peak_bytes
@@ -240,10 +241,13 @@ class _Steps:
         times = _PEAK_REPEATS if sharded else 1
         # All ranks run the same number of steps.
         run = partial(self._run if sharded else self._run_until_settled, planned=planned)
-        release_cached_memory()  # a prediction knows nothing of what others left cached
+        device = device_of(self.model)
+        # A prediction knows nothing of what others left cached, nor gradients of what lay in their place.
+        release = release_cached_memory if is_accelerator(device) else lambda: None
+        release()
         with self._rehearsal(unwritten=unwritten):
-            release_cached_memory()
-            return min(peak_bytes(run, device_of(self.model)) for _ in range(times))
+            release()
+            return min(peak_bytes(run, device) for _ in range(times))
 
     def _run_until_settled(self, *, planned: bool) -> None:
         """Steps until one reserves nothing more, as ``allocator_peaks`` has them; on a CPU one."""
