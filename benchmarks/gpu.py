@@ -269,7 +269,7 @@ class Measured:
             costs = lowtide.measure(graph, refresh=True)
         plain = lowtide.simulate(graph, costs, {})
         measured["plain"] |= {
-            "predicted_peak_bytes": plain.peak_bytes,
+            "predicted_peak_bytes": plain.counted_peak_bytes or plain.peak_bytes,
             "predicted_reserved_bytes": plain.reserved_peak_bytes,
         }
         for name, budget, options in self._budgets(measured, plain):
@@ -325,7 +325,7 @@ class Measured:
         return method, self._trained(method) | {
             "budget_bytes": plan.budget_bytes,
             "budget_kind": plan.budget_kind,
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "predicted_peak_bytes": plan.measurable_peak_bytes,
             "predicted_reserved_bytes": plan.predicted_reserved_peak_bytes,
             "predicted_overhead": plan.predicted_overhead,
             "counts": plan.counts,

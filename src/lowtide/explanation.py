@@ -153,6 +153,7 @@ class Explanation(Evidence):
 
     Attributes:
         peak_bytes, resident_bytes: Absolute; what lives before the step is part of the peak.
+        counted_peak_bytes: What the device's statistics count for it, where that is known; else the same.
         reserved_peak_bytes: What the device's allocator takes for it; None where that is not known.
         ms_per_gib: What one more GiB takes off the step at most; never more than all of the overhead.
         decisions: Those with the largest time, else the most bytes.
@@ -161,6 +162,7 @@ class Explanation(Evidence):
 
     peak_bytes: int
     resident_bytes: int
+    counted_peak_bytes: int
     reserved_peak_bytes: int | None
     ms_per_gib: float | None
     decisions: tuple[DecisionGroup, ...]
@@ -168,7 +170,8 @@ class Explanation(Evidence):
     def __str__(self) -> str:
         links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
         price = filter(None, [self.price()])
-        lines = (*self._peak(), *self._reserved(), *price, *links, *self._decisions(), *self._functions())
+        device = (*self._counted(), *self._reserved())
+        lines = (*self._peak(), *device, *price, *links, *self._decisions(), *self._functions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
 
     def _peak(self) -> list[str]:
@@ -183,6 +186,12 @@ class Explanation(Evidence):
         if self.other_bytes:
             lines.append(f"  {format_bytes(self.other_bytes):>11}  others")
         return lines
+
+    def _counted(self) -> list[str]:
+        if self.counted_peak_bytes == self.peak_bytes:
+            return []
+        unused = format_bytes(self.counted_peak_bytes - self.peak_bytes)
+        return [f"counted {format_bytes(self.counted_peak_bytes)} by the device: {unused} more, in blocks not full"]
 
     def _reserved(self) -> list[str]:
         if self.reserved_peak_bytes is None:

@@ -90,6 +90,9 @@ class Plan:
         budget_bytes: Absolute peak that was asked for; None without a budget.
         budget_kind: What the budget is stated in: ``allocated`` bytes, or those that the allocator has ``reserved``.
         predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
+        predicted_counted_peak_bytes: ``predicted_peak_bytes`` as the device's statistics count it
+            (``max_memory_allocated``): a large block keeps up to 1 MiB that is not split off. None where that is not
+            known.
         predicted_reserved_peak_bytes: What the device's allocator reserves for such steps; None where that is not known
             (a CPU has no such allocator).
         predicted_step_ms, plain_step_ms: Forward and backward.
@@ -98,7 +101,8 @@ class Plan:
         max_inflight_bytes: Most bytes of offloaded storages in flight at once.
         written_parameters: Names of the parameters that the step itself writes.
         evidence: What ``explain`` needs beyond the decisions; None in plans made before there was any.
-        status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit), or ``fixed`` (a classic).
+        status: ``optimal`` (within the solver's tolerance), ``feasible`` (a limit was hit, or a device's blocks take
+            a part of the budget), or ``fixed`` (a classic).
     """
 
     method: str
@@ -125,6 +129,7 @@ class Plan:
     provenance: dict[str, str] = field(default_factory=dict)
     budget_kind: str = ALLOCATED
     predicted_reserved_peak_bytes: int | None = None
+    predicted_counted_peak_bytes: int | None = None
 
     @property
     def budgeted_peak_bytes(self) -> int:
@@ -132,6 +137,12 @@ class Plan:
         if self.budget_kind == RESERVED and self.predicted_reserved_peak_bytes is not None:
             return self.predicted_reserved_peak_bytes
         return self.predicted_peak_bytes
+
+    @property
+    def measurable_peak_bytes(self) -> int:
+        """The predicted peak that a measurement of allocated bytes on the device is to show."""
+        counted = self.predicted_counted_peak_bytes
+        return self.predicted_peak_bytes if counted is None else counted
 
     @property
     def predicted_overhead(self) -> float:
@@ -178,6 +189,7 @@ class Plan:
             **vars(evidence),
             peak_bytes=self.predicted_peak_bytes,
             resident_bytes=self.resident_bytes,
+            counted_peak_bytes=self.measurable_peak_bytes,
             reserved_peak_bytes=self.predicted_reserved_peak_bytes,
             ms_per_gib=None if evidence.ms_per_byte is None else min(evidence.ms_per_byte * 2**30, excess_ms),
             decisions=largest_decisions(rows, evidence.ms_per_byte),

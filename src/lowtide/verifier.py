@@ -1,7 +1,8 @@
 """Planned step against plain step: loss, every gradient, every buffer, bit by bit; predicted peak against measured."""
 
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from lowtide.device.memory import is_short_of, release_cached_memory
+from lowtide.device.memory import is_short_of, release_cached_memory, reserved_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
 from lowtide.measurement.allocator import can_measure_peaks, peak_bytes
@@ -18,6 +20,7 @@ from lowtide.measurement.op_times import measure
 from lowtide.measurement.timing import compare_times
 from lowtide.options import DeprecatedOffload, Offload, offload_policy
 from lowtide.plan import Plan
+from lowtide.simulation.allocator_peaks import MOST_STEPS
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import open_tiers
@@ -28,11 +31,12 @@ from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.operators import is_wrapper_type
-from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits
+from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits, versions
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, record, run_step
 from lowtide.units import format_bytes
 
+_LET_GO_S = 0.005  # a device's thread frees the last objects of a backward up to 2 ms after it
 _PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
 
 
@@ -44,7 +48,8 @@ class Verification:
         loss_bitwise_equal, gradients_bitwise_equal, buffers_bitwise_equal: Against the plain step from the same
             random state.
         differing: Names of what differed.
-        predicted_peak_bytes, measured_peak_bytes: Absolute allocated bytes under the plan.
+        predicted_peak_bytes, measured_peak_bytes: Absolute allocated bytes under the plan; on an accelerator as its
+            statistics count them, from an allocator that has nothing cached.
         plain_peak_bytes: Measured, absolute. What is measured is None where the device keeps no statistics.
         overhead: Measured step time under the plan / plain step time - 1; NaN when not timed.
         predicted_overhead: By the plan.
@@ -164,11 +169,13 @@ def _verified(
     if not can_measure_peaks(device_of(model)):
         notes.append(f"the allocator of {device_of(model).type} keeps no statistics: peaks were not measured")
     steps = _Steps(model, batch, step, plan, opened(plan))
+    before = versions(model, batch)
     plain, _ = steps.outcome(planned=False)
     planned, counts = steps.outcome(planned=True)
+    unwritten = {key for key, version in versions(model, batch).items() if before.get(key) == version}
     differing = [name for name in plain if not _same(plain[name], planned.get(name))]
     del plain, planned
-    measured_bytes, plain_bytes = steps.peak_bytes(planned=True), steps.peak_bytes(planned=False)
+    measured_bytes, plain_bytes = (steps.peak_bytes(unwritten, planned=planned) for planned in (True, False))
     overhead = steps.overhead(rounds) if rounds else float("nan")
     dropped = [op for op in program_of(plan).ops if op.drops]
     return Verification(
@@ -176,7 +183,7 @@ def _verified(
         gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),
         buffers_bitwise_equal=not any(n.startswith("buffer") for n in differing),
         differing=tuple(differing),
-        predicted_peak_bytes=plan.predicted_peak_bytes,
+        predicted_peak_bytes=plan.measurable_peak_bytes,
         measured_peak_bytes=measured_bytes,
         plain_peak_bytes=plain_bytes,
         overhead=overhead,
@@ -226,16 +233,36 @@ class _Steps:
             found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
         return found, counts
 
-    def peak_bytes(self, *, planned: bool) -> int | None:
-        """Absolute, gradients allocated and zeroed beforehand; None where the device keeps no statistics."""
+    def peak_bytes(self, unwritten: Collection[int], *, planned: bool) -> int | None:
+        """Absolute, gradients allocated and zeroed beforehand; None where the device keeps no statistics.
+
+        Args:
+            unwritten: Ids of what needs no copy, which would lie between what is resident.
+        """
         device = device_of(self.model)
         if not can_measure_peaks(device):
             return None
         # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-        times = _PEAK_REPEATS if wrapped_parameters(self.model) else 1
-        with self._rehearsal():
-            above = min(peak_bytes(lambda: self._run(planned=planned), device) for _ in range(times))
-        return self.plan.resident_bytes + above
+        sharded = bool(wrapped_parameters(self.model))
+        times = _PEAK_REPEATS if sharded else 1
+        # All ranks run the same number of steps.
+        run = partial(self._run if sharded else self._run_until_settled, planned=planned)
+        # A prediction knows nothing of what others left cached, nor gradients of what lay in their place.
+        release = release_cached_memory if is_accelerator(device) else lambda: None
+        release()
+        with self._rehearsal(unwritten=unwritten):
+            release()
+            return self.plan.resident_bytes + min(peak_bytes(run, device) for _ in range(times))
+
+    def _run_until_settled(self, *, planned: bool) -> None:
+        """Steps until one reserves nothing more, as ``allocator_peaks`` has them; on a CPU one."""
+        device = device_of(self.model)
+        for _ in range(MOST_STEPS):
+            before = reserved_bytes(device)
+            self._run(planned=planned)
+            if reserved_bytes(device) == before:
+                break
+            time.sleep(_LET_GO_S)
 
     def overhead(self, rounds: int) -> float:
         """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
@@ -244,9 +271,13 @@ class _Steps:
             times = compare_times({"plain": plain, "planned": planned}, rounds=rounds, device=device_of(self.model))
         return times["planned"].median_ms / times["plain"].median_ms - 1
 
-    def _rehearsal(self, gradients: Gradients = "zeroed") -> AbstractContextManager[None]:
-        written = self.plan.written_parameters
-        return preserve_training_state(self.model, self.batch, gradients=gradients, written_parameters=written)
+    def _rehearsal(
+        self, gradients: Gradients = "zeroed", unwritten: Collection[int] = ()
+    ) -> AbstractContextManager[None]:
+        return preserve_training_state(
+            self.model, self.batch, gradients=gradients, written_parameters=self.plan.written_parameters,
+            unwritten=unwritten,
+        )  # fmt: skip
 
     def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
         """One step as a training loop runs it: forward taped, backward outside."""

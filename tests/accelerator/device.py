@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ for _name, _arguments in {
     "set_capacity": [_i32, _i64],
     "set_unit": [_i64],
     "set_poisoned": [_i64],
-    "set_always_split": [_i64],
+    "set_expandable_segments": [_i64],
     "set_fused_attention": [_i64],
     "set_kept_workspace": [_i64],
     "set_workspace": [_text, _i64],
@@ -36,7 +37,7 @@ for _name, _arguments in {
 }.items():
     getattr(_c, f"standin_{_name}").argtypes = _arguments
 for _name in (
-    "capacity", "unit", "poisoned", "always_split", "fused_attention", "host_ns", "pin_limit", "pinned_bytes",
+    "capacity", "unit", "poisoned", "expandable_segments", "fused_attention", "host_ns", "pin_limit", "pinned_bytes",
     "launched", "synchronized", "unregistered_in_use",
 ):  # fmt: skip
     getattr(_c, f"standin_{_name}").restype = _i64
@@ -154,12 +155,22 @@ def allocator_unit(count_bytes: int) -> Any:
     return _setting("unit", count_bytes)
 
 
-def always_split(on: bool) -> Any:
-    """Whether what a large block leaves over is free for others at once, as with CUDA's expandable segments.
+@contextmanager
+def expandable_segments(on: bool) -> Iterator[None]:
+    """Whether each pool has one segment that grows, as with CUDA's setting of that name; none does without this.
 
-    Without this it is, from ``unit`` on; less than that stays with the block, and counts as allocated.
+    The environment says so too, as it does where a process starts with the setting. What a block leaves over is free
+    for others then; else up to ``unit`` of it stays with a large block, and counts as allocated.
     """
-    return _setting("always_split", on)
+    before = os.environ.get("PYTORCH_ALLOC_CONF")
+    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{on}"
+    try:
+        with _setting("expandable_segments", on):
+            yield
+    finally:
+        del os.environ["PYTORCH_ALLOC_CONF"]
+        if before is not None:
+            os.environ["PYTORCH_ALLOC_CONF"] = before
 
 
 def poison(on: bool) -> Any:

@@ -40,7 +40,7 @@ def test_a_workspace_that_stays_is_in_the_budget_of_every_watched_step(device):
     expected = plain(model, batch)
     lowtide.trace(model, batch)  # the first look at each kernel takes up to 1 MiB on a device
     budget = torch.accelerator.memory_allocated() + (8 + 6) * MIB
-    with device.workspaces(kept_bytes=8 * MIB), device.schedule(LATE, LATE), device.always_split(True):
+    with device.workspaces(kept_bytes=8 * MIB), device.schedule(LATE, LATE), device.expandable_segments(True):
         with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
             peaks, found = peaks_of_steps(fit, model, batch)
             assert max(peaks) <= budget + BLOCK and fit.status().reasons == ()
@@ -54,7 +54,7 @@ def test_a_workspace_that_is_taken_in_the_step_is_in_no_plan(device, monkeypatch
     model, batch = mlp(4, 64).to("standin"), torch.randn(4096, 64, device="standin")
     lowtide.trace(model, batch)
     budget = torch.accelerator.memory_allocated() + (8 + 6) * MIB
-    with device.workspaces(kept_bytes=8 * MIB), device.always_split(True):
+    with device.workspaces(kept_bytes=8 * MIB), device.expandable_segments(True):
         with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
             peaks, _ = peaks_of_steps(fit, model, batch)
     assert max(peaks) > budget + 2 * MIB
@@ -66,7 +66,7 @@ def test_a_workspace_of_one_op_is_in_the_budget_of_the_steps_after_the_watched_o
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 256, 10)).to("standin")
     batch = torch.randn(64, 8, 16, 16, device="standin")
     taken = {"aten::convolution_overrideable": 3 * MIB, "aten::convolution_backward_overrideable": 5 * MIB}
-    with device.workspaces(bytes_by_op=taken), device.always_split(True):
+    with device.workspaces(bytes_by_op=taken), device.expandable_segments(True):
         expected = plain(model, batch)
         lowtide.trace(model, batch)
         model.zero_grad()

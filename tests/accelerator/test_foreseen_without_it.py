@@ -69,7 +69,7 @@ def test_the_foreseen_peak_is_the_one_that_the_device_counts(device, name, autoc
 
     for p in real.parameters():
         p.grad = torch.zeros_like(p)  # gradients count as there before the step
-    with device.always_split(True):
+    with device.expandable_segments(True):
         counted = peak_bytes(lambda: step(real, given).backward(), "standin")
     assert plan.predicted_peak_bytes - foreseen.resident_bytes == counted
 
@@ -88,7 +88,7 @@ def test_an_optimizers_state_and_temporaries_are_those_that_the_device_counts(de
     for p in real:
         p.grad = torch.randn_like(p)
     optimizer = kind(real, **settings)
-    with device.always_split(True):
+    with device.expandable_segments(True):
         before = torch.accelerator.memory_allocated()
         optimizer.step()
         torch.accelerator.synchronize()

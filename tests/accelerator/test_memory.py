@@ -144,6 +144,59 @@ def test_running_out_frees_the_cache_and_tries_again(device):
         assert whole.fill_(3)[-1].item() == 3
 
 
+def test_a_segment_that_grows_takes_pages_and_gives_whole_free_ones_back(device):
+    with device.expandable_segments(True):
+        first, second, third = some(9 * MIB), some(50 * MIB), some(MIB + 512)  # to 9, 59, 60 MiB and 512 bytes
+        assert stats() == ((60 * MIB + 512, 60 * MIB + 512, 80 * MIB, 0), (3, 0, 0))  # CUDA counts no segment here
+
+        address = second.data_ptr()
+        del second
+        torch.accelerator.empty_cache()  # the page from 20 to 40 goes; 0 to 20 and 40 to 60 are in use at one end
+        assert torch.accelerator.memory_reserved() == 60 * MIB
+
+        again = some(31 * MIB)  # from 9 on there is room for it, if that page is mapped again
+        assert again.data_ptr() == address and torch.accelerator.memory_reserved() == 80 * MIB
+        assert again.fill_(7).sum().item() == 7 * 31 * MIB
+
+        small = some(512)
+        assert torch.accelerator.memory_reserved() == 82 * MIB  # the small pool has a segment of its own
+        del first, third, again, small
+        torch.accelerator.empty_cache()
+        assert stats() == ((0, 0, 0, 0), (0, 0, 0))
+
+
+def test_the_end_that_can_grow_is_spared_where_another_block_holds_it(device):
+    with device.expandable_segments(True):
+        hole = some(8 * MIB)
+        address = hole.data_ptr()
+        kept = some(5 * MIB)  # 7 MiB are left at the end
+        del hole
+        assert some(6 * MIB).data_ptr() == address  # the end fits better, and could grow
+        assert kept.nbytes == 5 * MIB
+
+
+def test_blocks_of_a_segment_that_grows_are_left_alone_once_segments_do_not(device):
+    with device.expandable_segments(True):
+        kept = some(2 * MIB)
+        address = kept.data_ptr()
+    assert not address < some(2 * MIB).data_ptr() < address + 20 * MIB
+    assert torch.accelerator.memory_reserved() == 40 * MIB
+
+
+def test_pages_that_are_free_are_given_back_where_memory_runs_out(device):
+    with device.expandable_segments(True), device.capacity(60 * MIB):
+        freed, kept = some(40 * MIB), some(2 * MIB)
+        with torch.Stream(device="standin"):
+            with pytest.raises(torch.OutOfMemoryError):
+                some(21 * MIB)  # two pages of another segment
+            del freed
+            taken = some(21 * MIB)
+        assert torch.accelerator.memory_reserved() == 60 * MIB
+        found = torch.accelerator.memory_stats()
+        assert (found["num_alloc_retries"], found["num_ooms"]) == (2, 1)
+        assert taken.nbytes + kept.nbytes == 23 * MIB
+
+
 def test_an_emptied_storage_gives_its_memory_back(device):
     values = torch.arange(8.0, device="standin")
     storage, size = values.untyped_storage(), values.untyped_storage().nbytes()

@@ -10,9 +10,9 @@ from support.case_graphs import EXPECTED, load_case
 
 import lowtide
 from lowtide.graph.costs import Costs
+from lowtide.simulation.allocator_peaks import resident_blocks
 from lowtide.simulation.block_log import block_log
 from lowtide.simulation.caching_allocator import CachingAllocator
-from lowtide.simulation.reserved_memory import resident_blocks
 from lowtide.solvers.dispatch import solve
 
 GIB = 1 << 30
@@ -43,23 +43,28 @@ def on_the_device(changes, every=1):
     return states
 
 
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @given(trace=traces())
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_allocations_reserve_what_the_model_says(empty, trace):
+def test_random_allocations_take_what_the_model_says(empty, expandable, trace):
     torch.accelerator.empty_cache()
-    assert on_the_device(trace) == play(CachingAllocator(), trace)
+    with empty.expandable_segments(expandable):
+        assert on_the_device(trace) == play(CachingAllocator(expandable_segments=expandable), trace)
 
 
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize("case", EXPECTED)
-def test_steps_of_real_models_reserve_what_the_model_says(empty, case, ratio):
+def test_steps_of_real_models_take_what_the_model_says(empty, case, ratio, expandable):
     graph, costs = load_case(case)
     plan = solve(graph, costs, method="knapsack", ratio=ratio)
     residents = [(-1 - number, size) for number, size in enumerate(resident_blocks(graph))]
     step = block_log(graph, plan.action_of(), plan.replays_of(), plan.moves)
     changes = [*residents, *step, *step]
 
-    assert on_the_device(changes, every=97) == play(CachingAllocator(), changes)[::97]
+    with empty.expandable_segments(expandable):
+        found = on_the_device(changes, every=97)
+    assert found == play(CachingAllocator(expandable_segments=expandable), changes)[::97]
 
 
 @pytest.mark.parametrize("how", ["plain", "rehearsed", "watched"])

@@ -7,6 +7,7 @@ from support.case_graphs import load_case
 
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
 from lowtide.plan import Plan
+from lowtide.reports.summary import facts, warnings
 from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
 from lowtide.runtime.plan_transfer import plan_for
@@ -48,6 +49,39 @@ def test_a_plan_reserves_no_more_than_its_budget(step):
     )  # fmt: skip
     assert plan.bound_ms <= allocated.bound_ms * (1 + 1e-9)  # it holds for the plans of both kinds
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("share", ["60%", "85%"])
+def test_a_budget_of_allocated_bytes_is_held_as_the_device_counts_them(step, monkeypatch, share):
+    graph, costs = step
+    plan = solve(graph, costs, share, gap=0.05)
+    assert plan.predicted_peak_bytes < plan.predicted_counted_peak_bytes <= plan.budget_bytes
+    assert plan.predicted_counted_peak_bytes == simulate(graph, costs, plan).counted_peak_bytes
+    assert plan.status == "feasible"  # the search was for fewer bytes
+
+    monkeypatch.setattr("lowtide.solvers.dispatch.within_counted", lambda graph, costs, budget, within: within(budget))
+    unheld = solve(graph, costs, share, gap=0.05)
+    assert unheld.predicted_peak_bytes <= unheld.budget_bytes < unheld.predicted_counted_peak_bytes
+
+
+def test_blocks_over_a_budget_that_leaves_no_choice_are_told(step):
+    graph, costs = step
+    least = solve(graph, costs, method="full").predicted_peak_bytes
+    plan = solve(graph, costs, least, method="full")
+    over = (plan.predicted_counted_peak_bytes - least) / MIB
+
+    assert over > 0
+    assert f"The device counts {over:.2f} MiB more than the budget" in warnings(plan)[0]
+    assert f"by the device: {over:.2f} MiB more, in blocks not full" in str(plan.explain())
+    assert dict(facts(plan, None, None))["device counts"].endswith(f"{over:.2f} MiB of it in blocks that are not full")
+
+
+def test_segments_that_grow_count_what_was_asked_for(step, monkeypatch):
+    graph, costs = step
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    plan = solve(graph, costs, "60%", method="knapsack")
+    assert abs(plan.predicted_counted_peak_bytes - plan.predicted_peak_bytes) < 512 * len(graph.storages)
+    assert plan.predicted_counted_peak_bytes <= plan.budget_bytes
 
 
 def test_what_fits_plain_is_left_alone(step):
@@ -154,7 +188,8 @@ def test_where_nothing_is_reserved_none_is_predicted():
 
     assert simulate(graph, costs, {}).reserved_peak_bytes is None
     plan = solve(graph, costs, "60%", method="knapsack")
-    assert plan.predicted_reserved_peak_bytes is None and "reserved" not in str(plan.explain())
+    assert plan.predicted_reserved_peak_bytes is plan.predicted_counted_peak_bytes is None
+    assert "reserved" not in str(plan.explain()) and "counted" not in str(plan.explain())
 
 
 def test_plans_tell_what_they_reserve(step):

@@ -2,7 +2,7 @@
 
 A test that names no device then makes its tensors on the accelerator, whose streams run late. ``LEFT_OUT`` has the
 tests that cannot run so, by the beginning of their id, each with its reason. For those in ``MODEL_ALONE`` the allocator
-does not tell what else is allocated, and splits every block.
+does not tell what else is allocated, and its segments grow, so that it splits every block.
 """
 
 import importlib
@@ -64,7 +64,7 @@ class Switched:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         alone = item.nodeid.removeprefix("tests/").startswith(MODEL_ALONE)
-        with pytest.MonkeyPatch.context() as patch, self._device.always_split(alone):
+        with pytest.MonkeyPatch.context() as patch, self._device.expandable_segments(alone):
             for module in (tracer, budget) if alone else ():
                 patch.setattr(module, "device_bytes", lambda device: None)
             return (yield)

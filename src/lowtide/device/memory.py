@@ -47,6 +47,11 @@ def allocated_bytes(device: str | torch.device) -> int | None:
     return _statistic(index_of(device), "allocated_bytes.all.current")
 
 
+def reserved_bytes(device: str | torch.device) -> int | None:
+    """What an accelerator's allocator has taken from it; None where it keeps no statistics, and on a CPU."""
+    return _statistic(index_of(device), "reserved_bytes.all.current") if is_accelerator(device) else None
+
+
 def available_bytes(device: str | torch.device = "cpu") -> int | None:
     """Return the bytes that PyTorch can still allocate on ``device`` now; None where it does not tell.
 

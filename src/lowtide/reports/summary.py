@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import SAVE, Plan
+from lowtide.plan import ALLOCATED, SAVE, Plan
 from lowtide.reports.breakdown import BREAKDOWNS, attention_scores
 from lowtide.reports.what_binds import help_sentences, peak_sentences
 from lowtide.units import format_bytes
@@ -70,6 +70,9 @@ def facts(
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
         resident += f": {parts}" if parts else ""
     rows.append(("before the step", resident))
+    if rest := plan.measurable_peak_bytes - plan.predicted_peak_bytes:
+        counted = f"{format_bytes(plan.measurable_peak_bytes)}, {format_bytes(rest)} of it in blocks that are not full"
+        rows.append(("device counts", counted))
     if plan.predicted_reserved_peak_bytes is not None:
         unused = format_bytes(plan.predicted_reserved_peak_bytes - plan.predicted_peak_bytes)
         reserved = f"{format_bytes(plan.predicted_reserved_peak_bytes)}, {unused} of it in segments that are not full"
@@ -122,6 +125,12 @@ def warnings(plan: Plan, verification: Verification | None = None, counts: Train
         found.append(
             "The solver stopped before it had a proof: the plan holds the budget, the gap says what it may cost."
         )
+    budget = plan.budget_bytes if plan.budget_kind == ALLOCATED else None
+    if budget is not None and plan.measurable_peak_bytes > budget:
+        found.append(
+            f"The device counts {format_bytes(plan.measurable_peak_bytes - budget)} more than the budget, in blocks "
+            "that are not full: lower the budget by that, or set PYTORCH_ALLOC_CONF=expandable_segments:True."
+        )
     tapes = [tape for tape in (verification, counts) if tape is not None]
     if any(tape.mismatched_ops or tape.unplanned_ops for tape in tapes):
         found.append("Steps differ from the traced one: what did not match was saved, so the peak may be higher.")
@@ -154,8 +163,8 @@ def summary(
         measured["in_force"] = verification.in_force
     same_name = (
         "method", "device", "region", "graph_fingerprint", "budget_bytes", "budget_kind", "plain_peak_bytes",
-        "resident_bytes", "predicted_peak_bytes", "predicted_reserved_peak_bytes", "predicted_fraction",
-        "plain_step_ms", "predicted_step_ms", "predicted_overhead", "bound_ms", "solve_s",
+        "resident_bytes", "predicted_peak_bytes", "predicted_counted_peak_bytes", "predicted_reserved_peak_bytes",
+        "predicted_fraction", "plain_step_ms", "predicted_step_ms", "predicted_overhead", "bound_ms", "solve_s",
         "counts", "bytes_by_action", "provenance",
     )  # fmt: skip
     return {

@@ -17,8 +17,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Moves, Plan
+from lowtide.simulation.allocator_peaks import AllocatorPeaks, allocator_peaks
 from lowtide.simulation.replay_bursts import Replay
-from lowtide.simulation.reserved_memory import reserved_peak_bytes
 from lowtide.simulation.simulated_step import SimulatedStep
 from lowtide.simulation.transfers import STARTED, Transfer, time_transfers
 
@@ -44,16 +44,26 @@ class Timeline:
     event_peak_bytes: tuple[int, ...]
     replays: tuple[Replay, ...]
     transfers: tuple[Transfer, ...] = ()
-    _reserve: Callable[[], int | None] = field(default=lambda: None, repr=False, compare=False)
+    _ask_allocator: Callable[[], AllocatorPeaks | None] = field(default=lambda: None, repr=False, compare=False)
 
-    @cached_property
+    @property
+    def counted_peak_bytes(self) -> int | None:
+        """``peak_bytes`` as the device's allocator counts it, with what is not split off a block; None as below."""
+        return None if self._allocator_peaks is None else self._allocator_peaks.counted_bytes
+
+    @property
     def reserved_peak_bytes(self) -> int | None:
-        """Most bytes that the device's allocator reserves for such steps, simulated when first asked for.
+        """Most bytes that the device's allocator reserves for such steps.
 
         None on a CPU, which has no caching allocator, and where the allocator's settings are not modelled
-        (``reserved_memory.py``).
+        (``allocator_peaks.py``).
         """
-        return self._reserve()
+        return None if self._allocator_peaks is None else self._allocator_peaks.reserved_bytes
+
+    @cached_property
+    def _allocator_peaks(self) -> AllocatorPeaks | None:
+        """Simulated when first asked for."""
+        return self._ask_allocator()
 
     @property
     def stall_ms(self) -> float:
@@ -133,7 +143,7 @@ def simulate_actions(
         event_peak_bytes=tuple(step.event_peak_bytes),
         replays=tuple(step.bursts.replays),
         transfers=transfers,
-        _reserve=partial(reserved_peak_bytes, graph, dict(actions), dict(replays or {}), moves or Moves()),
+        _ask_allocator=partial(allocator_peaks, graph, dict(actions), dict(replays or {}), moves or Moves()),
     )
 
 

@@ -6,7 +6,7 @@ from lowtide.graph.costs import TIERS, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import did_you_mean
 from lowtide.plan import ALLOCATED, BUDGET_KINDS, RESERVED
-from lowtide.simulation.reserved_memory import why_unknown
+from lowtide.simulation.allocator_peaks import why_unknown
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.units import parse_budget
 

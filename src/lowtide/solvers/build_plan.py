@@ -73,6 +73,7 @@ def build_plan(
     return Plan(
         budget_kind=budget_kind,
         predicted_reserved_peak_bytes=timeline.reserved_peak_bytes,
+        predicted_counted_peak_bytes=timeline.counted_peak_bytes,
         method=method,
         decisions=tuple(decisions),
         frames=graph.frames,

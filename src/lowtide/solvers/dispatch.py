@@ -19,7 +19,7 @@ from lowtide.solvers.infeasible import infeasible_error, residents_error
 from lowtide.solvers.offload.search import OffloadSearch
 from lowtide.solvers.published.lazy_candidates import fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
-from lowtide.solvers.reserved_budget import within_reserved
+from lowtide.solvers.reserved_budget import within_counted, within_reserved
 from lowtide.solvers.search_context import Limits
 
 METHODS = ("exact", *PUBLISHED)
@@ -158,6 +158,8 @@ def _search(
         if budget_kind == RESERVED:
             assert budget_bytes is not None
             candidate = within_reserved(graph, costs, budget_bytes, within)
+        elif budget_bytes is not None:
+            candidate = within_counted(graph, costs, budget_bytes, within)
         else:
             candidate = within(budget_bytes)
         return build_plan(

@@ -1,22 +1,29 @@
-"""A plan for a budget of reserved memory: searches for allocated memory, lowered by what the allocator adds.
+"""Plans for a budget that the device's allocator measures: searches for fewer bytes, lowered by what it adds.
 
 What a plan reserves beyond what it allocates is known only when the plan is there. So the search is asked for the whole
 budget, then for as much less as its plan reserved too much, until one fits; then between the two, a few times. Where
 none fits, it is asked for the least peak.
 
+A budget of allocated bytes is met so too, in fewer rounds: the device counts blocks whole, a solver what is asked for.
+Where no plan is found that fits as the device counts, the one that fits as the solver counts has to do; reports tell
+the difference.
+
 Known weakness: what is reserved does not rise with what is allocated, so a faster plan that fits may be missed.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.simulation.allocator_peaks import why_unknown
 from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.units import format_bytes
 
 _ROUNDS = 8
+_COUNTED_ROUNDS = 3
 _LEAST_LOWERED_BY = 1 / 64  # of what the step makes: what is reserved comes in whole segments
 
 
@@ -72,6 +79,35 @@ def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: C
         least_bytes=least_bytes,
         proven_bytes=proven_bytes,
     )
+
+
+def within_counted(graph: StepGraph, costs: Costs, budget_bytes: int, within: Callable[[int], Candidate]) -> Candidate:
+    """A plan of which the device counts no more than ``budget_bytes`` allocated; else the fastest by bytes asked for.
+
+    Args:
+        within: As for ``within_reserved``.
+
+    Raises:
+        BudgetInfeasibleError: no plan has so few bytes.
+    """
+    fastest = candidate = within(budget_bytes)
+    if why_unknown(graph.device):
+        return fastest
+    limit_bytes = budget_bytes
+    for _ in range(_COUNTED_ROUNDS):
+        timeline = _simulated(graph, costs, candidate)
+        over_bytes = (timeline.counted_peak_bytes or 0) - budget_bytes
+        if over_bytes <= 0:
+            return candidate
+        limit_bytes = min(limit_bytes, timeline.peak_bytes) - over_bytes
+        try:
+            candidate = within(limit_bytes)
+        except BudgetInfeasibleError:
+            return fastest
+        if candidate.status == "optimal":  # for fewer bytes than there are
+            candidate = replace(candidate, status="feasible")
+    counted = _simulated(graph, costs, candidate).counted_peak_bytes or 0
+    return candidate if counted <= budget_bytes else fastest
 
 
 def _simulated(graph: StepGraph, costs: Costs, candidate: Candidate) -> Timeline:

@@ -1,4 +1,5 @@
-// Device memory, as CUDA's caching allocator hands it out (c10/cuda/CUDACachingAllocator.cpp, its default settings).
+// Device memory, as CUDA's caching allocator hands it out (c10/cuda/CUDACachingAllocator.cpp, its default settings, and
+// expandable_segments).
 //
 // A device address cannot be read or written: kernels use the same memory at another address (``real``), the host
 // none. Memory is poisoned when it is handed out and when it is given back, as work of its stream.
@@ -15,13 +16,16 @@ namespace standin {
 constexpr size_t kBlock = 512;                          // sizes are rounded up to it
 inline size_t unit = 1 << 20;                           // the other sizes are multiples of it
 inline size_t small_most() { return unit; }             // blocks up to it are of the small pool
-inline bool always_split = false;                           // as with CUDA's expandable segments
 inline size_t small_segment() { return 2 * unit; }
 inline size_t large_segment() { return 20 * unit; }     // for blocks below:
 inline size_t own_segment_from() { return 10 * unit; }  // from here on, a segment of its own, rounded to small_segment
 
-// Addresses are never used twice, so that one that was given back is an error, not somebody else's.
+inline bool expandable_segments = false;                // one segment for each pool, which grows by pages of these sizes
+
+// Addresses are never used twice, so that one that was given back is an error, not somebody else's. Those of a segment
+// that grows are: its pages come and go.
 constexpr size_t kSpace = size_t(1) << 42;
+constexpr size_t kGrowsTo = size_t(1) << 34;
 inline char* space() {
   static char* begin = [] {
     void* p = mmap(nullptr, 2 * kSpace, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -31,13 +35,16 @@ inline char* space() {
   return begin;
 }
 inline void* real(void* device_address) { return device_address ? static_cast<char*>(device_address) + kSpace : nullptr; }
-inline char* map_segment(size_t bytes) {
+inline char* take_addresses(size_t bytes) {
   static char* next = space();
   char* p = std::exchange(next, next + bytes);
-  TORCH_CHECK(p + bytes <= space() + kSpace && !mprotect(real(p), bytes, PROT_READ | PROT_WRITE), "standin: no host memory");
+  TORCH_CHECK(p + bytes <= space() + kSpace, "standin: no address space");
   return p;
 }
-inline void unmap_segment(char* p, size_t bytes) {
+inline void map(char* p, size_t bytes) {
+  TORCH_CHECK(!mprotect(real(p), bytes, PROT_READ | PROT_WRITE), "standin: no host memory");
+}
+inline void unmap(char* p, size_t bytes) {
   madvise(real(p), bytes, MADV_DONTNEED);
   mprotect(real(p), bytes, PROT_NONE);
 }
@@ -50,14 +57,20 @@ struct Block {
   size_t requested = 0;
   Block *previous = nullptr, *next = nullptr;  // in the segment
   std::set<int> other_streams = {};            // that record_stream named
+  char* growing = nullptr;                     // where its segment begins, if that is one that grows
+  bool mapped = true;
   bool split() const { return previous || next; }
 };
 struct BySize {
   bool operator()(const Block* a, const Block* b) const { return std::tie(a->size, a->address) < std::tie(b->size, b->address); }
 };
+struct ByAddress {
+  bool operator()(const Block* a, const Block* b) const { return a->address < b->address; }
+};
 using Pool = std::set<Block*, BySize>;
 struct Memory {
   Pool pools[kStreams][2];
+  std::set<Block*, ByAddress> unmapped[kStreams][2];  // of segments that grow
   std::vector<std::pair<Block*, std::vector<Mark>>> in_use_elsewhere;  // freed, and other streams are not done
   size_t capacity = size_t(1) << 30;
   CachingDeviceAllocator::DeviceStats stats;
@@ -86,32 +99,57 @@ inline void poison(const Block* b, int byte) {
 
 inline void count_inactive(Block* b, int sign) {
   auto& stats = memory(b->device).stats;
-  if (b->split()) count_both(stats.inactive_split, stats.inactive_split_bytes, b, sign);
+  // CUDA leaves growing segments out: their free pages can be given back.
+  if (b->split() && !b->growing) count_both(stats.inactive_split, stats.inactive_split_bytes, b, sign);
 }
-// The block is free, and nobody's: poison, merge with free neighbours, keep for the next.
-inline void put_back(Block* b) {
+inline void keep(Block* b) {
   auto& m = memory(b->device);
-  auto& pool = m.pools[b->stream][b->small];
-  count_both(m.stats.active, m.stats.active_bytes, b, -1);
-  b->used = false;
-  poison(b, 0xFE);
-  auto merge = [&](Block* first, Block* second) {
+  if (b->mapped) m.pools[b->stream][b->small].insert(b);
+  else m.unmapped[b->stream][b->small].insert(b);
+}
+inline void take(Block* b) {
+  auto& m = memory(b->device);
+  if (b->mapped) m.pools[b->stream][b->small].erase(b);
+  else m.unmapped[b->stream][b->small].erase(b);
+}
+// What lies beyond ``size`` bytes of a block, as a block of its own.
+inline Block* split_off(Block* b, size_t size) {
+  auto* rest = new Block{b->address + size, b->size - size, b->device, b->stream, b->small};
+  rest->growing = b->growing;
+  rest->mapped = b->mapped;
+  rest->previous = b;
+  rest->next = b->next;
+  if (b->next) b->next->previous = rest;
+  b->next = rest;
+  b->size = size;
+  return rest;
+}
+// A block that nobody uses is kept for the next, as one with its free neighbours.
+inline Block* keep_merged(Block* b) {
+  auto merge = [](Block* first, Block* second) {
     first->size += second->size;
     first->next = second->next;
     if (second->next) second->next->previous = first;
     delete second;
     return first;
   };
-  auto take = [&](Block* side) {
-    if (!side || side->used) return false;
-    pool.erase(side);
+  auto taken = [&](Block* side) {
+    if (!side || side->used || side->mapped != b->mapped) return false;
+    take(side);
     count_inactive(side, -1);
     return true;
   };
-  if (take(b->previous)) b = merge(b->previous, b);
-  if (take(b->next)) b = merge(b, b->next);
-  pool.insert(b);
-  count_inactive(b, +1);
+  if (taken(b->previous)) b = merge(b->previous, b);
+  if (taken(b->next)) b = merge(b, b->next);
+  keep(b);
+  return b;
+}
+inline void put_back(Block* b) {
+  auto& m = memory(b->device);
+  count_both(m.stats.active, m.stats.active_bytes, b, -1);
+  b->used = false;
+  poison(b, 0xFE);
+  count_inactive(keep_merged(b), +1);
 }
 inline void put_back_finished(int device) {
   auto waiting = std::exchange(memory(device).in_use_elsewhere, {});
@@ -120,6 +158,67 @@ inline void put_back_finished(int device) {
     else memory(device).in_use_elsewhere.push_back(std::move(entry));
   }
 }
+// ---- segments that grow, as CUDA's ``ExpandableSegment``: one range of addresses, in which pages are mapped
+inline size_t page(bool small) { return small ? small_segment() : large_segment(); }
+inline void count_pages(const Block* b, int64_t bytes) {
+  auto& stats = memory(b->device).stats;
+  count(stats.reserved_bytes, b->small, bytes);
+  bytes > 0 ? stats.num_device_alloc++ : stats.num_device_free++;
+}
+// Pages for the first ``size`` bytes of an unmapped block. It is free then, as one with free neighbours.
+inline Block* map_pages(Block* b, size_t size) {
+  size_t bytes = (size + page(b->small) - 1) / page(b->small) * page(b->small);
+  if (memory(b->device).reserved() + bytes > memory(b->device).capacity) return nullptr;
+  take(b);
+  if (b->size > bytes) keep(split_off(b, bytes));
+  map(b->address, bytes);
+  count_pages(b, bytes);
+  b->mapped = true;
+  return keep_merged(b);
+}
+// The whole pages of a free block go back to the device; what it has of others stays.
+inline void unmap_pages(Block* b) {
+  size_t size = page(b->small), at = b->address - b->growing;
+  size_t begin = (at + size - 1) / size * size, end = (at + b->size) / size * size;
+  if (begin >= end) return;
+  take(b);
+  if (begin > at) {
+    Block* before = std::exchange(b, split_off(b, begin - at));
+    keep(before);
+  }
+  if (b->size > end - begin) keep(split_off(b, end - begin));
+  unmap(b->address, b->size);
+  count_pages(b, -int64_t(b->size));
+  b->mapped = false;
+  keep_merged(b);
+}
+// The lowest free addresses with room for ``size`` bytes, mapped as far as they are not; none where memory runs out.
+// A segment stays when it is empty, which costs nothing but addresses.
+inline Block* grown(int device, int stream, size_t size, bool small) {
+  auto is_free = [](Block* b) { return b && !b->used; };
+  Block* at = nullptr;
+  for (Block* first : memory(device).unmapped[stream][small]) {
+    if (is_free(first->previous)) first = first->previous;
+    size_t room = 0;
+    for (Block* b = first; room < size && is_free(b); b = b->next) room += b->size;
+    if (room >= size) {
+      at = first;
+      break;
+    }
+  }
+  if (!at) {
+    size_t bytes = kGrowsTo / page(small) * page(small);
+    at = new Block{take_addresses(bytes), bytes, device, stream, small};
+    at->growing = at->address;
+    at->mapped = false;
+    keep(at);
+  }
+  if (!at->mapped) at = map_pages(at, std::min(at->size, size));
+  while (at && at->size < size) at = map_pages(at->next, std::min(at->next->size, size - at->size));
+  if (at) take(at);
+  return at;
+}
+
 inline void release_cached(int device) {
   LOCKED;
   auto& m = memory(device);
@@ -128,16 +227,16 @@ inline void release_cached(int device) {
   for (int stream = 0; stream < kStreams; stream++) finish(device, stream);  // the poison
   for (auto& of_stream : m.pools)
     for (auto& pool : of_stream)
-      for (auto it = pool.begin(); it != pool.end();) {
-        Block* b = *it;
-        if (b->split()) {
-          ++it;
+      for (Block* b : std::vector<Block*>(pool.begin(), pool.end())) {
+        if (b->growing) {
+          unmap_pages(b);
           continue;
         }
-        unmap_segment(b->address, b->size);
+        if (b->split()) continue;
+        unmap(b->address, b->size);
         count_both(m.stats.segment, m.stats.reserved_bytes, b, -1);
         m.stats.num_device_free++;
-        it = pool.erase(it);
+        pool.erase(b);
         delete b;
       }
 }
@@ -161,24 +260,44 @@ inline void release(void* address) {
   m.in_use_elsewhere.emplace_back(b, std::move(marks));
 }
 
-inline Block* new_segment(int device, int stream, size_t size, size_t requested) {
+inline Block* new_segment(int device, int stream, size_t size, bool small) {
   auto& m = memory(device);
-  bool small = size <= small_most();
   size_t whole = (size + small_segment() - 1) / small_segment() * small_segment();
   size_t bytes = small ? small_segment() : size < own_segment_from() ? large_segment() : whole;
-  if (m.reserved() + bytes > m.capacity) {
-    m.stats.num_alloc_retries++;
-    release_cached(device);
-  }
-  if (m.reserved() + bytes > m.capacity) {
-    m.stats.num_ooms++;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "standin out of memory. Tried to allocate ", requested, " bytes. Device ", device,
-                     " has a capacity of ", m.capacity, " bytes, of which ", m.reserved(), " are reserved and ",
-                     m.stats.allocated_bytes[0].current, " allocated.");
-  }
-  auto* b = new Block{map_segment(bytes), bytes, device, stream, small};
+  if (m.reserved() + bytes > m.capacity) return nullptr;
+  auto* b = new Block{take_addresses(bytes), bytes, device, stream, small};
+  map(b->address, bytes);
   count_both(m.stats.segment, m.stats.reserved_bytes, b, +1);
   m.stats.num_device_alloc++;
+  return b;
+}
+inline Block* new_block(int device, int stream, size_t size, bool small, size_t requested) {
+  auto& m = memory(device);
+  auto attempt = [&] { return (expandable_segments ? grown : new_segment)(device, stream, size, small); };
+  if (Block* b = attempt()) return b;
+  m.stats.num_alloc_retries++;
+  release_cached(device);
+  Block* b = attempt();
+  if (!b) m.stats.num_ooms++;
+  TORCH_CHECK_WITH(OutOfMemoryError, b, "standin out of memory. Tried to allocate ", requested, " bytes. Device ", device,
+                   " has a capacity of ", m.capacity, " bytes, of which ", m.reserved(), " are reserved and ",
+                   m.stats.allocated_bytes[0].current, " allocated.");
+  return b;
+}
+// The smallest free block that holds it; of a segment that grows, only while segments do.
+inline Block* best_fit(int device, int stream, size_t size, bool small) {
+  auto& pool = memory(device).pools[stream][small];
+  Block key{nullptr, size, device, stream, small};
+  auto it = pool.lower_bound(&key);
+  while (!expandable_segments && it != pool.end() && (*it)->growing) ++it;
+  if (it == pool.end()) return nullptr;
+  // A block that can grow counts as large as it can become.
+  auto can_become = [](Block* b) { return b->size + (b->next && !b->next->mapped ? b->next->size : 0); };
+  auto next = std::next(it);
+  while ((*it)->growing && next != pool.end() && can_become(*next) < can_become(*it)) it = next++;
+  Block* b = *it;
+  take(b);
+  count_inactive(b, -1);
   return b;
 }
 inline Block* take_block(int device, int stream, size_t requested) {
@@ -186,27 +305,13 @@ inline Block* take_block(int device, int stream, size_t requested) {
   put_back_finished(device);
   size_t size = (requested + kBlock - 1) / kBlock * kBlock;
   bool small = size <= small_most();
-  auto& pool = m.pools[stream][small];
-  Block key{nullptr, size, device, stream, small};
-  auto it = pool.lower_bound(&key);
-  Block* b;
-  if (it == pool.end()) {
-    b = new_segment(device, stream, size, requested);
-  } else {
-    b = *it;
-    pool.erase(it);
-    count_inactive(b, -1);
-  }
-  size_t rest = b->size - size;
-  if (small || always_split ? rest >= kBlock : rest > small_most()) {
-    auto* remaining = new Block{b->address + size, rest, device, stream, small};
-    remaining->previous = b;
-    remaining->next = b->next;
-    if (b->next) b->next->previous = remaining;
-    b->next = remaining;
-    b->size = size;
-    pool.insert(remaining);
-    count_inactive(remaining, +1);
+  Block* b = best_fit(device, stream, size, small);
+  if (!b) b = new_block(device, stream, size, small, requested);
+  size_t left = b->size - size;
+  if (small || expandable_segments ? left >= kBlock : left > small_most()) {
+    Block* rest = split_off(b, size);
+    keep(rest);
+    count_inactive(rest, +1);
   }
   b->used = true;
   b->requested = requested;

@@ -99,8 +99,8 @@ void standin_set_unit(int64_t bytes) { LOCKED; unit = bytes; }
 int64_t standin_unit() { LOCKED; return unit; }
 void standin_set_poisoned(int64_t on) { LOCKED; poisoned = on; }
 int64_t standin_poisoned() { LOCKED; return poisoned; }
-void standin_set_always_split(int64_t on) { LOCKED; always_split = on; }
-int64_t standin_always_split() { LOCKED; return always_split; }
+void standin_set_expandable_segments(int64_t on) { LOCKED; expandable_segments = on; }
+int64_t standin_expandable_segments() { LOCKED; return expandable_segments; }
 void standin_set_fused_attention(int64_t on) { LOCKED; fused_attention = on; }
 int64_t standin_fused_attention() { LOCKED; return fused_attention; }
 

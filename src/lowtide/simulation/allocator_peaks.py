@@ -1,14 +1,19 @@
-"""What an accelerator's allocator reserves for a step: the peak that a device's own tools show for the process.
+"""What an accelerator's allocator counts as allocated for a step, and what it reserves, at most.
+
+Allocated bytes are those of ``torch.accelerator.max_memory_allocated``: a block counts whole, with what is not split
+off it. Reserved bytes are those that a device's own tools show for the process.
 
 The step starts from an allocator that holds what is resident and nothing else, and runs until another run reserves
-nothing more. So memory that others left cached, other shapes and ``optimizer.step()`` are not part of it.
+nothing more. So memory that others left cached, other shapes and ``optimizer.step()`` are not part of it. What resident
+tensors count is what ``graph.resident`` says, which on an accelerator is the statistic itself.
 
 Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
 state is cut into tensors (it counts as copies of the gradients), nor what lies between resident tensors. So a step
-that just fills a segment may need one more.
+that just fills a segment may need one more, and what is not split off a large block may differ.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import cycle
 
 from lowtide.graph.step_graph import StepGraph
@@ -16,21 +21,34 @@ from lowtide.plan import Moves
 from lowtide.simulation.block_log import block_log
 from lowtide.simulation.caching_allocator import OTHER_ALLOCATORS, Block, CachingAllocator, expandable_segments_here
 
-_MOST_STEPS = 4
+MOST_STEPS = 4
 _KIND_OF = {
     "parameters": "parameter", "gradients": "gradient", "buffers": "buffer", "batch": "input", "optimizer": "gradient",
 }  # fmt: skip
 
 
-def reserved_peak_bytes(
+@dataclass(frozen=True)
+class AllocatorPeaks:
+    """Most bytes in steps, resident memory included.
+
+    Attributes:
+        counted_bytes: Allocated, by the allocator's statistics.
+        reserved_bytes: Taken from the device.
+    """
+
+    counted_bytes: int
+    reserved_bytes: int
+
+
+def allocator_peaks(
     graph: StepGraph,
     actions: Mapping[int, str],
     replays: Mapping[int, int],
     moves: Moves,
     *,
     expandable_segments: bool | None = None,
-) -> int | None:
-    """Most bytes reserved on the device by the step, resident memory included.
+) -> AllocatorPeaks | None:
+    """What the device's allocator counts and reserves at most.
 
     Args:
         expandable_segments: Whether the allocator's segments grow; None: as this process's environment sets it.
@@ -47,22 +65,24 @@ def reserved_peak_bytes(
     allocator = CachingAllocator(expandable_segments=grows)
     for size in resident_blocks(graph):
         allocator.allocate(size)
+    resident = most = allocator.allocated_bytes
     changes = block_log(graph, actions, replays, moves)
-    for _ in range(_MOST_STEPS):
+    for _ in range(MOST_STEPS):
         before = allocator.reserved_bytes
         blocks: dict[int, Block] = {}
         for number, size in changes:
             if size:
                 blocks[number] = allocator.allocate(size)
+                most = max(most, allocator.allocated_bytes)
             else:
                 allocator.free(blocks.pop(number))
         if allocator.reserved_bytes == before:
             break
-    return allocator.reserved_bytes
+    return AllocatorPeaks(graph.resident_bytes + most - resident, allocator.reserved_bytes)
 
 
 def why_unknown(device: str) -> str:
-    """Why nothing is known of reserved memory on a type of device, in this process; "" where it is."""
+    """Why nothing is known of the allocator of a type of device, in this process; "" where it is."""
     if device in OTHER_ALLOCATORS:
         return f"memory of device {device!r} does not come from a caching allocator as modelled here"
     if expandable_segments_here() is None:
