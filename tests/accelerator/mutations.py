@@ -283,16 +283,38 @@ MUTATIONS = (
     Mutation(
         "memory that runs out in a rehearsal has a name",
         "runtime/rehearsal.py",
-        "            if not is_out_of_memory(error):\n                raise",
-        "            raise",
+        "                    if group is not None or not is_out_of_memory(error):\n                        raise",
+        "                    raise",
         _steps("runs_out_in_a_rehearsal"),
     ),
     Mutation(
         "verify cuts the batch when memory runs out",
         "verifier.py",
-        "                if not is_out_of_memory(error):\n                    raise",
+        "                if not (is_out_of_memory(error) or isinstance(error, RehearsalMemoryError)):  # of measure\n"
+        "                    raise",
         "                raise",
         _steps("verify_compares_fewer_rows"),
+    ),
+    Mutation(
+        "one thread at a time takes pinned memory",
+        _TIER,
+        "        with self._lock:\n            self._collect_freed()\n            return self._take",
+        "        with threading.Lock():\n            self._collect_freed()\n            return self._take",
+        _host("two_threads"),
+    ),
+    Mutation(
+        "what is left of a large block is not split off below 1 MiB",
+        "simulation/caching_allocator.py",
+        "rest > SMALL_BYTES",
+        "rest >= BLOCK_BYTES",
+        _steps("every_case_has_the_predicted_peak and decoder32"),
+    ),
+    Mutation(
+        "a peak is measured from an allocator that has nothing cached",
+        "verifier.py",
+        "        release()\n        with self._rehearsal",
+        "        with self._rehearsal",
+        _steps("every_case_has_the_predicted_peak"),
     ),
 )
 

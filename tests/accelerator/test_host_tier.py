@@ -1,6 +1,7 @@
 """The host tier: what moves to pinned memory and back has the bits of the plain step, whatever runs first."""
 
 import gc
+import threading
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -520,3 +521,35 @@ def test_what_is_pinned_is_in_host_memory_whatever_the_default_device(device):
     with torch.device("standin"):
         buffer = pinning.pinned_buffer(1 << 16)
     assert buffer.device.type == "cpu" and buffer.is_pinned()
+
+
+def test_two_threads_take_pinned_memory_one_after_the_other(device, monkeypatch):
+    """Both would find the budget untouched: the first one pins while the second one asks."""
+    second, pinned = threading.Event(), pinning.pinned_buffer
+
+    def pin(size):
+        if threading.current_thread() is first:
+            second.wait(0.5)
+        else:
+            second.set()
+        return pinned(size)
+
+    monkeypatch.setattr(pinning, "pinned_buffer", pin)
+    tier = HostTier(host_bytes(1))
+    failures = []
+
+    def take():
+        try:
+            tier.pool.allocate(1)
+        except TierError as full:
+            failures.append(full)
+
+    first = threading.Thread(target=take)
+    threads = [first, threading.Thread(target=take)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(failures) == 1 and tier.pool.pinned_bytes == host_bytes(1)
+    tier.pool.close()

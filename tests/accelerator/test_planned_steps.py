@@ -449,7 +449,7 @@ def test_what_a_watched_step_takes_is_told_with_the_op_that_takes_it(device):
     model, batch = nn.Sequential(*layers).to("standin"), torch.randn(128, 3, 16, 16, device="standin")
     gc.collect()
     budget = torch.accelerator.memory_allocated() + 6 * MIB
-    with device.always_split(True), device.workspaces(bytes_by_op=workspaces):
+    with device.expandable_segments(True), device.workspaces(bytes_by_op=workspaces):
         with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
             torch.accelerator.reset_peak_memory_stats()
             model(batch).square().mean().backward()
