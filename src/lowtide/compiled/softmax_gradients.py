@@ -52,7 +52,7 @@ class SoftmaxGradients(TorchDispatchMode):
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         """Have the softmaxes of this graph run under the mode, if the graph leads to compiled layers."""
         self.held_bytes = 0
-        if creates or num_modes():  # another mode may keep what it sees
+        if creates or num_modes() or sys.gettrace() is not None:  # another mode may keep what it sees; a debugger does
             return
         for node in self._softmaxes(roots):
             if _MARK not in node.metadata and _can_be_told(node):
