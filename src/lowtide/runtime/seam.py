@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.tape.switched_mode import Hooks, insert_hooks, insert_mode, remove_hooks, remove_mode
+from lowtide.tape.switched_mode import Hooks, insert_hooks, insert_mode, is_on, remove_hooks, remove_mode
 
 
 class _Here(threading.local):
@@ -64,8 +64,11 @@ class Seam:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, mode and hooks are away. They stay so if the seam is closed there."""
-        if not self.is_here:
+        """Inside, mode and hooks are away. They stay so if the seam is closed there.
+
+        Where the mode is off already, work of our own runs, which is no other model's.
+        """
+        if not self.is_here or not is_on(self._mode):
             yield
             return
         self._take_away()

@@ -17,6 +17,7 @@ from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
+from lowtide.tape.switched_mode import is_on
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrapped
@@ -62,6 +63,7 @@ class TapedRegion:
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
     ) -> None:
         if self._thread is threading.current_thread() and self._watched:
+            self._tape.watches = is_on(self._tape)  # a module that ran again in backward has switched, which is undone
             self._tape.switch(watches=True, hooks=self._tape.hooks)
 
 

@@ -72,6 +72,11 @@ class SwitchedMode(TorchDispatchMode):
         self.watches = self.hooks = False
 
 
+def is_on(mode: TorchDispatchMode) -> bool:
+    """Whether ``mode`` is on this thread's stack now. Around work of our own all modes are off."""
+    return any(mode_at(n) is mode for n in range(num_modes()))
+
+
 def insert_mode(mode: TorchDispatchMode, num_below: int = 0) -> None:
     """Put ``mode`` on this thread's stack, with so many below it."""
     above = [pop_mode(None) for _ in range(num_modes() - num_below)]
@@ -82,9 +87,9 @@ def insert_mode(mode: TorchDispatchMode, num_below: int = 0) -> None:
 
 def remove_mode(mode: TorchDispatchMode) -> None:
     """Take ``mode`` off this thread's stack, if it is there."""
-    modes = [mode_at(n) for n in range(num_modes())]
-    if mode not in modes:
+    if not is_on(mode):
         return
+    modes = [mode_at(n) for n in range(num_modes())]
     for _ in modes:
         pop_mode(None)
     for other in modes:
