@@ -120,6 +120,8 @@ def test_weights_and_batches_in_large_blocks_leave_the_predicted_peak_exact(devi
     graph = lowtide.trace(model, batch)
     plans = [drop_everything(graph), lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")]
     for plan in plans:
+        held = [torch.empty(size, device="standin") for size in range(5 * MIB // 4, 9 * MIB, 3 * MIB // 4)]
+        del held  # and cached now, in sizes of their own
         proof = lowtide.verify(model, batch, plan, rounds=0)
         assert proof.measured_peak_bytes == proof.predicted_peak_bytes
     assert any(plan.predicted_counted_peak_bytes > plan.predicted_peak_bytes for plan in plans)
@@ -133,7 +135,8 @@ def test_random_numbers_and_peaks_are_those_of_the_models_device(device, where):
     plan = drop_everything(lowtide.trace(model, batch))
     assert differing(plain(model, batch), planned(model, batch, plan)) == []
     proof = lowtide.verify(model, batch, plan, rounds=0)
-    assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes
+    # Small blocks are always split, so what a solver counts is what the device counts.
+    assert proof.equal and proof.measured_peak_bytes == proof.predicted_peak_bytes == plan.predicted_peak_bytes
     assert all(op.rng_bytes == 0 for op in lowtide.trace(model, batch).ops)
 
 
