@@ -9,6 +9,8 @@ _DISK = "the disk tier holds storages of models on a CPU"
 _CPU_OP = "the test counts on an op, a workspace or a state that the CPU alone has"
 _BLOCKS = "the test counts bytes to less than a block of an accelerator's allocator"
 _FILE = "a scratch file reads and writes host memory"
+_GENERATOR = "the generator that the test draws from is the CPU's"
+_SWEPT = "caches are swept before ops are timed on a CPU only"
 _RANKS = "the process group that the test starts is the CPU's"
 _DEFAULT = "the test sets a default device, or stands something else in for the accelerator"
 _CPUS = "the test measures what the CPU's allocator counts"
@@ -20,7 +22,13 @@ _FORESEEN = "a peak foreseen for the CPU stands beside a real one, which is the 
 # An accelerator's budget is for all that is allocated there. These tests state theirs for the model alone, and other
 # tests of their process leave something. tests/accelerator/test_planned_steps.py has what others hold. A block that is
 # not split counts whole, up to a MiB more than was asked for; the tests' tensors are smaller than that.
-MODEL_ALONE = ("api/test_budgets.py", "api/test_fit_peak.py", "runtime/", "test_demo.py")
+MODEL_ALONE = (
+    "api/test_budgets.py",
+    "api/test_fit_peak.py",
+    "distributed/test_sharded_online.py::test_a_step_that_leaves_its_plan",
+    "runtime/",
+    "test_demo.py",
+)
 
 LEFT_OUT = {
     "accelerator/": "the accelerator's own tests name their device",
@@ -30,6 +38,7 @@ LEFT_OUT = {
     "api/test_bad_input.py::test_a_budget_below_everything": _BLOCKS,
     "api/test_bad_input.py::test_a_plan_that_moves_to_a_tier": _DISK,
     "api/test_budgets.py::test_the_optimizers_state_counts": _BLOCKS,
+    "api/test_fit_peak.py::test_fit_is_over_its_budget_without_any_of_this[sweeps_whatever_is_free]": _SWEPT,
     "api/test_step_region.py::test_a_second_shape_under_apply": _BLOCKS,
     "benchmarks/test_real_steps.py::test_a_quick_case": "a benchmark chooses its device",
     "benchmarks/test_real_steps.py::test_lines_of": "a benchmark chooses its device",
@@ -96,6 +105,12 @@ LEFT_OUT = {
     "tape/online/test_room.py::test_generator_states": _CPU_OP,
     "tape/online/test_room.py::test_workspaces_are_in_the_budget": _CPU_OP,
     "tape/test_guards_backward.py::test_an_address_used_again": _CPU_OP,
+    "tape/test_guards_generators.py::test_a_fit_leaves_a_generator_to_the_step[PyTorch's": _GENERATOR,
+    "tape/test_guards_generators.py::test_a_fit_leaves_a_generator_to_the_step[a named module": _GENERATOR,
+    "tape/test_guards_generators.py::test_a_proof_takes_its_numbers_from_the_step_without_the_search[a named module]": _GENERATOR,  # noqa: E501
+    "tape/test_guards_generators.py::test_checkpointing_leaves_a_generator_to_the_step[PyTorch's]": _GENERATOR,
+    "tape/test_opaque_calls_and_memory.py::test_what_a_backward_frees_is_kept": _NUMPY_CALL,
+    "tape/test_opaque_calls_and_memory.py::test_what_a_call_stores_travels_to_disk": _DISK,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[memory of NumPy]": _NUMPY,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[random]": _NUMPY_CALL,
     "tape/test_guards_functions.py::test_a_model_of_opaque_calls_is_recomputed_as_a_whole": _BLOCKS,
