@@ -27,6 +27,7 @@ MODEL_ALONE = (
     "api/test_fit_peak.py",
     "distributed/test_sharded_online.py::test_a_step_that_leaves_its_plan",
     "runtime/",
+    "tape/test_opaque_calls_and_memory.py::test_an_error_of_a_backward_in_a_trace",
     "test_demo.py",
 )
 
