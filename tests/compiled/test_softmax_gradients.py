@@ -124,6 +124,20 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(watcher):
     assert torch.equal(first, again)
 
 
+def test_a_graph_that_is_kept_for_a_gradient_that_has_one_itself_stays_right(watcher):
+    found = []
+    for first in (True, False):
+        x, weight = start()
+        loss = loss_of(x, weight)
+        if first:  # its hooks stay on the graph
+            torch.autograd.grad(loss, weight, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        assert watcher.held_bytes == MIB
+        found.append(torch.autograd.grad(gradient.square().sum(), weight)[0])
+
+    assert torch.equal(*found)
+
+
 def test_a_graph_that_is_gone_is_told_by_the_engine(watcher):
     loss = loss_of(*start())
     loss.backward()

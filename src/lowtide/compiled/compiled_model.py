@@ -195,8 +195,8 @@ class CompiledModel(nn.Module):
         more = self._softmaxes.held_bytes - self._held_bytes.get(last, self._softmaxes.held_bytes)
         if more > 0:
             self._tell(
-                f"something holds a softmax's gradient of {format_bytes(more)}, a hook perhaps, which nothing held "
-                "when the step was watched. It is not written over, so a step may take so much more than planned"
+                f"something holds a softmax's gradient of {format_bytes(more)}, a hook or a mode perhaps, which "
+                "nothing held when the step was watched. It is not written over, so a step may take so much more than planned"
             )
 
     def _look_for_late_backward(self, shapes: str, outputs: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C import _storage_Use_Count as storage_use_count
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 from lowtide.tracing.module_calls import never_compiled
 
@@ -52,7 +52,7 @@ class SoftmaxGradients(TorchDispatchMode):
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         """Have the softmaxes of this graph run under the mode, if the graph leads to compiled layers."""
         self.held_bytes = 0
-        if creates or num_modes() or sys.gettrace() is not None:  # another mode may keep what it sees; a debugger does
+        if sys.gettrace() is not None:  # a debugger holds what it sees: counts would say nothing
             return
         for node in self._softmaxes(roots):
             if _MARK not in node.metadata and _can_be_told(node):
@@ -90,8 +90,8 @@ class SoftmaxGradients(TorchDispatchMode):
                 continue
             if node.name() in _KERNELS:
                 found.append(node)
-            new = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= new
+            new = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(new)
             work += new
         return found if layers else []
 
@@ -104,7 +104,8 @@ class SoftmaxGradients(TorchDispatchMode):
         alone = _alone(name, args[0].dtype, args[0].shape[-1]) if _fits(*args) else None
         if alone is None:
             return func(*args)
-        if any(more > least for more, least in zip(counts, alone, strict=True)):
+        # Another mode may keep what it sees. A backward that makes a graph holds the gradient for that.
+        if num_modes() or any(more > least for more, least in zip(counts, alone, strict=True)):
             self.held_bytes += args[0].nbytes
             return func(*args)
         return _write_over(name, args)
@@ -183,7 +184,7 @@ def _tried(name: str, dtype: torch.dtype, columns: int, *, writes: bool, hold: s
     ramp = torch.linspace(-1, 1, _TRIED_ROWS * columns, dtype=torch.float64).reshape(_TRIED_ROWS, columns)
     start, other = ramp.to(dtype, copy=True).requires_grad_(), torch.zeros_like(ramp, dtype=dtype).requires_grad_()
     mode, kept = _Counting(writes=writes), list[Any]()
-    with torch.enable_grad():
+    with _disable_current_modes(), torch.enable_grad():
         made = (torch.log_softmax if name == "LogSoftmaxBackward0" else torch.softmax)(start, -1)
         mode.follow(made.grad_fn)
         if hold == "itself":
