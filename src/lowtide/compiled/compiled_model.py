@@ -196,7 +196,7 @@ class CompiledModel(nn.Module):
         if more > 0:
             self._tell(
                 f"something holds a softmax's gradient of {format_bytes(more)}, a hook or a mode perhaps, which "
-                "nothing held when the step was watched. It is not written over: a step may take so much more than planned"
+                "nothing held when the step was watched. It is not written over: a step may take that more than planned"
             )
 
     def _look_for_late_backward(self, shapes: str, outputs: Any) -> None:
