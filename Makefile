@@ -67,7 +67,7 @@ integrations: .venv/.ready  ## train in the libraries that people train with, wi
 real-steps: .venv/.ready  ## train in loops as people write them, with fit and without; a quarter of an hour
 	$(BIN)/python benchmarks/real_steps.py
 
-compiled: .venv/.ready  ## compare compiled layers under PyTorch's options and under plans; a quarter of an hour
+compiled: .venv/.ready  ## compare compiled layers and whole graphs under PyTorch's options and under plans; an hour
 	$(BIN)/python benchmarks/compiled.py
 
 claims: .venv/.ready  ## recompute the numbers that are often quoted; some minutes

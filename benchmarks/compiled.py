@@ -1,14 +1,16 @@
-"""A decoder whose layers are compiled, by PyTorch's options and by lowtide: CPU, one thread, one JSON line per method.
+"""A compiled decoder, by PyTorch's options and by lowtide: CPU, one thread, one JSON line per method.
 
-    python benchmarks/compiled.py            eight layers; a quarter of an hour, most of it compiling
+    python benchmarks/compiled.py            eight layers; an hour, half of it compiling
     python benchmarks/compiled.py --quick    a toy, to see that it runs
 
-The decoder is that of ``decoder.py``; each layer is compiled by itself. PyTorch's ways: nothing else, full and
-selective checkpointing (matrix products and attention kept), and ``activation_memory_budget``. lowtide gets the peaks
-that these had as budgets, and some below: ``lowtide.compile``, and ``lowtide.fit`` on the layers as PyTorch compiles
-them alone. The cache of compiled code is empty at first, but for --quick.
+The decoder is that of ``decoder.py``. It is compiled layer by layer, and again as one graph ("whole graph"). PyTorch's
+ways: nothing else, full and selective checkpointing (matrix products and attention kept), and
+``activation_memory_budget``. lowtide gets the peaks that these had as budgets, and some below: ``lowtide.compile``, and
+``lowtide.fit`` on the layers as PyTorch compiles them alone. The cache of compiled code is empty at first, but for
+--quick.
 Memory stays in the process. All methods run interleaved on the same weights: process CPU time as a ratio to compiling
-alone just before and just after. Peaks are the allocator's.
+the layers alone just before and just after. Peaks are the allocator's. Gradients are compared with compiling alone, of
+a whole graph with compiling that alone.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "compiled_cpu.jsonl"
 SEED = 0
 PLAIN = "compile alone"
+WHOLE = ", whole graph"
 MEMORY_BUDGETS = (0.7, 0.5, 0.3, 0.1)
 AT_PEAK_OF = ("selective", "memory budget 0.5", "memory budget 0.3", "memory budget 0.1", "full checkpointing")
+WHOLE_AT_PEAK_OF = ("selective", "memory budget 0.5", "memory budget 0.1", "full checkpointing")
 FIT_AT_PEAK_OF = ("memory budget 0.3", "memory budget 0.1", "full checkpointing")
 FIT_FRACTIONS = (0.26, 0.22)
 FRACTIONS = (0.28, 0.22, 0.19, 0.15)  # of the activations of compiling alone
@@ -83,7 +87,7 @@ class Bench:
             (2, 32, 64, 2, 32, 64) if args.quick else (8, 512, 1408, 8, 512, 4096)
         )
         self.args = args
-        self.case = f"decoder, {layers} layers of {hidden}, 4 x {tokens} tokens, float32, compiled by layer"
+        self.case = f"decoder, {layers} layers of {hidden}, 4 x {tokens} tokens, float32"
         config = transformers.LlamaConfig(
             hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner, num_attention_heads=heads,
             num_key_value_heads=heads // 2, vocab_size=words, use_cache=False, attn_implementation="sdpa",
@@ -101,9 +105,11 @@ class Bench:
         from lowtide.measurement.timing import time_ms
 
         self._pytorchs_ways()
+        self._pytorchs_whole_graphs()
         found = {name: self._outcome(name) for name in self.ways}
         peaks = {name: peak for name, (peak, _) in found.items()}
         self._lowtides_ways(peaks)
+        self._lowtides_whole_graphs(peaks)
         self._fitted_ways(peaks)
         found |= {name: self._outcome(name) for name in self.ways if name not in found}
         plain, times, ratios = paired_times(
@@ -113,12 +119,13 @@ class Bench:
             on_round=lambda done, total: print(f"round {done} of {total}", file=sys.stderr),
             seed=SEED,
         )
-        plain_bytes, reference = found[PLAIN]
+        plain_bytes, _ = found[PLAIN]
         lines = []
         for name, fact in self.facts.items():
             line = {"benchmark": "compiled_cpu", "case": self.case, "method": name, **fact}
             if name in found:
                 peak, results = found[name]
+                _, reference = found[PLAIN + WHOLE if name.endswith(WHOLE) else PLAIN]
                 ratio = ratios.get(name)
                 line |= {
                     "activation_bytes": peak,
@@ -132,7 +139,6 @@ class Bench:
         return lines
 
     def _pytorchs_ways(self) -> None:
-        import torch
 
         calls: dict[str, tuple[Callable | None, list]] = {"eager": (None, [])}
         calls[PLAIN] = (None, self._compiled())
@@ -152,13 +158,36 @@ class Bench:
                 with self._layers(compiled or [None] * len(self.model.model.layers), checkpoint):
                     return self._step(self.model)
 
-            self._say(name)
-            self.ways[name] = run
-            start = time.perf_counter()
-            torch.manual_seed(SEED)
-            run()
-            self.facts[name] = {"status": "ok", "first_step_s": time.perf_counter() - start}
+            self._add(name, run)
         self.alone = calls[PLAIN][1]
+
+    def _pytorchs_whole_graphs(self) -> None:
+        ways: dict[str, tuple[Callable | None, dict]] = {
+            PLAIN: (None, {}),
+            "full checkpointing": (_checkpoint, {}),
+            "selective": (_checkpoint_selectively, {}),
+        }
+        ways |= {f"memory budget {budget}": (None, {"activation_memory_budget": budget}) for budget in MEMORY_BUDGETS}
+        for name in [PLAIN, "memory budget 0.1"] if self.args.quick else ways:
+            checkpoint, functorch = ways[name]
+            call = _compiled(self.model._call_impl, **functorch)
+
+            def run(checkpoint=checkpoint, call=call) -> float:
+                with self._layers([None] * len(self.model.model.layers), checkpoint):
+                    return self._step(call)
+
+            self._add(name + WHOLE, run)
+
+    def _add(self, name: str, run: Callable[[], float]) -> None:
+        """A way of PyTorch's, after its first step."""
+        import torch
+
+        self._say(name)
+        self.ways[name] = run
+        start = time.perf_counter()
+        torch.manual_seed(SEED)
+        run()
+        self.facts[name] = {"status": "ok", "first_step_s": time.perf_counter() - start}
 
     @contextmanager
     def _layers(self, calls: list[Callable | None], checkpoint: Callable | None = None) -> Iterator[None]:
@@ -176,31 +205,40 @@ class Bench:
 
     def _compiled(self, wrap: Callable | None = None, **functorch) -> list[Callable]:
         """Every layer's call, compiled with settings of its own."""
-        import torch
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
-
-        def backend(graph, inputs):
-            with config.patch(functorch):
-                return compile_fx(graph, inputs)
-
         calls = [layer._call_impl if wrap is None else wrap(layer) for layer in self.model.model.layers]
-        return [torch.compile(call, backend=backend, fullgraph=True, dynamic=False) for call in calls]
+        return [_compiled(call, **functorch) for call in calls]
 
     def _lowtides_ways(self, peaks: dict[str, int]) -> None:
         import lowtide
 
         compiled = lowtide.compile(self.model, budget=None)
         calls = [layer._compiled_call_impl for layer in self.model.model.layers]
-        self._say("lowtide")
-        start = time.perf_counter()
-        self._step(compiled)
-        first_s = time.perf_counter() - start
-        plan = compiled.plan
-        at = [name for name in AT_PEAK_OF if name in peaks]
-        budgets = {f"lowtide, peak of {name}": peaks[name] for name in at}
+        budgets = {f"lowtide, peak of {name}": peaks[name] for name in AT_PEAK_OF if name in peaks}
         budgets |= {f"lowtide {fraction} of eager": int(fraction * peaks["eager"]) for fraction in FRACTIONS_OF_EAGER}
         budgets |= {f"lowtide {fraction}": int(fraction * peaks[PLAIN]) for fraction in FRACTIONS}
+        self._lowtides_plans(compiled, partial(self._layers, calls), budgets)
+
+    def _lowtides_whole_graphs(self, peaks: dict[str, int]) -> None:
+        import lowtide
+
+        with self._layers([None] * len(self.model.model.layers)):
+            compiled = lowtide.compile(self.model, layers=["*"], budget=None)
+        call, self.model._compiled_call_impl = self.model._compiled_call_impl, None
+        budgets = {
+            f"lowtide, peak of {name}{WHOLE}": peaks[name + WHOLE] for name in WHOLE_AT_PEAK_OF if name + WHOLE in peaks
+        }
+        self._lowtides_plans(compiled, partial(self._whole, call), budgets)
+
+    def _lowtides_plans(self, compiled, calls: Callable, budgets: dict[str, int]) -> None:
+        """``compiled``'s plans for these bytes of activations; under ``calls()`` the model is compiled so."""
+        import lowtide
+
+        self._say("lowtide")
+        start = time.perf_counter()
+        with calls():
+            self._step(compiled)
+        first_s = time.perf_counter() - start
+        plan = compiled.plan
         for name, activations in budgets.items():
             self._say(name)
             start = time.perf_counter()
@@ -214,7 +252,7 @@ class Bench:
             chosen = compiled.plan
 
             def run(chosen=chosen) -> float:
-                with self._layers(calls):
+                with calls():
                     compiled.use(chosen)
                     return self._step(compiled)
 
@@ -225,6 +263,15 @@ class Bench:
                 "predicted_overhead": chosen.predicted_overhead,
                 "variants": {v.name: v.layers for v in chosen.variants},
             }
+
+    @contextmanager
+    def _whole(self, call: Callable) -> Iterator[None]:
+        """The model is called in this way."""
+        self.model._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            self.model._compiled_call_impl = None
 
     def _fitted_ways(self, peaks: dict[str, int]) -> None:
         """Each call of a layer is kept or runs again, as ``fit`` decides."""
@@ -294,17 +341,29 @@ def _checkpoint(function, *args, **kwargs):
 
 def _selectively(layer):
     """``layer``'s call under selective checkpointing, to be compiled as a whole: the compiler sees the policy."""
+    return partial(_checkpoint_selectively, layer._call_impl)
+
+
+def _checkpoint_selectively(function, *args, **kwargs):
     import torch
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
     kept = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
-    context = partial(create_selective_checkpoint_contexts, kept)
+    return _checkpoint(function, *args, context_fn=partial(create_selective_checkpoint_contexts, kept), **kwargs)
 
-    def call(*args, **kwargs):
-        return checkpoint(layer._call_impl, *args, use_reentrant=False, context_fn=context, **kwargs)
 
-    return call
+def _compiled(call: Callable, **functorch) -> Callable:
+    """``call``, compiled as one graph with these settings."""
+    import torch
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph, inputs):
+        with config.patch(functorch):
+            return compile_fx(graph, inputs)
+
+    return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
 
 
 if __name__ == "__main__":

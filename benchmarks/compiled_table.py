@@ -1,11 +1,11 @@
-"""The table of ``benchmarks/compiled.py``: a decoder compiled by layer, PyTorch's options beside lowtide's plans."""
+"""The table of ``benchmarks/compiled.py``: a compiled decoder, PyTorch's options beside lowtide's plans."""
 
 from __future__ import annotations
 
 MIB = 2**20
 COLUMNS = ("method", "activations", "of plain", "predicted", "time", "predicted", "first step, plan", "gradients")
 NOBODY = (
-    "The whole benchmark has not been run yet. `make compiled` runs it, in a quarter of an hour, and writes\n"
+    "The whole benchmark has not been run yet. `make compiled` runs it, in an hour, and writes\n"
     "`compiled_cpu.jsonl` into `benchmarks/results`; `python benchmarks/table.py` then puts the table here."
 )
 
@@ -19,9 +19,11 @@ def compiled_table(lines: list[dict]) -> str:
     first = lines[0]
     rows += [
         "",
-        f"{first['case'][0].upper()}{first['case'][1:]}. Process CPU time beside compiling alone, medians of "
+        f'{first["case"][0].upper()}{first["case"][1:]}. Compiled layer by layer; of a "whole graph" the model is '
+        "compiled as one. Process CPU time beside compiling the layers alone, medians of "
         f"{first['rounds']} interleaved rounds ± half the quartile range; memory stays in the process. Peaks are the "
-        "allocator's, gradients are compared with compiling alone. The predicted time is that of the layers only. "
+        "allocator's, gradients are compared with compiling alone, of a whole graph with compiling that alone. "
+        "The predicted time is that of the compiled part, beside its own plain code. "
         "First step: with an empty cache of compiled code; "
         f"lowtide's plans share theirs. {first['device']}, {first['threads']} thread, torch {first['torch']}, "
         f"transformers {first['transformers']}, commit {first['commit']}.",

@@ -67,3 +67,11 @@ def test_no_other_choice_that_fits_is_faster(seed):
 
     assert (found and found.layers_ms) == best
     assert found is None or found.peak_bytes == peak_of(moments, options, found.variants) <= budget
+
+
+def test_the_model_itself_is_a_layer_whose_own_peaks_count():
+    options = {"": [PLAIN, LEAST]}
+
+    assert fastest_within(step([""]), options, 129) is None
+    assert fastest_within(step([""]), options, 130).variants == {"": "plain"}  # 10 live, 100 stored, 20 in backward
+    assert least_peak(step([""]), options).variants == {"": "plain"}

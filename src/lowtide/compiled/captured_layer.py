@@ -46,6 +46,11 @@ class VariantMemory:
     backward_end_bytes: int
     saved_output_bytes: int = 0
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of forward and backward, where nothing else runs between them."""
+        return max(self.forward_peak_bytes, self.stored_bytes + self.backward_peak_bytes)
+
 
 @dataclass
 class Variant:

@@ -115,7 +115,7 @@ def _solved(
         for layer, count in moment.open.items():
             for option in options[layer]:
                 terms[column[layer, option.name]] = count * option.stored_bytes * _SCALE
-        if moment.layer:
+        if moment.kind != BETWEEN:
             for option in options[moment.layer]:
                 own = option.forward_bytes if moment.kind == FORWARD else option.backward_bytes
                 key = column[moment.layer, option.name]

@@ -43,7 +43,8 @@ def compile(  # torch's word for it
         model: On a CPU. It is changed in place until ``remove()``.
         budget: Peak of allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of what the plain compiled step needs
             beyond what lives throughout; None: compile as PyTorch does.
-        layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found.
+        layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found;
+            ``["*"]`` is the model as one graph.
         optimizer: Its state counts as resident.
         round_as_eager: Compile with Inductor's ``emulate_precision_casts``. In bfloat16 and float16 a fused kernel
             keeps more digits than the memory between two kernels, so variants seldom have the bits of the plain layer,
@@ -97,7 +98,7 @@ class CompiledModel(nn.Module):
         modules = dict(model.named_modules())
         for name in names:
             module = modules[name]
-            kind = kinds.setdefault(type(module), LayerKind(session, round_as_eager=round_as_eager))
+            kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", round_as_eager=round_as_eager))
             self._calls[name] = module._compiled_call_impl = LayerCall(name, module, kind, session)
 
     def __getattr__(self, name: str) -> Any:
@@ -363,7 +364,7 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         found = [name for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
         found = [f"{name}.{child}".lstrip(".") for name in found for child in _repeated(modules[name])]
         way_out = "it has no list of two or more equal modules. Name its layers with layers=."
-    outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    outer = [""] if "" in found else [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
     if not outer:
         raise UnsupportedModelError(f"there is nothing to compile in the {type(model).__name__}: {way_out}")
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.proof import why_not_equal
-from lowtide.compiled.saved_sets import SavedSet, least
+from lowtide.compiled.saved_sets import SavedSet, least, least_peak
 from lowtide.compiled.step_watch import StepWatch
 from lowtide.errors import LowtideError, UnsupportedModelError
 from lowtide.tracing.batches import batch_tensors
@@ -44,13 +44,15 @@ class LayerShape:
     Attributes:
         variants: By name; ``plain``, ``least`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and nobody has made code of.
+        whole: It is the model as one graph: what counts is the peak of its own forward and backward, not what it holds
+            while others run.
     """
 
-    def __init__(self, captured: CapturedLayer, session: Session) -> None:
-        self.captured, self._session = captured, session
+    def __init__(self, captured: CapturedLayer, session: Session, *, whole: bool = False) -> None:
+        self.captured, self._session, self.whole = captured, session, whole
         plain = captured.variant(PLAIN, None)
         assert captured.layer is not None
-        smallest = captured.variant(LEAST, least(captured.layer))
+        smallest = captured.variant(LEAST, (least_peak if whole else least)(captured.layer))
         self.variants = {PLAIN: plain, LEAST: smallest, AGAIN: captured.run_again(AGAIN)}
         for variant in (smallest, self.variants[AGAIN]):
             variant.refused = why_not_equal(captured, variant, plain)
@@ -64,11 +66,13 @@ class LayerShape:
         if planned is not None and _runs(planned):
             return planned
         if wanted:
-            self._session.not_as_planned = f"{layer} was compiled anew, so its part of the plan is gone"
+            self._session.not_as_planned = f"{layer or 'the model'} was compiled anew, so its part of the plan is gone"
         lean = [v for v in (self.variants[LEAST], self.variants[AGAIN]) if _runs(v)]
-        return min(
-            lean, key=lambda v: (v.memory.stored_bytes, v.memory.backward_peak_bytes), default=self.variants[PLAIN]
-        )
+        return min(lean, key=self._bytes_that_count, default=self.variants[PLAIN])
+
+    def _bytes_that_count(self, variant: Variant) -> tuple[int, int]:
+        memory = variant.memory
+        return memory.peak_bytes if self.whole else memory.stored_bytes, memory.backward_peak_bytes
 
     def __call__(self, *inputs: Any) -> Any:
         variant = self.running(self._session.layer)
@@ -84,14 +88,14 @@ def _runs(variant: Variant) -> bool:
 class LayerKind:
     """Dynamo's backend for layers of one class; equal layers share what is compiled."""
 
-    def __init__(self, session: Session, *, round_as_eager: bool = False) -> None:
-        self._session, self._round_as_eager = session, round_as_eager
+    def __init__(self, session: Session, *, whole: bool = False, round_as_eager: bool = False) -> None:
+        self._session, self._whole, self._round_as_eager = session, whole, round_as_eager
         self.shapes: list[LayerShape] = []
         self._looks: dict[tuple, int] = {}
 
     def _uncompiled(self, graph: fx.GraphModule, why: str) -> Compiled:
         def run(*inputs: Any) -> Any:
-            self._session.not_as_planned = f"{self._session.layer} {why}"
+            self._session.not_as_planned = f"{self._session.layer or 'the model'} {why}"
             return graph(*inputs)
 
         return run
@@ -110,7 +114,7 @@ class LayerKind:
                 "lengths",
             )
         try:
-            self.shapes.append(LayerShape(captured, self._session))
+            self.shapes.append(LayerShape(captured, self._session, whole=self._whole))
         except LowtideError as error:
             if not self._session.training:
                 raise
@@ -123,6 +127,7 @@ class LayerCall:
 
     def __init__(self, name: str, module: nn.Module, kind: LayerKind, session: Session) -> None:
         self._name, self._session = name, session
+        self._called = name or "the model"
         self._call_impl = module._call_impl
         self._run = torch.compile(module._call_impl, backend=kind, fullgraph=True, dynamic=False)
 
@@ -142,7 +147,7 @@ class LayerCall:
             if session.training:
                 outputs = self._as_it_is(f". It cannot be compiled: {str(inner).splitlines()[0]}", args, kwargs)
             elif isinstance(inner, LowtideError):
-                raise type(inner)(f"{self._name}: {inner}") from failed
+                raise type(inner)(f"{self._called}: {inner}") from failed
             else:
                 raise
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # before anything ran
@@ -153,7 +158,7 @@ class LayerCall:
                 "TORCH_LOGS=graph_breaks shows, or name other layers with layers="
             )
             if not session.training:
-                raise UnsupportedModelError(f"{self._name} {reason}.") from broken
+                raise UnsupportedModelError(f"{self._called} {reason}.") from broken
             outputs = self._as_it_is(f". It {reason}", args, kwargs)
         finally:
             session.layer = ""
@@ -165,5 +170,5 @@ class LayerCall:
         return outputs
 
     def _as_it_is(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._session.not_as_planned = f"{self._name} is a layer {_AS_IT_IS}{why}"
+        self._session.not_as_planned = f"{self._called} is a layer {_AS_IT_IS}{why}"
         return self._call_impl(*args, **kwargs)

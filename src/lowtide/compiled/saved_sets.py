@@ -34,6 +34,11 @@ class SavedSet:
     backward_bytes: int
     recompute_ms: float
 
+    @property
+    def peak_bytes(self) -> int:
+        """Most that lives in either, by simulation."""
+        return max(self.forward_bytes, self.backward_bytes)
+
 
 def front(layer: LayerGraph, shares: Iterable[float] = _SHARES) -> list[SavedSet]:
     """Sets from nothing saved to everything, each also with a lower peak in backward where there is one; and what
@@ -83,6 +88,24 @@ def within(layer: LayerGraph, stored_bytes: int, backward_bytes: int | None) -> 
         plan = solve(graph, layer.costs, max(1, slack + stored_bytes + graph.resident_bytes))
     except BudgetInfeasibleError:
         return None
+    return _evaluated(layer, plan.action_of())
+
+
+def within_peak(layer: LayerGraph, peak_bytes: int) -> SavedSet | None:
+    """The fastest set whose forward and backward take no more than that; None where the solver finds none."""
+    try:
+        plan = solve(layer.graph, layer.costs, max(1, peak_bytes + layer.graph.resident_bytes))
+    except BudgetInfeasibleError:
+        return None
+    return _evaluated(layer, plan.action_of())
+
+
+def least_peak(layer: LayerGraph) -> SavedSet:
+    """The set with the lowest peak of forward and backward that the solver finds."""
+    try:
+        plan = solve(layer.graph, layer.costs, 1)
+    except BudgetInfeasibleError as error:
+        plan = solve(layer.graph, layer.costs, error.least_bytes)
     return _evaluated(layer, plan.action_of())
 
 

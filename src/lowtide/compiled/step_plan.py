@@ -148,14 +148,17 @@ class StepPlanner:
     def _within(self, limit: int) -> Choice:
         for shape in self._distinct:
             assert shape.captured.layer is not None
-            self._propose(shape, saved_sets.front(shape.captured.layer))
+            if shape.whole:
+                self._correct(shape, limit)
+            else:
+                self._propose(shape, saved_sets.front(shape.captured.layer))
         rounds = 0
         while rounds < _ROUNDS:
             choice = fastest_within(self.moments, self._options(), limit)
             if choice is not None and self._advance(choice):
                 continue  # with what code takes, measured times, and without what was refused
             rounds += 1
-            if not (self._lean_further() if choice is None else self._refine(choice)):
+            if not (self._lean_further(limit) if choice is None else self._refine(choice, limit)):
                 break
         while True:
             found = fastest_within(self.moments, self._options(ready=True), limit)
@@ -256,12 +259,34 @@ class StepPlanner:
             self.refused.append(f"{name}: its code took other bytes when it was compiled; the second reading counts")
         self._time(shape)
 
-    def _refine(self, choice: Choice) -> bool:
+    def _correct(self, shape: LayerShape, limit: int) -> bool:
+        """The model as one graph: read the set that should just fit, if the step takes as much more than the simulation
+        as with the read set that is nearest to the limit. Whether it is new."""
+        assert shape.captured.layer is not None
+        (layer,) = self.shapes
+        options = self._options()
+        read = {name: v for name, v in shape.variants.items() if v.saved.names is not None and not v.refused}
+        peaks = {name: peak_of(self.moments, options, {layer: name}) for name in read}
+        off_bytes = 0
+        if peaks:
+            near = min(peaks, key=lambda name: abs(peaks[name] - limit))
+            off_bytes = peaks[near] - read[near].saved.peak_bytes
+        saved = saved_sets.within_peak(shape.captured.layer, limit - off_bytes)
+        if saved is None or not self._propose(shape, [saved]):
+            return False
+        for name in list(shape.proposed):
+            self._read(shape, name)
+        return True
+
+    def _refine(self, choice: Choice, limit: int) -> bool:
         """Propose sets between each chosen one and the next larger. Whether there are new ones."""
         found = False
         for shape in self._distinct:
             layer = shape.captured.layer
             assert layer is not None
+            if shape.whole:
+                found |= self._correct(shape, limit)
+                continue
             chosen = {choice.variants[name] for name, s in self.shapes.items() if s is shape}
             sizes = sorted({option.stored_bytes for option in _options_of(shape, ready=False)})
             wanted = []
@@ -273,12 +298,15 @@ class StepPlanner:
             found |= self._propose(shape, [s for s in sets if s is not None])
         return found
 
-    def _lean_further(self) -> bool:
+    def _lean_further(self, limit: int) -> bool:
         """Propose sets with a lower peak in backward than all that were read. Whether there are new ones."""
         found = False
         for shape in self._distinct:
             layer = shape.captured.layer
             assert layer is not None
+            if shape.whole:
+                found |= self._correct(shape, limit)
+                continue
             sets = []
             for option in sorted(_options_of(shape, ready=False), key=lambda o: o.stored_bytes)[:3]:
                 peak = option.stored_bytes + option.backward_bytes

@@ -9,6 +9,7 @@ Gradients that did not exist before the step count as allocated beforehand: late
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -105,12 +106,16 @@ class StepWatch:
         self._start()
 
     def _follow(self, node: Any, layer: str, memory: VariantMemory) -> None:
+        zeros = 0
+
         @never_compiled
         def begin(gradients: Any) -> None:
+            nonlocal zeros
             if self._stopped:
                 return
             self._between_ends()
-            live = self._live - self._stored - self._granted
+            zeros = _zeros_bytes(node, gradients)
+            live = self._live - self._stored - self._granted + zeros
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
             self._begun = True
             self._start()
@@ -122,8 +127,8 @@ class StepWatch:
             _, left = self._cut()
             # Only because there is this hook, the engine holds what came in until the hook returns.
             self._held = sum(t.untyped_storage().nbytes() for t in gradients if t is not None)
-            self.off_bytes = max(self.off_bytes, left - memory.backward_end_bytes - self._held)
-            self._live += memory.backward_end_bytes + self._held
+            self.off_bytes = max(self.off_bytes, left - memory.backward_end_bytes - self._held - zeros)
+            self._live += memory.backward_end_bytes + self._held + zeros
             self._open[layer] -= 1
             self._open += Counter()
             self._stored -= memory.stored_bytes
@@ -158,6 +163,12 @@ class StepWatch:
 def is_layer_node(node: Any) -> bool:
     """Whether an autograd node is that of a compiled layer."""
     return any(name in type(node).__name__ for name in ("CompiledFunction", "_RunAgain"))
+
+
+def _zeros_bytes(node: Any, gradients: Iterable[Any]) -> int:
+    """Of the zeros that autograd makes inside of ``node`` for outputs nobody asks the gradient of."""
+    given = zip(node._input_metadata, gradients, strict=True)
+    return sum(math.prod(look.shape) * look.dtype.itemsize for look, gradient in given if gradient is None)
 
 
 def _compiled_node(outputs: Iterable[Any]) -> Any:
