@@ -23,6 +23,7 @@ from lowtide.units import format_bytes
 
 _ROUNDS = 2
 _LEANER = 0.6  # of the peak in backward, where nothing fits
+_IN_PLACE_OF_REFUSED = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the limit
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,10 @@ class StepPlanner:
             self._compile(shape, name)
         return bool(uncompiled)
 
-    def _options(self, *, ready: bool = False) -> dict[str, list[Option]]:
-        """By layer; ``ready``: only what is compiled."""
+    def _options(self, *, ready: bool = False, refused: bool = False) -> dict[str, list[Option]]:
+        """By layer; ``ready``: only what is compiled; ``refused``: what was left out too."""
         by_shape = {
-            (id(shape), held): _options_of(shape, ready=ready, outputs_held=held)
+            (id(shape), held): _options_of(shape, ready=ready, refused=refused, outputs_held=held)
             for shape in self._distinct
             for held in (True, False)
         }
@@ -261,22 +262,28 @@ class StepPlanner:
 
     def _correct(self, shape: LayerShape, limit: int) -> bool:
         """The model as one graph: read the set that should just fit, if the step takes as much more than the simulation
-        as with the read set that is nearest to the limit. Whether it is new."""
+        as with the read set that is nearest to the limit. Whether it is new.
+
+        Where that set was refused, one that takes somewhat less is read in its place.
+        """
         assert shape.captured.layer is not None
         (layer,) = self.shapes
-        options = self._options()
-        read = {name: v for name, v in shape.variants.items() if v.saved.names is not None and not v.refused}
+        options = self._options(refused=True)
+        read = {name: v for name, v in shape.variants.items() if v.saved.names is not None}
         peaks = {name: peak_of(self.moments, options, {layer: name}) for name in read}
-        off_bytes = 0
-        if peaks:
-            near = min(peaks, key=lambda name: abs(peaks[name] - limit))
-            off_bytes = peaks[near] - read[near].saved.peak_bytes
-        saved = saved_sets.within_peak(shape.captured.layer, limit - off_bytes)
-        if saved is None or not self._propose(shape, [saved]):
-            return False
-        for name in list(shape.proposed):
-            self._read(shape, name)
-        return True
+        near = min(peaks, key=lambda name: abs(peaks[name] - limit))
+        off_bytes = peaks[near] - read[near].saved.peak_bytes
+        for share in _IN_PLACE_OF_REFUSED:
+            saved = saved_sets.within_peak(shape.captured.layer, int(share * limit) - off_bytes)
+            if saved is None:
+                return False
+            if self._propose(shape, [saved]):
+                for name in list(shape.proposed):
+                    self._read(shape, name)
+                return True
+            if not any(v.refused for v in read.values() if v.saved.names == saved.names):
+                return False
+        return False
 
     def _refine(self, choice: Choice, limit: int) -> bool:
         """Propose sets between each chosen one and the next larger. Whether there are new ones."""
@@ -343,7 +350,7 @@ class StepPlanner:
         )
 
 
-def _options_of(shape: LayerShape, *, ready: bool, outputs_held: bool = True) -> list[Option]:
+def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, outputs_held: bool = True) -> list[Option]:
     """What each variant means: by its code where that was read, else as the solver believes.
 
     Args:
@@ -358,7 +365,7 @@ def _options_of(shape: LayerShape, *, ready: bool, outputs_held: bool = True) ->
             v.step_ms or _believed_ms(shape, v.saved),
         )
         for name, v in shape.variants.items()
-        if not v.refused and (v.run is not None or not ready)
+        if (refused or not v.refused) and (v.run is not None or not ready)
     ]
     for name, saved in [] if ready else list(shape.proposed.items()):
         beyond = max(0, saved.backward_bytes - saved.stored_bytes)
