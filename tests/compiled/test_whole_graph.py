@@ -6,6 +6,8 @@ from support.compiled_layers import IDS, decoder, equal, step_of
 from torch import nn
 
 import lowtide
+from lowtide.compiled import step_plan
+from lowtide.compiled.proof import why_not_equal
 from lowtide.measurement.allocator import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,6 +51,40 @@ def test_a_whole_graph_goes_far_below_what_it_stores_and_no_further_than_its_lea
     assert measured_bytes(compiled) == pytest.approx(compiled.plan.predicted_peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
+def test_a_set_with_other_bits_is_replaced_by_one_that_takes_somewhat_less(monkeypatch):
+    model = decoder(layers=2, width=64)
+    compiled = lowtide.compile(model, layers=["*"])
+    expected = step_of(compiled, model)
+    tried = []
+
+    def refuses_the_first(captured, made, plain):
+        tried.append(made.name)
+        return "loss has other bits" if len(tried) == 1 else why_not_equal(captured, made, plain)
+
+    monkeypatch.setattr(step_plan, "why_not_equal", refuses_the_first)
+    compiled.set_budget("70%")
+
+    plan = compiled.plan
+    assert plan.layers[""] not in ("plain", "least", "run again", tried[0])
+    assert plan.refused == (f"{tried[0]}: loss has other bits",)
+    assert 0.8 < (plan.predicted_peak_bytes - plan.resident_bytes) / (plan.budget_bytes - plan.resident_bytes) <= 1
+    assert equal(step_of(compiled, model), expected)
+
+
+@pytest.mark.slow
+def test_dropout_in_a_whole_graph_keeps_its_mask():
+    model = decoder(layers=2, width=64, dropout=0.3)
+    expected = decoder(layers=2, width=64, dropout=0.3)
+    expected.compile(fullgraph=True, dynamic=False)
+    compiled = lowtide.compile(model, layers=["*"], budget="80%")
+    step_of(compiled, model)
+
+    assert compiled.plan.layers[""] != "plain"
+    assert equal(step_of(compiled, model), step_of(expected, expected))
+    assert measured_bytes(compiled) <= compiled.plan.predicted_peak_bytes
+
+
 class WithScores(nn.Module):
     """Returns its loss and what it comes from, as models of transformers do; nobody asks the latter's gradient."""
 
@@ -72,6 +108,61 @@ def test_zeros_for_outputs_nobody_asks_the_gradient_of_count_in_backward_alone()
 
     assert plan.margin_bytes == 0
     assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
+
+
+class Scores(nn.Module):
+    """Its loss is computed outside, and takes more than the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = decoder(layers=2, width=64)
+        self.inner.head = nn.Linear(64, 512)
+
+    def forward(self, ids):
+        return self.inner.head(self.inner.blocks[1](self.inner.blocks[0](self.inner.embed(ids))))
+
+
+@pytest.mark.slow
+def test_a_loss_outside_counts_beside_what_is_stored():
+    def step():
+        nn.functional.cross_entropy(compiled(IDS).flatten(0, 1), IDS.flatten()).backward()
+
+    model = Scores()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    compiled = lowtide.compile(model, layers=["*"])
+    step()
+    found = []
+    for budget in ("90%", "75%", "60%"):
+        compiled.set_budget(budget)
+        plan = compiled.plan
+        assert plan.resident_bytes + peak_bytes(step) <= plan.predicted_peak_bytes <= plan.budget_bytes
+        found.append(plan.predicted_peak_bytes)
+    assert found == sorted(set(found), reverse=True)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_whoever_calls_backward_holds_is_not_freed_by_the_code():
+    def step():
+        compiled(IDS).backward(given)
+
+    model, given = Scores(), torch.ones(4, 32, 512)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    compiled = lowtide.compile(model, layers=["*"], budget="80%")
+    step()
+
+    plan = compiled.plan
+
+    assert plan.layers[""] != "plain"
+    assert plan.resident_bytes + peak_bytes(step) <= plan.predicted_peak_bytes <= plan.budget_bytes
+
+
+def test_a_model_that_checkpoints_its_layers_is_refused_as_one_graph():
+    model = decoder()
+    model.blocks[1].gradient_checkpointing = True
+    with pytest.raises(lowtide.errors.UnsupportedModelError, match="^the model has gradient checkpointing on"):
+        lowtide.compile(model, layers=["*"])
 
 
 class Breaking(nn.Module):

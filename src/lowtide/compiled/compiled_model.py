@@ -374,11 +374,12 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
                 "other devices' generated code allocates is not read. Use lowtide.fit there."
             )
     for name in outer:
-        if is_compiled(modules[name]) or any(is_compiled(m) for m in modules[name].modules()):
-            raise UnsupportedModelError(f"{name} is compiled already. Take that off: lowtide.compile compiles it.")
-        if getattr(modules[name], "gradient_checkpointing", False):
+        called = name or "the model"
+        if any(is_compiled(m) for m in modules[name].modules()):
+            raise UnsupportedModelError(f"{called} is compiled already. Take that off: lowtide.compile compiles it.")
+        if any(getattr(m, "gradient_checkpointing", False) for m in modules[name].modules()):
             raise UnsupportedModelError(
-                f"{name} has gradient checkpointing on. Switch it off (gradient_checkpointing_disable): the plan "
+                f"{called} has gradient checkpointing on. Switch it off (gradient_checkpointing_disable): the plan "
                 "decides what backward computes again."
             )
     return outer

@@ -44,8 +44,8 @@ class LayerShape:
     Attributes:
         variants: By name; ``plain``, ``least`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and nobody has made code of.
-        whole: It is the model as one graph: what counts is the peak of its own forward and backward, not what it holds
-            while others run.
+        whole: It is the model as one graph. Then the peak of its forward and backward counts, not what it holds while
+            others run.
     """
 
     def __init__(self, captured: CapturedLayer, session: Session, *, whole: bool = False) -> None:
@@ -67,8 +67,8 @@ class LayerShape:
             return planned
         if wanted:
             self._session.not_as_planned = f"{layer or 'the model'} was compiled anew, so its part of the plan is gone"
-        lean = [v for v in (self.variants[LEAST], self.variants[AGAIN]) if _runs(v)]
-        return min(lean, key=self._bytes_that_count, default=self.variants[PLAIN])
+        there = [self.variants[name] for name in (LEAST, AGAIN, PLAIN)]
+        return min((v for v in there if _runs(v)), key=self._bytes_that_count)
 
     def _bytes_that_count(self, variant: Variant) -> tuple[int, int]:
         memory = variant.memory

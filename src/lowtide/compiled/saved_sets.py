@@ -91,17 +91,23 @@ def within(layer: LayerGraph, stored_bytes: int, backward_bytes: int | None) -> 
     return _evaluated(layer, plan.action_of())
 
 
-def within_peak(layer: LayerGraph, peak_bytes: int) -> SavedSet | None:
-    """The fastest set whose forward and backward take no more than that; None where the solver finds none."""
+def within_peak(layer: LayerGraph, peak_bytes: int, rest_bytes: int = 0) -> SavedSet | None:
+    """The fastest set for a step whose peak is at most that, where the layer is most of the step; None where the solver
+    finds none. What it takes may be somewhat more: a value is made again once, and inputs are cast again.
+
+    Args:
+        rest_bytes: What the rest of the model takes while all lives that the layer stores.
+    """
+    graph = layer.with_slack(rest_bytes)
     try:
-        plan = solve(layer.graph, layer.costs, max(1, peak_bytes + layer.graph.resident_bytes))
+        plan = solve(graph, layer.costs, max(1, peak_bytes + graph.resident_bytes))
     except BudgetInfeasibleError:
         return None
     return _evaluated(layer, plan.action_of())
 
 
 def least_peak(layer: LayerGraph) -> SavedSet:
-    """The set with the lowest peak of forward and backward that the solver finds."""
+    """The set with the lowest peak that the solver finds, where the layer is the whole step."""
     try:
         plan = solve(layer.graph, layer.costs, 1)
     except BudgetInfeasibleError as error:

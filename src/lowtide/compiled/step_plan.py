@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from lowtide.compiled import saved_sets
 from lowtide.compiled.captured_layer import Variant
-from lowtide.compiled.choice import Choice, Moment, Option, fastest_within, least_peak, peak_moment, peak_of
+from lowtide.compiled.choice import BETWEEN, Choice, Moment, Option, fastest_within, least_peak, peak_moment, peak_of
 from lowtide.compiled.generated_code import UnreadableCodeError
-from lowtide.compiled.layer_calls import PLAIN, LayerShape
+from lowtide.compiled.layer_calls import LEAST, PLAIN, LayerShape
 from lowtide.compiled.proof import measure_ms, why_not_equal
 from lowtide.compiled.saved_sets import SavedSet
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
@@ -23,7 +23,9 @@ from lowtide.units import format_bytes
 
 _ROUNDS = 2
 _LEANER = 0.6  # of the peak in backward, where nothing fits
+_CORRECTIONS, _NEAR = 4, 0.02  # of the limit
 _IN_PLACE_OF_REFUSED = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the limit
+_ABOVE_REFUSED = (1.05, 1.15, 1.3)  # of the least peak
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class StepPlanner:
         self.moments = [replace(moment, extra_bytes=moment.extra_bytes + margin_bytes) for moment in moments]
         self.shapes, self.resident_bytes, self.margin_bytes = shapes, resident_bytes, margin_bytes
         self._distinct = list(dict.fromkeys(shapes.values()))
-        self.refused: list[str] = []
+        self.refused = [f"{v.name}: {v.refused}" for s in self._distinct for v in s.variants.values() if v.refused]
+        self._unreadable = set[tuple[str, ...] | None]()
         self._made: list[CompiledPlan] = []
 
     @property
@@ -147,20 +150,10 @@ class StepPlanner:
         return any(plan is made for made in self._made)
 
     def _within(self, limit: int) -> Choice:
-        for shape in self._distinct:
-            assert shape.captured.layer is not None
-            if shape.whole:
-                self._correct(shape, limit)
-            else:
-                self._propose(shape, saved_sets.front(shape.captured.layer))
-        rounds = 0
-        while rounds < _ROUNDS:
-            choice = fastest_within(self.moments, self._options(), limit)
-            if choice is not None and self._advance(choice):
-                continue  # with what code takes, measured times, and without what was refused
-            rounds += 1
-            if not (self._lean_further(limit) if choice is None else self._refine(choice, limit)):
-                break
+        if any(shape.whole for shape in self._distinct):
+            self._prepare_whole(limit)
+        else:
+            self._prepare_layers(limit)
         while True:
             found = fastest_within(self.moments, self._options(ready=True), limit)
             if found is not None:
@@ -177,6 +170,72 @@ class StepPlanner:
             budget_bytes=budget_bytes,
             least_bytes=least_bytes,
         )
+
+    def _prepare_layers(self, limit: int) -> None:
+        """Propose sets, and read and compile those of the fastest choice that fits."""
+        for shape in self._distinct:
+            assert shape.captured.layer is not None
+            self._propose(shape, saved_sets.front(shape.captured.layer))
+        rounds = 0
+        while rounds < _ROUNDS:
+            choice = fastest_within(self.moments, self._options(), limit)
+            if choice is not None and self._advance(choice):
+                continue  # with what code takes, measured times, and without what was refused
+            rounds += 1
+            if not (self._lean_further() if choice is None else self._refine(choice)):
+                break
+
+    def _prepare_whole(self, limit: int) -> None:
+        """The model as one graph: read the sets that come close to the limit from below, and compile the fastest.
+
+        Where it is refused, sets that take somewhat less come in its place; where all that stores least is, sets that
+        store somewhat more.
+        """
+        (shape,) = self._distinct
+        for share in _IN_PLACE_OF_REFUSED:
+            self._read_near(shape, int(share * limit))
+            choice = fastest_within(self.moments, self._options(), limit)
+            if choice is None:
+                break
+            self._advance(choice)
+            if any(choice.variants[layer] in self._usable(shape) for layer in self.shapes):
+                return
+        least = shape.variants[LEAST]
+        if least.refused:
+            for share in _ABOVE_REFUSED:
+                self._read_near(shape, int(share * self._step_peak(least)))
+
+    def _usable(self, shape: LayerShape) -> set[str]:
+        return {name for name, v in shape.variants.items() if v.run is not None and not v.refused}
+
+    def _step_peak(self, variant: Variant) -> int:
+        """Of the model as one graph, by its code."""
+        (layer,) = self.shapes
+        return peak_of(self.moments, self._options(refused=True), {layer: variant.name})
+
+    def _read_near(self, shape: LayerShape, limit: int) -> None:
+        """Ask for the fastest set within the limit, read its code, and ask again for as much less or more as that took
+        more or less: simulation fuses otherwise than Inductor, and the step holds what is not in the graph."""
+        assert shape.captured.layer is not None
+        between = [m.live_bytes + m.extra_bytes for m in self.moments if m.kind == BETWEEN and m.open]
+        least = shape.variants[LEAST]
+        ask = limit - self._step_peak(least) + least.saved.peak_bytes
+        asked = set[int]()
+        for _ in range(_CORRECTIONS):
+            asked.add(ask)
+            saved = saved_sets.within_peak(shape.captured.layer, ask, max(between, default=0))
+            if saved is None:
+                return
+            self._propose(shape, [saved])
+            for name in list(shape.proposed):
+                self._read(shape, name)
+            found = next((v for v in shape.variants.values() if v.saved.names == saved.names), None)
+            if found is None:
+                return  # its code cannot be read
+            room = limit - self._step_peak(found)
+            if 0 <= room <= _NEAR * limit or ask + room in asked:
+                return
+            ask += room
 
     def _left_out(self) -> str:
         reasons = [f"{name}: {v.refused}" for s in self._distinct for name, v in s.variants.items() if v.refused]
@@ -230,7 +289,7 @@ class StepPlanner:
     def _propose(self, shape: LayerShape, sets: Sequence[SavedSet]) -> bool:
         """Add the sets that are new. Whether there were any."""
         known = {v.saved.names for v in shape.variants.values()} | {s.names for s in shape.proposed.values()}
-        new = [s for s in sets if s.names not in known]
+        new = [s for s in sets if s.names not in known | self._unreadable]
         for saved in new:
             name = f"saving {len(saved.names or ())} values, {format_bytes(saved.stored_bytes)}"
             while name in shape.variants or name in shape.proposed:
@@ -245,6 +304,7 @@ class StepPlanner:
             variant = shape.captured.variant(name, saved, kernels=False)
         except (UnreadableCodeError, PlanMismatchError) as error:
             self.refused.append(f"{name}: {error}")
+            self._unreadable.add(saved.names)
             return
         shape.variants[name] = variant
 
@@ -260,40 +320,12 @@ class StepPlanner:
             self.refused.append(f"{name}: its code took other bytes when it was compiled; the second reading counts")
         self._time(shape)
 
-    def _correct(self, shape: LayerShape, limit: int) -> bool:
-        """The model as one graph: read the set that should just fit, if the step takes as much more than the simulation
-        as with the read set that is nearest to the limit. Whether it is new.
-
-        Where that set was refused, one that takes somewhat less is read in its place.
-        """
-        assert shape.captured.layer is not None
-        (layer,) = self.shapes
-        options = self._options(refused=True)
-        read = {name: v for name, v in shape.variants.items() if v.saved.names is not None}
-        peaks = {name: peak_of(self.moments, options, {layer: name}) for name in read}
-        near = min(peaks, key=lambda name: abs(peaks[name] - limit))
-        off_bytes = peaks[near] - read[near].saved.peak_bytes
-        for share in _IN_PLACE_OF_REFUSED:
-            saved = saved_sets.within_peak(shape.captured.layer, int(share * limit) - off_bytes)
-            if saved is None:
-                return False
-            if self._propose(shape, [saved]):
-                for name in list(shape.proposed):
-                    self._read(shape, name)
-                return True
-            if not any(v.refused for v in read.values() if v.saved.names == saved.names):
-                return False
-        return False
-
-    def _refine(self, choice: Choice, limit: int) -> bool:
+    def _refine(self, choice: Choice) -> bool:
         """Propose sets between each chosen one and the next larger. Whether there are new ones."""
         found = False
         for shape in self._distinct:
             layer = shape.captured.layer
             assert layer is not None
-            if shape.whole:
-                found |= self._correct(shape, limit)
-                continue
             chosen = {choice.variants[name] for name, s in self.shapes.items() if s is shape}
             sizes = sorted({option.stored_bytes for option in _options_of(shape, ready=False)})
             wanted = []
@@ -305,15 +337,12 @@ class StepPlanner:
             found |= self._propose(shape, [s for s in sets if s is not None])
         return found
 
-    def _lean_further(self, limit: int) -> bool:
+    def _lean_further(self) -> bool:
         """Propose sets with a lower peak in backward than all that were read. Whether there are new ones."""
         found = False
         for shape in self._distinct:
             layer = shape.captured.layer
             assert layer is not None
-            if shape.whole:
-                found |= self._correct(shape, limit)
-                continue
             sets = []
             for option in sorted(_options_of(shape, ready=False), key=lambda o: o.stored_bytes)[:3]:
                 peak = option.stored_bytes + option.backward_bytes

@@ -48,6 +48,7 @@ class StepWatch:
         self._live = self._granted = self._held = 0
         self._open: Counter[str] = Counter()
         self._stored = 0  # bytes, of the layers that are open
+        self._roots: list[Any] = []  # nodes where the backward that runs began
         self._begun = self._stopped = False
         # What a hook inside backward switches on or off, the engine undoes: the allocator's events are on all through,
         # and hooks only begin and end counts of them.
@@ -97,10 +98,10 @@ class StepWatch:
         self._open[layer] += 1
         self._stored += memory.stored_bytes
         if self.shapes.setdefault(layer, shape) is not shape:
-            self.failed = f"{layer} was called with two sets of input shapes in one step"
+            self.failed = f"{layer or 'the model'} was called with two sets of input shapes in one step"
         node = _compiled_node(outputs)
         if node is None:
-            self.failed = f"{layer} returned nothing that has a gradient"
+            self.failed = f"{layer or 'the model'} returned nothing that has a gradient"
         else:
             self._follow(node, layer, memory)
         self._start()
@@ -115,7 +116,9 @@ class StepWatch:
                 return
             self._between_ends()
             zeros = _zeros_bytes(node, gradients)
-            live = self._live - self._stored - self._granted + zeros
+            # The code lets go of what it is given; whoever called backward holds that all the same.
+            held = sum(g.nbytes for g in gradients if g is not None) if node in self._roots else 0
+            live = self._live - self._stored - self._granted + zeros + held
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
             self._begun = True
             self._start()
@@ -138,12 +141,14 @@ class StepWatch:
         node.register_hook(end)
 
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
-        """Nothing: the hooks of the layers tell."""
+        """The hooks of the layers tell the rest."""
+        self._roots = [r.grad_fn if isinstance(r, torch.Tensor) else r.node for r in roots]
 
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
     ) -> None:
         """The step has ended if no layer waits for another backward."""
+        self._roots = []
         if error is not None:
             self.failed = "backward failed"
         if self._stopped or not self._begun or (self._open and error is None):

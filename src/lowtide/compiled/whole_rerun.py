@@ -38,6 +38,7 @@ class _RunAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Sequence[Any]], draws: bool, *inputs: torch.Tensor) -> tuple:
         ctx.run, ctx.draws = run, draws
+        ctx._materialize_non_diff_grads = False  # as in compiled code: no zeros for integers
         ctx.save_for_backward(*inputs, *([torch.get_rng_state()] if draws else []))
         outputs = run(*(x.detach() for x in inputs))
         ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not _has_gradient(y)))
