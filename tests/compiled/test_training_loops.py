@@ -129,7 +129,7 @@ def test_code_that_is_made_anew_is_no_part_of_the_plan_even_under_the_same_name(
 
     def shape(*names):
         made = object.__new__(layer_calls.LayerShape)
-        made._session = session
+        made._session, made.whole = session, False
         made.variants = {name: captured_layer.Variant(name, None, memory, run=list) for name in names}
         return made
 
