@@ -189,7 +189,7 @@ def test_a_later_shape_that_no_plan_fits_ends_no_run():
 def test_a_later_shape_whose_code_cannot_be_read_ends_no_run(monkeypatch):
     model, compiled = compiled_decoder()
 
-    def unreadable(*args):
+    def unreadable(*args, **_):
         raise UnreadableCodeError("generated code uses 'strange'.")
 
     with monkeypatch.context() as patched:
