@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support.compiled_layers import IDS, decoder, equal, reference, step_of
+from support.compiled_layers import IDS, Breaking, decoder, equal, reference, step_of
 from torch import nn
 
 import lowtide
@@ -118,16 +118,6 @@ def test_a_warm_cache_gives_the_plan_that_was_asked_for(tmp_path):
     assert warm_sum == cold_sum == other_sum
     # Not the cached code of the other plan. Which variants it takes depends on times, so peaks within a budget vary.
     assert int(other_peak) > max(int(cold_peak), int(warm_peak))
-
-
-class Breaking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return self.inner(x)
 
 
 def test_a_graph_break_is_refused_by_the_name_of_the_layer():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.compiled_layers import IDS, decoder, equal, step_of
+from support.compiled_layers import IDS, Breaking, decoder, equal, step_of
 from torch import nn
 
 import lowtide
@@ -163,16 +163,6 @@ def test_a_model_that_checkpoints_its_layers_is_refused_as_one_graph():
     model.blocks[1].gradient_checkpointing = True
     with pytest.raises(lowtide.errors.UnsupportedModelError, match="^the model has gradient checkpointing on"):
         lowtide.compile(model, layers=["*"])
-
-
-class Breaking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return self.inner(x)
 
 
 def test_a_model_that_is_no_one_graph_is_refused_as_the_model():

@@ -42,6 +42,18 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
 
 
+class Breaking(nn.Module):
+    """No single graph can be made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
 IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
 
 

@@ -61,6 +61,11 @@ class Choice:
     layers_ms: float
 
 
+def called(layer: str) -> str:
+    """What messages call a layer; the name of the model itself is empty."""
+    return layer or "the model"
+
+
 def peak_of(moments: Sequence[Moment], options: Mapping[str, Sequence[Option]], variants: Mapping[str, str]) -> int:
     """The step's peak in bytes, with that variant for each layer."""
     chosen = {layer: next(o for o in found if o.name == variants[layer]) for layer, found in options.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.compiled.choice import called
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
@@ -374,13 +375,14 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
                 "other devices' generated code allocates is not read. Use lowtide.fit there."
             )
     for name in outer:
-        called = name or "the model"
         if any(is_compiled(m) for m in modules[name].modules()):
-            raise UnsupportedModelError(f"{called} is compiled already. Take that off: lowtide.compile compiles it.")
+            raise UnsupportedModelError(
+                f"{called(name)} is compiled already. Take that off: lowtide.compile compiles it."
+            )
         if any(getattr(m, "gradient_checkpointing", False) for m in modules[name].modules()):
             raise UnsupportedModelError(
-                f"{called} has gradient checkpointing on. Switch it off (gradient_checkpointing_disable): the plan "
-                "decides what backward computes again."
+                f"{called(name)} has gradient checkpointing on. Switch it off (gradient_checkpointing_disable): "
+                "the plan decides what backward computes again."
             )
     return outer
 

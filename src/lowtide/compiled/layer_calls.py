@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
+from lowtide.compiled.choice import called
 from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, least, least_peak
 from lowtide.compiled.step_watch import StepWatch
@@ -66,7 +67,7 @@ class LayerShape:
         if planned is not None and _runs(planned):
             return planned
         if wanted:
-            self._session.not_as_planned = f"{layer or 'the model'} was compiled anew, so its part of the plan is gone"
+            self._session.not_as_planned = f"{called(layer)} was compiled anew, so its part of the plan is gone"
         there = [self.variants[name] for name in (LEAST, AGAIN, PLAIN)]
         return min((v for v in there if _runs(v)), key=self._bytes_that_count)
 
@@ -95,7 +96,7 @@ class LayerKind:
 
     def _uncompiled(self, graph: fx.GraphModule, why: str) -> Compiled:
         def run(*inputs: Any) -> Any:
-            self._session.not_as_planned = f"{self._session.layer or 'the model'} {why}"
+            self._session.not_as_planned = f"{called(self._session.layer)} {why}"
             return graph(*inputs)
 
         return run
@@ -127,7 +128,6 @@ class LayerCall:
 
     def __init__(self, name: str, module: nn.Module, kind: LayerKind, session: Session) -> None:
         self._name, self._session = name, session
-        self._called = name or "the model"
         self._call_impl = module._call_impl
         self._run = torch.compile(module._call_impl, backend=kind, fullgraph=True, dynamic=False)
 
@@ -147,7 +147,7 @@ class LayerCall:
             if session.training:
                 outputs = self._as_it_is(f". It cannot be compiled: {str(inner).splitlines()[0]}", args, kwargs)
             elif isinstance(inner, LowtideError):
-                raise type(inner)(f"{self._called}: {inner}") from failed
+                raise type(inner)(f"{called(self._name)}: {inner}") from failed
             else:
                 raise
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # before anything ran
@@ -158,7 +158,7 @@ class LayerCall:
                 "TORCH_LOGS=graph_breaks shows, or name other layers with layers="
             )
             if not session.training:
-                raise UnsupportedModelError(f"{self._called} {reason}.") from broken
+                raise UnsupportedModelError(f"{called(self._name)} {reason}.") from broken
             outputs = self._as_it_is(f". It {reason}", args, kwargs)
         finally:
             session.layer = ""
@@ -170,5 +170,5 @@ class LayerCall:
         return outputs
 
     def _as_it_is(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._session.not_as_planned = f"{self._called} is a layer {_AS_IT_IS}{why}"
+        self._session.not_as_planned = f"{called(self._name)} is a layer {_AS_IT_IS}{why}"
         return self._call_impl(*args, **kwargs)

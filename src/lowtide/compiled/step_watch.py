@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowtide.compiled.captured_layer import VariantMemory
-from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment
+from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment, called
 from lowtide.device.memory import PeakCounter
 from lowtide.measurement.allocator import measuring
 from lowtide.tape import backward_entry
@@ -98,10 +98,10 @@ class StepWatch:
         self._open[layer] += 1
         self._stored += memory.stored_bytes
         if self.shapes.setdefault(layer, shape) is not shape:
-            self.failed = f"{layer or 'the model'} was called with two sets of input shapes in one step"
+            self.failed = f"{called(layer)} was called with two sets of input shapes in one step"
         node = _compiled_node(outputs)
         if node is None:
-            self.failed = f"{layer or 'the model'} returned nothing that has a gradient"
+            self.failed = f"{called(layer)} returned nothing that has a gradient"
         else:
             self._follow(node, layer, memory)
         self._start()
