@@ -1,5 +1,6 @@
 """What the pages show is what happens; what they name is there."""
 
+import doctest
 import re
 import shlex
 import shutil
@@ -13,49 +14,68 @@ from lowtide import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A block after this mark goes on where the block before it ended.
-CONTINUES = "<!-- continues -->\n"
-BLOCK = re.compile(rf"({CONTINUES})?```python\n(.*?)```", re.DOTALL)
+# A block after the first mark goes on where the block before it ended. One after the second runs in `make test-all` only.
+MARKS = r"(<!-- (?:continues|slow) -->\n)?"
+# What a block prints stands in a block of text after it, or behind its calls of print; "..." is any text.
+TEXT = r"(?:\n+```text\n(.*?)```)?"
+BLOCK = re.compile(rf"{MARKS}```python\n(.*?)```{TEXT}", re.DOTALL)
+COMMANDS = re.compile(rf"{MARKS}```sh\n((?:lowtide [^\n]*\n)+)```{TEXT}", re.DOTALL)
 
 
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
-def test_every_python_block_runs_and_prints_what_it_says(capsys, monkeypatch, page):
+def pages_with(blocks: re.Pattern[str]) -> list:
+    """Each page with such blocks; once more, marked slow, where some run in ``make test-all`` only."""
+    found = sorted({(p, is_slow(p, mark)) for p in PAGES for mark, *_ in blocks.findall(p.read_text())})
+    return [pytest.param(p, slow, id=name(p), marks=pytest.mark.slow if slow else ()) for p, slow in found]
+
+
+def is_slow(page: Path, mark: str) -> bool:
+    return "slow" in mark or page.stem == "will-it-fit"  # plans of the largest models
+
+
+def assert_printed(printed: str, expected: str) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(expected, printed, flags), f"expected:\n{expected}\nprinted:\n{printed}"
+
+
+def test_another_number_is_seen():
+    assert_printed("peak 3 MiB of\n4 MiB\n", "peak ... MiB of 4 MiB\n")
+    with pytest.raises(AssertionError, match="printed"):
+        assert_printed("peak 3 MiB of 5 MiB\n", "peak ... MiB of 4 MiB\n")
+
+
+@pytest.mark.parametrize(("page", "slow"), pages_with(BLOCK))
+def test_every_python_block_runs_and_prints_what_it_says(capsys, monkeypatch, page, slow):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which Accelerate imports, prints what it found
     namespace: dict = {}
-    for goes_on, block in BLOCK.findall(page.read_text()):
-        namespace = namespace if goes_on else {}
-        exec(compile(block, name(page), "exec"), namespace)
-        expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
-        assert capsys.readouterr().out.splitlines() == expected
+    for mark, block, text in BLOCK.findall(page.read_text()):
+        if is_slow(page, mark) is slow:
+            namespace = namespace if "continues" in mark else {}
+            exec(compile(block, name(page), "exec"), namespace)
+            said = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
+            assert_printed(capsys.readouterr().out, text or "".join(f"{line}\n" for line in said))
 
 
-COMMANDS = re.compile(r"```sh\n((?:lowtide .*\n)+)```")
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(p, marks=pytest.mark.slow) if p.stem == "will-it-fit" else p  # plans of the largest models
-        for p in PAGES
-        if COMMANDS.search(p.read_text())
-    ],
-    ids=name,
-)
-def test_every_command_of_a_page_runs(capsys, monkeypatch, tmp_path, page):
+@pytest.mark.parametrize(("page", "slow"), pages_with(COMMANDS))
+def test_every_command_of_a_page_runs(capsys, monkeypatch, tmp_path, page, slow):
     monkeypatch.chdir(tmp_path)
-    commands = [line for block in COMMANDS.findall(page.read_text()) for line in block.splitlines()]
-    for command in commands:
-        code = cli.main([*shlex.split(command)[1:], "--json"])
-        assert (command, code) == (command, 0), capsys.readouterr().err
-    assert len(commands) > 5
+    for mark, block, text in COMMANDS.findall(page.read_text()):
+        printed = ""
+        for command in block.splitlines() if is_slow(page, mark) is slow else ():
+            code = cli.main([*shlex.split(command)[1:], *(() if text else ("--json",))])
+            captured = capsys.readouterr()
+            assert (command, code) == (command, 0), captured.err
+            printed += captured.out
+        if printed and text:
+            assert_printed(printed, text)
 
 
 def test_enough_blocks_are_found():
-    assert sum(len(BLOCK.findall(page.read_text())) for page in PAGES) >= 10
+    assert sum(len(BLOCK.findall(page.read_text())) for page in PAGES) >= 20
+    assert sum(len(COMMANDS.findall(page.read_text())) for page in PAGES) >= 5
 
 
 def test_the_readme_is_short_and_its_tree_names_every_part_of_the_package():
