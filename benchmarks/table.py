@@ -134,30 +134,27 @@ def tables(lines: list[dict]) -> str:
 
 
 SUMMARY = {
-    "transformers full": "checkpoint every layer",
-    "transformers every 2nd": "checkpoint every 2nd layer",
+    "none": "plain",
     "SAC mm+sdpa": "PyTorch's selective checkpointing",
-    "lowtide 0.50": "**lowtide**, half the memory",
-    "lowtide at full's peak": "**lowtide**, no more memory than every layer",
+    "lowtide 0.50": "**lowtide**, half the activations",
+    "transformers full": "checkpoint every layer",
+    "lowtide at full's peak": "**lowtide**, as small as that",
 }
 
 
 def summary_table(lines: list[dict]) -> str:
-    """README's table: five methods on the decoder with the larger vocabulary, the default allocator's losses too."""
-    lines = [line for line in lines if line["case"] == lines[0]["case"]]
-    by = {(line["method"], line["malloc"]): line for line in lines}
-    plain = by["none", "fixed"]
-    rows = ["| method | activation memory | step time | with malloc's defaults |", "|---|---:|---:|---:|"]
+    """README's table: five methods on the decoder with the larger vocabulary."""
+    by = {line["method"]: line for line in lines if line["case"] == lines[0]["case"] and line["malloc"] == "fixed"}
+    plain = by["none"]
+    rows = ["| method | activation memory | step time |", "|---|---:|---:|"]
     for method, name in SUMMARY.items():
-        fixed, default = by[method, "fixed"], by[method, "default"]
-        rows.append(f"| {name} | {100 * fixed['fraction']:.0f} % | {spread(fixed)} | {spread(default)} |")
+        time = f"{plain['time_ms'] / 1000:.1f} s" if method == "none" else spread(by[method])
+        rows.append(f"| {name} | {by[method]['activation_bytes'] / MIB:.0f} MiB | {time} |")
     rows += [
         "",
-        f"A Llama-architecture decoder, {plain['layers']} layers of {plain['hidden']}, batch "
-        f"{' x '.join(map(str, plain['batch']))}, {plain['dtype']}, one thread. The plain step stores "
-        f"{plain['activation_bytes'] / MIB:.0f} MiB of activations. Step time is the median of {plain['rounds']} "
-        "interleaved rounds beside the plain step, ± half the quartile range. With malloc's defaults the plain step "
-        "also pays for page faults, which flatters every step that uses less memory.",
+        f"Llama architecture, {plain['layers']} layers of {plain['hidden']}, batch "
+        f"{' x '.join(map(str, plain['batch']))}, {plain['dtype']}, one CPU thread; medians of {plain['rounds']} "
+        "interleaved rounds ± half the quartile range ([all methods](docs/benchmarks.md)).",
     ]
     return "\n".join(rows)
 
