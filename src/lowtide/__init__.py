@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     alias.name: node.module
