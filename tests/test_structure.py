@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 
-# docs/design.md draws the same list. A new top-level module gets its place here, in the same commit.
+# docs/design/index.md says what the order means. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
     "models", "scratch_file", "device", "measurement", "estimation", "hollow", "tracing", "tape", "verifier",

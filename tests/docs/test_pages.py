@@ -95,6 +95,19 @@ def test_the_tree_in_contributing_names_every_part_of_the_package():
     assert sorted(named) == sorted(there)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/design").glob("*.md")), ids=name)
+def test_a_page_of_the_design_is_read_in_one_sitting(page):
+    assert len(page.read_text().split()) < 1500
+
+
+def test_the_design_has_a_page_for_every_row_of_its_table():
+    first = (ROOT / "docs/design/index.md").read_text()
+    pages = {page.name for page in (ROOT / "docs/design").glob("*.md")} - {"index.md"}
+
+    assert len(pages) > 10
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", first))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_file_that_a_page_names_exists(page):
     """Links, and paths like ``solvers/exact.py`` or ``tests/test_structure.py`` in code marks."""
