@@ -58,7 +58,7 @@ def page(lines: list[dict]) -> list[str]:
         whole = {k: found for (t, k), found in sorted(built.items()) if t == task and _all_equal(found)}
         text += [f"### {task[0].upper()}{task[1:]} ({len(whole)})", "", *_table(task, whole), ""]
     if any(_blind(task, found) for (task, _), found in built.items()):
-        text += ["\\* on text alone: where the model expects its image is not known here.", ""]
+        text += ["\\* Trained on text alone: the position of the image in the batch is not known here.", ""]
     others = [
         (kind, task, line)
         for (task, kind), found in sorted(built.items())
@@ -86,13 +86,13 @@ def _carried_out(equal: list[dict]) -> str:
     if without:
         proven = sum(line["floor"] > HALF for line in without)
         text += (
-            f" In {len(without)} variants the tightest budget known is above 50 %, so none was tried at 50 %: "
-            f"of {proven} it is proven that there is none. What is in the way there: {_in_the_way(without)}."
+            f" In {len(without)} variants the tightest known budget is above 50 %, so no plan was tried at 50 %; for "
+            f"{proven} of them it is proven that none exists. The ops that run at their least peak: {_at_peak(without)}."
         )
     return text
 
 
-def _in_the_way(lines: list[dict]) -> str:
+def _at_peak(lines: list[dict]) -> str:
     """The operators that run at the least peak, most frequent first."""
     found: Counter[str] = Counter()
     for line in lines:
@@ -115,9 +115,9 @@ def _peaks(equal: list[dict]) -> list[str]:
     within = {share: sum(abs(off) <= share for off, _, _ in seen) for share in (0.0, 0.001, 0.01)}
     off, name, line = max(seen, key=lambda found: abs(found[0]))
     return [
-        f"Peaks, predicted and measured, of {len(seen)} plans carried out: to the byte the same in {within[0.0]}, "
-        f"within 0.1 % in {within[0.001]}, within 1 % in {within[0.01]}; furthest off is `{line['type']}` "
-        f"({line['variant']}, {SHOWN.get(name, name)}), measured {off:+.2%}.",
+        f"Measured peaks of {len(seen)} plans: {within[0.0]} equal the predicted peak to the byte, {within[0.001]} are "
+        f"within 0.1 %, {within[0.01]} within 1 %. The worst is `{line['type']}` ({line['variant']}, "
+        f"{SHOWN.get(name, name)}), off by {off:+.2%}.",
         "",
     ]
 

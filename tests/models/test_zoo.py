@@ -122,12 +122,12 @@ def test_a_difference_and_a_failure_are_told_on_the_page():
     assert "5 model types in 5 classes, 8 variants tried, **6 bitwise equal under every plan**;" in text
     assert "Plans carried out: all replayed 1, exact at 50 % 1, exact at the least 3." in text
     assert (
-        "In 2 variants the tightest budget known is above 50 %" in text
-        and "of 1 it is proven that there is none" in text
+        "In 2 variants the tightest known budget is above 50 %" in text
+        and "for 1 of them it is proven that none exists." in text
     )
-    assert "in the way there: `mm` forward 2." in text
-    assert "of 3 plans carried out: to the byte the same in 2, within 0.1 % in 2, within 1 % in 3;" in text
-    assert "furthest off is `blind` (float32, exact at 50 %), measured -0.20%." in text
+    assert "The ops that run at their least peak: `mm` forward 2." in text
+    assert "of 3 plans: 2 equal the predicted peak to the byte, 2 are within 0.1 %, 3 within 1 %." in text
+    assert "The worst is `blind` (float32, exact at 50 %), off by -0.20%." in text
     assert "### Image and text (2)" in text and "| `blind`* |" in text and "| `sighted` |" in text
     assert "### Causal language (1)" in text
     assert "| model type | class | float32 | dropout | bfloat16 autocast | LoRA |" in text
