@@ -17,8 +17,8 @@ def zoo_table(lines: list[dict]) -> str:
     seconds = sorted(line["cpu_s"] for line in lines)
     rows = [
         f"{kinds} architectures of transformers {lines[0]['transformers']}, {checkpointed} of them checkpointed too: "
-        f"{silent} of {len(lines)} set-ups are passed in silence. A look takes {seconds[len(seconds) // 2]:.1f} s of "
-        f"one core, {seconds[-1]:.1f} s at most.",
+        f"the doctor reports nothing on {silent} of {len(lines)} set-ups. A diagnosis takes "
+        f"{seconds[len(seconds) // 2]:.1f} s of one core, {seconds[-1]:.1f} s at most.",
         "",
         "| code | severity | set-ups | architectures |",
         "|---|---|---:|---|",
@@ -33,14 +33,14 @@ def examples_table(lines: list[dict]) -> str:
     """A sentence on ``doctor_examples.py``."""
     told = [f"{line['example']}: {', '.join(line['findings'])}" for line in lines if line["findings"]]
     others = [line["example"] for line in lines if not line["findings"] and not line["notes"]]
-    return f"Of `examples/`, {', '.join(others)} are passed in silence" + (f"; {'; '.join(told)}." if told else ".")
+    return f"Of `examples/`, {', '.join(others)} have no finding" + (f"; {'; '.join(told)}." if told else ".")
 
 
 def bugs_table(lines: list[dict]) -> str:
     """One row per reproduction of ``doctor_bugs.py``; then what a whole look takes."""
     cases = [line for line in lines if "code" in line]
     if silent := [line["case"] for line in cases if not (line["found"] and line["mended_is_silent"])]:
-        raise SystemExit(f"no longer shown, or not silent when mended: {', '.join(silent)}.")
+        raise SystemExit(f"no longer shown, or reported after the fix too: {', '.join(silent)}.")
     rows = ["| code | shown in | what it says |", "|---|---|---|"]
     for line in sorted(cases, key=lambda line: line["case"]):
         evidence = line["evidence"].replace("|", "/").replace("\n", " ")
@@ -48,7 +48,7 @@ def bugs_table(lines: list[dict]) -> str:
     (whole,) = (line for line in lines if "checks" in line)
     return "\n".join([
         *rows, "",
-        f"{len(cases)} set-ups. Mended, each is passed in silence. All {whole['checks']} checks look at "
-        f"{whole['case']} in {whole['seconds']:.1f} s of one core. {whole['device']}, python {whole['python']}, commit "
+        f"{len(cases)} set-ups. With the fix in place each has no finding. All {whole['checks']} checks take "
+        f"{whole['seconds']:.1f} s of one core on {whole['case']}. {whole['device']}, python {whole['python']}, commit "
         f"{whole['commit']}.",
     ])  # fmt: skip
