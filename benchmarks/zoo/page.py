@@ -86,8 +86,9 @@ def _carried_out(equal: list[dict]) -> str:
     if without:
         proven = sum(line["floor"] > HALF for line in without)
         text += (
-            f" In {len(without)} variants the tightest known budget is above 50 %, so no plan was tried at 50 %; for "
-            f"{proven} of them it is proven that none exists. The ops that run at their least peak: {_at_peak(without)}."
+            f" In {len(without)} variants the tightest known budget is above 50 %, so no plan was tried at 50 %; "
+            f"for {proven} of them it is proven that none exists. The ops that run at their least peak: "
+            f"{_at_peak(without)}."
         )
     return text
 

@@ -1,4 +1,4 @@
-"""What of PyTorch's state decides over a layer's code and bits, as it was when the layer was called."""
+"""The part of PyTorch's state that decides a layer's code and bits, as it was when the layer was called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Ambient:
-    """What Dynamo guards on besides the inputs. A plan may be asked for where all of it is different."""
+    """What Dynamo guards on besides the inputs. A plan may be made in a place where all of it is different."""
 
     autocast: bool
     autocast_dtype: torch.dtype

@@ -132,7 +132,7 @@ class CapturedLayer:
             kernels: False: only make the code and read it, which takes a second; no kernel is compiled.
 
         Raises:
-            UnreadableCodeError: the code is of a form that is not known, so nobody can say what it takes.
+            UnreadableCodeError: the code has an unknown form, so what it takes is unknown.
             PlanMismatchError: the layer does not have what the plan saves.
             UnsupportedModelError: it is no pair of a forward and a backward, or is made by a setting that hides it.
         """
@@ -217,7 +217,7 @@ class CapturedLayer:
             )
 
     def _memory(self, lowered: list[_Lowered], *, holds_given: bool = False) -> VariantMemory:
-        """By its code. ``holds_given``: somebody holds inputs and gradients until backward has ended."""
+        """By its code. ``holds_given``: inputs and gradients are held elsewhere until backward has ended."""
         ahead = next(x for x in lowered if not x.backward)
         back = next(x for x in lowered if x.backward)
         inputs = {name: InputMemory(look, name) for name, look in ahead.placeholders.items()}
@@ -234,7 +234,7 @@ class CapturedLayer:
             if isinstance(block, str):  # an input of the layer
                 position = positions[block]
                 sample = self._others.get(position)
-                # Parameters stay. Another input goes with this layer where nobody else holds it.
+                # Parameters stay. Another input goes with this layer where nothing else holds it.
                 goes = sample is not None and sample.owned and not holds_given
                 given[name] = InputMemory(look, block, sample.look.bytes if sample and goes else 0)
             else:
@@ -256,7 +256,7 @@ class CapturedLayer:
 
 
 class _CountingPartitioner(PlannedPartitioner):
-    """Notes how many values the layer returns, which only the partitioner is told."""
+    """Notes how many values the layer returns, which only the partitioner gets."""
 
     def __init__(self, saved: Sequence[str] | None, seen: Any, captured: CapturedLayer) -> None:
         super().__init__(saved, seen)

@@ -1,7 +1,7 @@
 """One variant for each layer, so that the step fits and is fastest: a small integer program. Plain data, no torch.
 
-The step is a row of *moments*: code between layers, a layer's forward, a layer's backward. What lives in each is what
-lived when the step was watched, changed by what other variants store.
+The step is a row of *moments*: code between layers, a layer's forward, a layer's backward. The live bytes of a moment
+are those of the watched step, changed by what other variants store.
 """
 
 from __future__ import annotations

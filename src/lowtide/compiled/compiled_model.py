@@ -192,7 +192,7 @@ class CompiledModel(nn.Module):
         return outputs
 
     def _look_for_held_gradients(self) -> None:
-        """A gradient that was written over when the step was watched, and was held by somebody in the last backward."""
+        """Warn of a gradient that was written over in the watched step and was held elsewhere in the last backward."""
         last = max(self._last_calls, key=self._last_calls.__getitem__, default="")
         more = self._softmaxes.held_bytes - self._held_bytes.get(last, self._softmaxes.held_bytes)
         if more > 0:

@@ -1,9 +1,9 @@
 """What generated code allocates, read from the code itself: its Python is run on stand-ins that hold no memory.
 
 Inductor turns a graph into a Python function ``call``. It allocates buffers, calls kernels and deletes what it no
-longer needs, so the order of these lines is the true order of allocations: buffer reuse, fusion and the scheduler have
-had their say. Here the same function runs with kernels that do nothing and buffers that only count bytes. Python's own
-references decide what lives. A kernel that allocates its results (attention) runs on ``meta`` tensors for their sizes.
+longer needs, so the order of these lines is the true order of allocations, with buffer reuse, fusion and scheduling.
+Here the same function runs with kernels that do nothing and buffers that only count bytes. Python's own references
+decide what lives. A kernel that allocates its results (attention) runs on ``meta`` tensors for their sizes.
 
 Known weakness: the spelling of the code is no interface of PyTorch's. A name that is not known here is an error
 (``UnreadableCodeError``), never a guess. Memory that compiled kernels take past PyTorch's allocator is not seen.
@@ -52,7 +52,7 @@ class InputMemory:
     Attributes:
         look: None for a number.
         block: Which memory it lies in; inputs with the same one share it.
-        bytes: Of that memory; 0 where somebody else holds it.
+        bytes: Of that memory; 0 where something else holds it.
     """
 
     look: TensorLook | None

@@ -1,4 +1,4 @@
-"""What the nodes of a joint graph are to a memory planner: views, values that Inductor materialises, and what it fuses.
+"""Which nodes of a joint graph take memory: views take none, values that Inductor materialises do, fused ones do not.
 
 Inductor writes a value to memory where it must: around calls of its own (matrix products, attention), for reductions,
 for what several later kernels read, and for what the graph returns. All else is computed inside the kernels that read

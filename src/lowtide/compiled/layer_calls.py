@@ -44,7 +44,7 @@ class LayerShape:
 
     Attributes:
         variants: By name; ``plain``, ``least`` and ``run again`` are always there.
-        proposed: By name, what the solver proposes and nobody has made code of.
+        proposed: By name, what the solver proposes and has no code yet.
         whole: It is the model as one graph. Then the peak of its forward and backward counts, not what it holds while
             others run.
     """
@@ -124,7 +124,7 @@ class LayerKind:
 
 
 class LayerCall:
-    """Calls one compiled layer, and tells the watch of the step when it begins and ends."""
+    """Calls one compiled layer, and reports its start and end to the watch of the step."""
 
     def __init__(self, name: str, module: nn.Module, kind: LayerKind, session: Session) -> None:
         self._name, self._session = name, session

@@ -1,4 +1,4 @@
-"""Milliseconds of a value of a joint graph: kernels that Inductor only calls are timed, all else goes by its bytes."""
+"""Milliseconds of a value of a joint graph: calls of ready kernels are timed, all else goes by its bytes."""
 
 from __future__ import annotations
 

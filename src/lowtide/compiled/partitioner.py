@@ -1,4 +1,4 @@
-"""PyTorch's partitioner, told which forward values to save: the rest of its work stays its own."""
+"""PyTorch's partitioner with a given set of forward values to save; the rest of its work is unchanged."""
 
 from __future__ import annotations
 

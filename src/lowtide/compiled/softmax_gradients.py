@@ -1,11 +1,12 @@
 """The gradient of a softmax, written over the gradient that it is made from.
 
-Behind compiled layers the loss sets the peak: backward of a log-softmax holds its result, the gradient that comes in
-and the one that goes out, each as large as all logits. Its kernel reads a row before it writes it, so that the third
-can take the place of the second where nobody else holds that. Values and time stay; the peak is a third lower.
+Behind compiled layers the loss sets the peak: backward of a log-softmax holds its result, the incoming gradient and
+the outgoing one, each as large as all logits. Its kernel reads a row before it writes it, so the outgoing gradient can
+take the place of the incoming one where nothing else holds that. Values and time stay; the peak is a third lower.
 
-Whether somebody holds a tensor is told by its counts of references. What they are where nobody does is measured once,
-on a small graph, which also proves the bits; where the two counts cannot be told apart nothing is ever written over.
+Reference counts show whether anything else holds a tensor. The counts of an unshared gradient are measured once, on a
+small graph, which also proves the bits. Where shared and unshared gradients have the same counts, nothing is
+overwritten.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SoftmaxGradients(TorchDispatchMode):
         is_layer: Whether an autograd node is that of a compiled layer: nothing behind it is looked at.
 
     Attributes:
-        held_bytes: Gradients of the last backward that could not be written over, since somebody holds them.
+        held_bytes: Gradients of the last backward that could not be written over, since something else holds them.
     """
 
     def __init__(self, is_layer: Callable[[Any], bool]) -> None:
@@ -168,7 +169,7 @@ def _can_be_told(node: Any) -> bool:
 
 @cache
 def _alone(name: str, dtype: torch.dtype, columns: int) -> Counts | None:
-    """The counts of a gradient that nobody holds; None where these or the bits do not show what they should."""
+    """The counts of an unshared gradient; None where the counts show no sharing, or the bits differ."""
     if not dtype.is_floating_point:
         return None
     plain, free = _tried(name, dtype, columns, writes=False)

@@ -1,8 +1,8 @@
 """The plan of a compiled step: variants are proposed, one is chosen for each layer, its code is read, and compiled.
 
-What the solver believes of a variant is enough to choose it, not to promise a peak: that is read from its code. Once
-read, the code counts, and the choice is made again, until all that is chosen is read, compiled and timed. A last few
-rounds propose variants between those chosen, or leaner ones where nothing fits.
+The solver's estimate of a variant is enough to choose it, but not to promise a peak: the peak is read from its code.
+Then the choice is made again with that peak, until all chosen variants are read, compiled and timed. A last few rounds
+propose variants between the chosen ones, or leaner ones where nothing fits.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class StepPlanner:
 
 
 def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, outputs_held: bool = True) -> list[Option]:
-    """What each variant means: by its code where that was read, else as the solver believes.
+    """Bytes and time of each variant: by its code where that was read, else by the solver's estimate.
 
     Args:
         outputs_held: By a next layer, whatever this one saves.
@@ -403,8 +403,8 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
 
 
 def _believed_ms(shape: LayerShape, saved: SavedSet) -> float:
-    """What a step of a layer may take that has not run so: ops fused into others take less than by themselves, as much
-    less as in the set that has run and is nearest."""
+    """Estimated time of a layer's step under a variant that has not run: the sum of its ops, scaled by the error of the
+    nearest variant that has run. Fused ops take less time than alone."""
     plain_ms = shape.variants[PLAIN].step_ms
     ran = [v for v in shape.variants.values() if v.run is not None and v.step_ms and v.saved.recompute_ms]
     near = min(ran, key=lambda v: abs(v.saved.recompute_ms - saved.recompute_ms), default=None)

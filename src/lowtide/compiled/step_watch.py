@@ -116,7 +116,7 @@ class StepWatch:
                 return
             self._between_ends()
             zeros = _zeros_bytes(node, gradients)
-            # The code lets go of what it is given; whoever called backward holds that all the same.
+            # The code frees what it is given, but the caller of backward still holds that.
             held = sum(g.nbytes for g in gradients if g is not None) if node in self._roots else 0
             live = self._live - self._stored - self._granted + zeros + held
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
@@ -171,7 +171,7 @@ def is_layer_node(node: Any) -> bool:
 
 
 def _zeros_bytes(node: Any, gradients: Iterable[Any]) -> int:
-    """Of the zeros that autograd makes inside of ``node`` for outputs nobody asks the gradient of."""
+    """Of the zeros that autograd makes inside of ``node`` for outputs without a gradient."""
     given = zip(node._input_metadata, gradients, strict=True)
     return sum(math.prod(look.shape) * look.dtype.itemsize for look, gradient in given if gradient is None)
 

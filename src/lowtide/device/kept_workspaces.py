@@ -1,4 +1,4 @@
-"""What an accelerator's libraries take at the first matrix product and keep: taken before anybody counts a step.
+"""What an accelerator's libraries take at the first matrix product and keep: taken before a step is counted.
 
 cuBLAS keeps a workspace for each stream and each thread that multiplies: the one of the forward pass, and the device's
 own, in which backward runs. In a step it would look like memory of the step, and no later step would take it.

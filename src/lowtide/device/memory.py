@@ -1,12 +1,12 @@
 """Bytes on a device: allocated now, still available, in all; and the peak since a moment.
 
-An accelerator's allocator has one peak for everybody, and can only forget it. Whoever counts a peak here forgets it
-too, so what it was is noted, and ``give_back_peak`` lifts the statistic to that again. It does so by allocating, for a
+An accelerator's allocator keeps one peak counter, and resetting it resets the user's. Counting a peak here resets it,
+so the old value is noted, and ``give_back_peak`` raises the statistic to that again. It does so by allocating, for a
 moment, memory that the allocator holds unused, of small blocks and of large ones; it asks the device for no more than a
 256th of what is missing. So the user's peak comes back where the memory of that peak is still held, at most a MiB too
 high.
 
-What a device does not tell is None: callers do without it.
+What a device does not report is None: callers do without it.
 """
 
 import threading
@@ -23,7 +23,7 @@ _MOST_SMALL_PIECES = 1024
 _PIECE_BYTES = 1 << 21  # from twenty pieces' size on an allocator asks for memory of that size alone, and keeps it so
 _lock = threading.Lock()
 _counting: set[int] = set()  # devices on which a peak is being counted
-_forgotten: dict[int, int] = {}  # by device, the peak before somebody here made its allocator forget it
+_forgotten: dict[int, int] = {}  # by device, the peak before it was reset here
 
 
 class PeakCounter:

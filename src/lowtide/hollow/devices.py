@@ -27,7 +27,7 @@ class TargetDevice:
 
     @property
     def has_list_kernels(self) -> bool:
-        """An optimizer takes all parameters at once (``foreach``) unless it is told otherwise."""
+        """An optimizer takes all parameters at once (``foreach``) unless it is set otherwise."""
         return self.kernels == "cuda"
 
     @property

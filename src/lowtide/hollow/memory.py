@@ -1,8 +1,8 @@
 """Hollow tensors: plain CPU tensors of any size, with storages of their own and no memory under them.
 
-Type, device, storage identity, versions and lifetimes are those of any CPU tensor, so whatever watches tensors needs no
-change. A storage begins somewhere in one range of addresses that is reserved and never filled: whoever reads it finds
-zeros, and a stray write lands in pages that nobody else uses. No two live storages begin at the same address.
+Type, device, storage identity, versions and lifetimes are those of any CPU tensor, so code that watches tensors needs
+no change. A storage begins somewhere in one range of addresses that is reserved and never filled: a read finds zeros,
+and a stray write lands in pages that nothing else uses. No two live storages begin at the same address.
 
 ``torch._C._construct_storage_from_data_pointer`` is private; ``tests/hollow/test_memory.py`` pins what it does here.
 """

@@ -3,8 +3,8 @@
 - Views run: they are metadata.
 - An op on solid tensors (those with memory) whose outputs are small runs as well. So masks, positions and whatever
   else derives from real data is exact, and with it the branches that it decides.
-- All other outputs are hollow; what they look like, fake kernels say (``looks.py``).
-- Where values decide that nobody has, something plausible is taken and noted in ``assumed``.
+- All other outputs are hollow; fake kernels give their shape and type (``looks.py``).
+- Where unknown values decide what happens, a plausible value is assumed and noted in ``assumed``.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin
 aten = torch.ops.aten
 SOLID_BYTES = 1 << 22  # floats up to here are computed where all inputs are solid
 _SOLID_INTEGER_BYTES = 1 << 28  # integers and masks: they decide shapes and branches
-_INVENTED_BYTES = 1 << 22  # integers and masks made of values that nobody has are zeros up to here, else hollow
+_INVENTED_BYTES = 1 << 22  # integers and masks made of unknown values are zeros up to here, else hollow
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _VIEWS = frozenset({
     aten.detach.default, aten.alias.default, aten._unsafe_view.default, aten._reshape_alias.default,
@@ -43,7 +43,7 @@ class HollowMode(TorchDispatchMode):
         device: Whose kernels say what outputs look like, ``cpu`` or ``cuda``. Tensors are on the CPU either way.
 
     Attributes:
-        assumed: What was taken for values that nobody has: by sentence, how often and where first.
+        assumed: What was assumed for unknown values: by sentence, how often and where first.
         where: The module call that runs; None where nothing has to be noted.
     """
 
@@ -63,7 +63,7 @@ class HollowMode(TorchDispatchMode):
         self._solid_bytes = solid_bytes
 
     def note(self, sentence: str) -> None:
-        """Something is taken for values that nobody has."""
+        """A value was assumed."""
         if (path := self.where()) is not None:
             count, first = self.assumed.get(sentence, (0, path))
             self.assumed[sentence] = count + 1, first

@@ -53,7 +53,7 @@ def hollow_optimizer_bytes(
     """(state, temporaries of a later ``step()``) in bytes; to be called under a ``HollowMode``.
 
     Args:
-        kernels: On ``cuda`` most optimizers that are told neither ``foreach`` nor ``fused`` run foreach kernels.
+        kernels: On ``cuda`` most optimizers with neither ``foreach`` nor ``fused`` set run foreach kernels.
     """
     if not parameters:
         return 0, 0

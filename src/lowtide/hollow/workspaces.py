@@ -26,7 +26,7 @@ _STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_nor
 
 
 class Workspaces:
-    """Facts of signatures, found when they are first asked for."""
+    """Facts of signatures, found at their first use."""
 
     def __init__(self, looks: Looks, limit_bytes: int | None = LIMIT_BYTES) -> None:
         """``looks``: of the same kernels, which are corrected by what ran.

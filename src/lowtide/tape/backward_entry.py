@@ -1,9 +1,10 @@
 """Sees every backward start and end, from outside the engine.
 
 What a hook, an unpack or a queued callback pushes or pops inside backward is undone by the engine, which restores the
-thread's state for every node; and no hook tells that a backward has failed. ``Tensor.backward``, ``autograd.backward``
-and ``autograd.grad`` all go through one Python function, which is wrapped while somebody observes. All three pass the
-roots first, then their gradients, whether the graph is retained, and whether one is created.
+thread's state for every node; and no hook reports that a backward has failed. ``Tensor.backward``,
+``autograd.backward`` and ``autograd.grad`` all go through one Python function, which is wrapped while a step is
+observed. All three pass the roots first, then their gradients, whether the graph is retained, and whether one is
+created.
 """
 
 import weakref
@@ -19,7 +20,7 @@ _NAME = "_engine_run_backward"  # in both modules
 
 
 class BackwardObserver(Protocol):
-    """Is told of each outermost backward and its roots, on the thread that runs it. Must not raise.
+    """Gets each outermost backward and its roots, on the thread that runs it. Must not raise.
 
     ``retains``: its graph was retained, for another backward; ``creates``: it made a graph of its own, for a loss.
     """

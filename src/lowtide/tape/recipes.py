@@ -2,7 +2,7 @@
 
 Reference counts do the scheduling. A recipe holds what it reads, Values or kept tensors. The Value of a dropped output
 holds the recipe, or is the recipe if the op has only one. After its final replay a recipe releases its arguments, and a
-Value that nobody holds is freed. So every result lives from its first use to its last, and every op runs once.
+Value that nothing holds is freed. So every result lives from its first use to its last, and every op runs once.
 Under ``retain_graph`` recipes keep their arguments, and results go when each known user has had them or backward ends.
 A plan may let an op run more often; ``replay.py`` says which of its replays is final.
 """
@@ -231,7 +231,7 @@ class Recipe(Value):
 
 
 def changed_unseen(op: str, where: str) -> ReplayError:
-    """A replay gives other bits than the op gave in the forward pass, though no version tells of a change."""
+    """A replay gives other bits than the op gave in the forward pass, though no version shows a change."""
     return ReplayError(
         f"{op} in {where or 'the model'} gives other bits than in the forward pass: something that it read was changed "
         "since, without a version\n(through .data, NumPy or a pointer). No gradient was computed from it.\n"

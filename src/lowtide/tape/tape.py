@@ -2,8 +2,8 @@
 
 A dispatch mode sees each op below autograd and autocast, and leaves a recipe where the plan drops an output. A pair of
 saved-tensor hooks gives autograd a placeholder for each dropped tensor, and each kept tensor with its version. Ops are
-matched by name and order within their module call; an op that does not match is saved and counted, or, where somebody
-goes on without the plan (``on_divergence``), the rest of the region is theirs.
+matched by name and order within their module call; an op that does not match is saved and counted. With
+``on_divergence`` that callback's tape takes over the rest of the region.
 """
 
 import weakref
@@ -62,7 +62,7 @@ from lowtide.tracing.restore import same_bits
 from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
-# References to the memory of a tensor that nobody else holds: its own and that of the storage's Python object.
+# References to the memory of a tensor that nothing else holds: its own and that of the storage's Python object.
 _UNSHARED_REFERENCES = 2
 _SEALED_STEPS = 16  # in so many steps each dropped tensor is compared once with what its replay gives
 
@@ -344,7 +344,7 @@ class Tape(SwitchedMode):
         return last
 
     def _leave_plan(self) -> None:
-        """What runs from here on is seen by the online tape, if somebody has one; what was dropped stays ours."""
+        """The online tape, if there is one, sees what runs from here on; what was dropped stays ours."""
         if self._told or self.on_divergence is None or self._diverged_after is None:
             return
         self._told = True

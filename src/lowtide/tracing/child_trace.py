@@ -1,4 +1,4 @@
-"""``trace`` without memory in a process of its own, where a stray read or write of hollow memory hurts nobody.
+"""``trace`` without memory in a process of its own, where a stray read or write of hollow memory does no harm.
 
 A kernel of another library that is handed a hollow tensor's address and runs past its range ends the child, not the
 caller. The graph comes back as JSON.

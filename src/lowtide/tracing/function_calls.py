@@ -1,8 +1,8 @@
 """Calls of custom ``torch.autograd.Function``s: seen while a step is recorded or taped, and run again.
 
 What kernels such a Function launches (Triton, C, NumPy) no dispatcher sees. The call itself passes one place,
-``_SingleLevelFunction.apply``: ``Function.apply`` looks it up when it is called, so a bound ``F.apply`` that somebody
-keeps comes by as well. An observer runs the call through a subclass whose ``forward`` tells it what was returned and
+``_SingleLevelFunction.apply``: ``Function.apply`` looks it up when it is called, so a bound ``F.apply`` that a library
+keeps passes it as well. An observer runs the call through a subclass whose ``forward`` reports what was returned and
 what is to be stored, before autograd stores it. Context, backward and the names of nodes stay those of the Function.
 """
 
@@ -32,7 +32,7 @@ TRANSPARENT = "its operators say all"  # in place of a reason why what a call ma
 _TENSOR = object()  # in place of a tensor among arguments
 # Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
 _NOT_SEEN = ("torch.", "lowtide.", "deepspeed.", "torch_remat.")
-_thread_state: Any = None  # whose ``observer`` is told; as long as somebody wants that
+_thread_state: Any = None  # whose ``observer`` gets the calls, while there is one
 _installed = 0
 
 
@@ -172,14 +172,14 @@ class WatchedFunctions:
         self._finished: Finished | None = None  # of the call that runs next
 
     def of(self, function: Any, finished: Finished) -> Any:
-        """``function`` as a class whose next call tells ``finished``."""
+        """``function`` as a class whose next call reports to ``finished``."""
         self._finished = finished
         if function not in self._made:
             self._made[function] = self._subclass(function)
         return self._made[function]
 
     def forget(self) -> None:
-        """Nobody is told any more."""
+        """Report nothing any more."""
         self._finished = None
 
     def _tell(self, ctx: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""A StepGraph while it is being recorded, whoever sees the ops.
+"""A StepGraph while it is being recorded, from any source of ops.
 
 Plain data. ``Recorder`` fills it from a real step; any other source of ops can do the same.
 """
@@ -36,7 +36,7 @@ class GraphBuilder:
         self.recorded_ms: dict[int, float] = {}
         self.calls: list[str] = []
         self.recording = True  # what happens now is part of the step; if not, events are left out
-        self.ops_ignored = False  # if set, whoever sees ops leaves them out; events still count
+        self.ops_ignored = False  # if set, ops are left out; events still count
         self._stack = [0]
         self._calls_of: dict[tuple[int, str], int] = {}  # (parent frame, path) -> calls so far
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
@@ -241,7 +241,7 @@ class GraphBuilder:
                 fixed = self.storages[s].fixed if s in outputs else self.storages[s].fixed or ELSEWHERE
                 output = outputs.index(s) if s in outputs else len(outputs)
                 self.storages[s] = Storage(s, self.storages[s].bytes, "activation", op.id, output, fixed)
-            else:  # nobody sees it any more
+            else:  # nothing sees it any more
                 self.storages[s] = Storage(s, 0, "other")
             self._unread.discard(s)
         for readers in self._readers.values():
@@ -260,7 +260,7 @@ class GraphBuilder:
         self.storages[storage] = replace(self.storages[storage], fixed="")
 
     def build(self, **fields: Any) -> StepGraph:
-        """What was recorded; ``fields`` are those of ``StepGraph`` that no op tells."""
+        """What was recorded; ``fields`` are those of ``StepGraph`` that follow from no op."""
         for storage, at in self._written_in_backward:
             if self._is_seen_after(storage, at):
                 self.mark_written(storage)

@@ -1,4 +1,4 @@
-"""Kinds of calls: of calls of one kind, one proves the others. What has shown of each kind is remembered here."""
+"""Kinds of calls: the proof of one call holds for all calls of its kind. What was found is kept here."""
 
 import enum
 import types

@@ -37,7 +37,7 @@ def never_compiled(function: Function) -> Function:
 
 
 class CallObserver(Protocol):
-    """Is told which module call runs: the tracer's recorder, or the tape."""
+    """Gets each module call's start and end: the tracer's recorder, or the tape."""
 
     def enter(self, path: str) -> None: ...
     def leave(self) -> None: ...
@@ -92,7 +92,7 @@ thread_state = _ThreadState()
 
 
 class ObservedCall:
-    """Calls the module as before, and tells the thread's observer when the call starts and ends."""
+    """Calls the module as before, and reports the call's start and end to the thread's observer."""
 
     __slots__ = ("_module", "path")
 

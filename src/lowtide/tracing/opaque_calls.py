@@ -1,10 +1,10 @@
 """Calls of autograd Functions whose kernels no dispatcher sees, recorded as one op each.
 
 The ops that such a call does show (``aten.empty``, mostly) are recorded as any others. When it returns, what it
-returned and what it is about to store are looked at: is each of these what the ops that were seen have made of it? If
-so, those ops say all. If not, they are joined into one op, which stands for the whole call and may be run again. The
-first call of a kind is looked at bit by bit, and in a rehearsal it runs once more at once: outputs, what it stores,
-inputs, buffers and generators are compared. What must not run again is saved, for a reason that names it.
+returned and is about to store is compared with what the recorded ops made. If all of it is equal, those ops stay. If
+not, they are joined into one op, which stands for the whole call and may run again. The first call of a kind is
+compared bit by bit, and in a rehearsal it runs once more at once: outputs, what it stores, inputs, buffers and
+generators are compared. A call that must not run again is saved, and a reason names it.
 """
 
 import json
@@ -112,7 +112,7 @@ class OpaqueCalls:
         open_in_backward: ExitStack, why_fixed: Callable[[tuple[int, ...], str], str],
         note_made: Callable[[list[int]], None],
     ) -> None:  # fmt: skip
-        """``open_in_backward``: what a failed backward leaves open; ``note_made``: told what an op of backward made."""
+        """``open_in_backward``: what a failed backward leaves open; ``note_made``: gets what an op of backward made."""
         self._builder, self._live, self._device, self.proves = builder, live, device, proves
         self._open_in_backward, self._why_fixed, self._note_made = open_in_backward, why_fixed, note_made
         self.stored = StoresOfCalls()
@@ -327,8 +327,8 @@ class OpaqueCalls:
         """When backward comes to ``node``, record it as one op: its kernels are not seen either.
 
         Args:
-            looks: Whether it writes what it was given is looked at. Compiled code writes what nobody else reads, and
-                frees it as it goes, which looking would prevent.
+            looks: Whether its arguments are checked for writes. Compiled code writes only what nothing else reads, and
+                frees its arguments early, which the check would prevent.
         """
         builder, live, device, note_made = self._builder, self._live, self._device, self._note_made
         stored, open_in_backward = self.stored, self._open_in_backward

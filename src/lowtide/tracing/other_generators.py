@@ -3,8 +3,8 @@
     code -> the values of its names: in globals, closures and defaults, and on modules, objects and classes among them
     objects -> what they hold, two levels deep
 
-A call whose code names such a generator is never run again. One that is only held somewhere may not be drawn from:
-another run tells, and it is put back.
+If a call's code names such a generator, the call is never run again. If an object merely holds one, the call may not
+draw from it: a second run shows whether it does, and the generator's state is restored.
 """
 
 import functools

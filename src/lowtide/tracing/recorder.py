@@ -2,7 +2,7 @@
 
 In a rehearsal, nothing that autograd stores is held while the step is recorded: the pack hook keeps a tensor's
 description, and backward gets a blank one of the same shape. So memory stays far below the plain step's, a storage's
-death shows its pure Python lifetime, and the gradients, which nobody needs, are wrong. Integer and boolean tensors are
+death shows its pure Python lifetime, and the gradients, which nothing uses, are wrong. Integer and boolean tensors are
 held as copies: backward uses them as indices.
 """
 

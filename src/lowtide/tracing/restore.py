@@ -127,8 +127,8 @@ def preserve_training_state(
 
     Args:
         gradients: What trainable parameters have inside. ``"zeroed"``: one of their own each (a later accumulation step
-            is where the peak is highest). ``"kept"``: those that they have, which whoever asks for it does not let
-            the step write, and zeroed ones where they have none. ``"none"``: none yet. ``"discarded"``: none, ever.
+            is where the peak is highest). ``"kept"``: those that they have, which the caller protects from the
+            step's writes, and zeroed ones where they have none. ``"none"``: none yet. ``"discarded"``: none, ever.
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
         unwritten: Ids of buffers and tensors of the batch that a trace has shown not to be written: not copied.
 

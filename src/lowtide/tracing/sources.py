@@ -50,7 +50,7 @@ def trace(
         step: ``(model, batch) -> loss``, where the loss is not the model's own output.
         optimizer: Counts the state it has or will have. An ``Optimizer``, or a name such as ``"adamw"``.
         device: Trace for this device without memory and without computing: ``"cpu"``, ``"cuda"`` or a
-            ``TargetDevice``. None: on the real tensors. What depends on values that nobody has is listed in
+            ``TargetDevice``. None: on the real tensors. What depends on unknown values is listed in
             ``provenance["assumed"]``.
         opaque: Names of modules (``"*.experts"``) whose calls are one op each, run again as a whole; see ``fit``.
 

@@ -2,8 +2,8 @@
 names, and those that are compiled.
 
     patterns -> paths (``matching``) -> ``called_whole``: module_calls.install puts a ``WholeCall`` on these modules
-    a call   -> what autograd stores in it is put into boxes; when it returns, its observer is told of all of that and
-                of the outputs, exactly as of a call of a Function; then the boxes are filled by the hooks around it
+    a call   -> what autograd stores in it is put into boxes; when it returns, its observer gets all of that and
+                the outputs, exactly as of a call of a Function; then the boxes are filled by the hooks around it
     again    -> the module's own call with detached arguments, and a graph that is thrown away: what autograd stores
                 this time, in the same order, takes the place of what was dropped. The original graph's backward runs
 
@@ -382,7 +382,7 @@ class _Box:
 
 
 class _Stored:
-    """What a call's observer is told in place of a Function's context. Has no attributes of its own to look through."""
+    """What a call's observer gets in place of a Function's context. Has no attributes of its own to look through."""
 
     __slots__ = ("__dict__", "dirty_tensors", "to_save")
 
@@ -445,7 +445,7 @@ def _put_modes(modes: list[tuple[nn.Module, bool]]) -> None:
 
 
 def _put(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write contents that no version tells of: nobody else sees what is there meanwhile."""
+    """Write contents that no version shows: nothing else reads them meanwhile."""
     with torch.no_grad():
         for buffer, content in buffers:
             with _unsafe_preserve_version_counter(buffer):

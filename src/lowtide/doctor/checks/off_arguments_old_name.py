@@ -36,7 +36,7 @@ def look(setup: Setup) -> Finding | None:
 
 
 def _gain(setup: Setup, told: dict[str, Any]) -> Gain:
-    """Of a step as train() would set it up with what was told, over one with what it reads."""
+    """Of a step as train() would set it up with the old name's value, over one with what it reads."""
     if not hasattr(setup.model, "activation_checkpointing_enable"):
         return Gain(why_not=f"{type(setup.model).__name__} has no activation_checkpointing_enable")
     read = {new: getattr(setup.arguments, new) for new in _NAMES.values()}

@@ -1,4 +1,4 @@
-"""FSDP was asked for and the model is replicated."""
+"""FSDP is switched on, and the model is replicated all the same."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def _gain(setup: Setup, ddp: DistributedDataParallel) -> str:
 
 
 def _plugin() -> str:
-    """How FSDP was asked for; "" where it was not."""
+    """Which setting switches FSDP on; "" where none does."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
         return "ACCELERATE_USE_FSDP is set"
     state = sys.modules.get("accelerate.state")

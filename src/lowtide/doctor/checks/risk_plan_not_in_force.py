@@ -38,7 +38,7 @@ def look(setup: Setup) -> Finding | None:
 
 
 def _gain(setup: Setup, asked: FitOptions) -> Gain:
-    """Of a plan for this step within the budget that was asked for; the fit's own plans stay as they are."""
+    """Of a plan for this step within the fit's budget; the fit's own plans stay as they are."""
     try:
         with setup.preserved():
             plan = _plan(setup, asked)

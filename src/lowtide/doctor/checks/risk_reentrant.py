@@ -1,4 +1,4 @@
-"""Reentrant checkpoints that nobody chose."""
+"""Checkpoints that are reentrant without a setting that says so."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A reentrant checkpoint whose function brings tensors along that are not its arguments."""
+"""A reentrant checkpoint whose function reads tensors that are not its arguments."""
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup

@@ -1,4 +1,4 @@
-"""A batch that asks for its own gradient, which nobody reads."""
+"""A batch that requires a gradient, which nothing reads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,7 +8,8 @@ Never run on a GPU. The tests run it on an accelerator of their own, where a wai
   released only after the stream that it was copied from waits for its copy. Memory to fetch into is allocated on the
   stream that is current then, and the fetch stream waits for that stream first. So where a step runs on one stream, no
   ``record_stream`` is needed, and the moment at which memory is free does not depend on the speed of copies. Where
-  another stream asks for what was fetched, that one waits as well, and the allocator is told that it reads the memory.
+  another stream asks for what was fetched, that one waits as well, and ``record_stream`` notes that it reads the
+  memory.
 - Pinned memory comes from a pool, in blocks of 64 KiB and more (``device/pinning.py``). A storage takes the smallest
   block that is large enough. The pool grows up to the budget and is kept until the tier is closed. What a plan offloads
   is pinned when the tier is opened, so a failure shows before the first step.

@@ -1,7 +1,7 @@
 """Offloaded tensors of one forward pass and its backward.
 
-They travel as a ``TransferQueue`` says, which the simulator uses, too. It counts bytes and unpacks, never time: with a
-slow tier the step waits, and memory stays within the prediction.
+A ``TransferQueue``, which the simulator uses too, says when each moves. It counts bytes and unpacks, never time: with
+a slow tier the step waits, and memory stays within the prediction.
 """
 
 import threading

@@ -2,8 +2,8 @@
 
 The operators that such a call shows are seen as any others. When it returns, and before autograd stores anything: did
 those operators make all that it returned and stores? Then they stay. If not, the whole call is the recipe of all of
-that. The first call of a kind is looked at bit by bit and runs again at once; what must not run again is kept, by name.
-A release then proves each call once more, as it does any op.
+that. The first call of a kind is compared bit by bit and runs again at once. A call that must not run again is saved,
+and a reason names it. A release then proves each call once more, as it does any op.
 """
 
 import time

@@ -3,8 +3,8 @@
 Price of a value, after Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (https://arxiv.org/abs/2006.09616):
 seconds to make it again, with all that is absent before it, by bytes and by ops since its last use. Differs: what a
 layer hands on goes last, so that chains of absent values stay within layers; several values go at once, so that one
-proof serves them; and nothing is dropped on trust. Before its memory goes, a value is made again and compared bitwise.
-The sum of its words is kept as a seal and compared when it goes and whenever it is made again.
+proof serves them; and nothing is dropped without a proof. Before its memory goes, a value is made again and compared
+bitwise. The sum of its words is kept as a seal and compared when it goes and whenever it is made again.
 """
 
 import math
@@ -289,7 +289,7 @@ class Releaser:
         """Make a released value again.
 
         Raises:
-            ReplayError: what it is made from was changed since; the seal shows changes that no version tells of.
+            ReplayError: what it is made from was changed since; the seal shows changes that no version shows.
         """
         start = time.perf_counter()
         target.run.catch_up()

@@ -76,7 +76,7 @@ def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) ->
 
 
 def pinned_bytes(chain: list[StoredValue]) -> int:
-    """Bytes that a release of the last of ``chain`` would pin: roots that nobody else holds for the tape."""
+    """Bytes that a release of the last of ``chain`` would pin: roots that nothing else holds for the tape."""
     roots = {id(r): r.bytes for v in chain for r in v.inputs if not r.is_present and r.is_root_for(v)}
     return sum(roots.values())
 

@@ -1,6 +1,6 @@
-"""Bytes that an op is about to allocate: as the same op did last; at first sight as its meta kernel does.
+"""The bytes that an op is about to allocate: those of its last run; before its first run, those of its meta kernel.
 
-Where the meta kernel cannot tell (sizes that depend on values, no such kernel) they are guessed from the arguments.
+Without a meta kernel's answer (sizes depend on values, or there is no such kernel) they are guessed from the arguments.
 """
 
 from math import prod
@@ -52,7 +52,7 @@ class ExpectedBytes:
         return made + workspace
 
     def known_workspace(self, key: tuple) -> int:
-        """What the kernel is known to allocate beside what it makes; 0 before somebody has looked."""
+        """What the kernel is known to allocate beside what it makes; 0 before that was measured."""
         return self._workspace.get(key, 0)
 
     def learn(self, key: tuple, made: int) -> None:
@@ -71,7 +71,7 @@ def _without_shapes(key: tuple) -> tuple:
 
 
 def _first_share(func: Any, args: tuple) -> float:
-    """Workspace of a kernel that nobody has seen yet, as a share of what it reads and makes."""
+    """Workspace of a kernel that has not been measured, as a share of what it reads and makes."""
     name, dtypes = packet_name(func), {t.dtype for t in tensors_in(args) if t.is_floating_point()}
     on_cpu = all(t.device.type == "cpu" for t in tensors_in(args))
     if name in _CONVOLUTIONS or (name in _PRODUCTS and on_cpu and dtypes & _HALF):

@@ -60,7 +60,7 @@ from lowtide.units import format_bytes
 
 _NOTHING = nullcontext()
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
-_KNOWN = frozenset({"aten", "prims"})  # of other operators nobody knows what they write unseen
+_KNOWN = frozenset({"aten", "prims"})  # other operators may write unseen
 
 
 class OnlineTape(TorchDispatchMode):
@@ -193,7 +193,7 @@ class OnlineTape(TorchDispatchMode):
                 self.give_up(error)
 
     def go_on_inside(self, paths: Iterable[str]) -> None:
-        """Calls of these modules are open that somebody else has seen begin, and whose end ``leave_outer`` tells."""
+        """Calls of these modules are open: another observer saw their start, ``leave_outer`` gives their end."""
         for path in paths:
             self.calls += 1
             if self._windows is not None:
@@ -369,7 +369,7 @@ class OnlineTape(TorchDispatchMode):
         self.note_outside_reads(recipe)
 
     def _note_write(self, op: "RunningOp", seconds: float) -> None:
-        """In-place: completes an output that nobody has read, or ends what the storage held."""
+        """In-place: completes an output that nothing has read, or ends what the storage held."""
         for tensor in op.written:
             value = value_of_storage(storage_of(tensor), self._run)
             # The counter moves when this call has returned.
@@ -378,7 +378,7 @@ class OnlineTape(TorchDispatchMode):
                 self._note_written(tensor, version)
 
     def note_written_unseen(self, tensor: torch.Tensor) -> None:
-        """A kernel has written ``tensor``, of which no version tells."""
+        """A kernel has written ``tensor``, which no version shows."""
         self._note_written(tensor, tensor._version)
 
     def _note_written(self, tensor: torch.Tensor, version: int) -> None:

@@ -6,7 +6,7 @@
     SavedHandle   what autograd holds in place of one tensor.
     Argument      a stored value as an argument of an op, with the view that the op read.
 
-A stored value's ``tensor`` is set while somebody needs the memory: autograd (a claim lives), or a released value whose
+A stored value's ``tensor`` is set while the memory is needed: autograd (a claim lives), or a released value whose
 recipe reads it (``readers_released``). So a recipe can pin memory only from a release on, where the two are compared.
 """
 
@@ -114,11 +114,11 @@ class StoredValue:
             exclude_key(DispatchKey.Python, before)
 
     def note_remade(self, tensor: Tensor) -> None:
-        """``tensor`` is over its memory from now on: nobody but the tape and autograd has ever seen it."""
+        """``tensor`` is over its memory from now on: only the tape and autograd have ever seen it."""
         self.storage, self.version, self.remade = weakref.ref(tensor.untyped_storage()), tensor._version, True
 
     def move_to(self, copy: Tensor) -> None:
-        """Its own memory is about to be written: recipes read ``copy``, autograd's handles are told of the write."""
+        """Its own memory is about to be written: recipes read ``copy``, autograd's handles note the write."""
         self.tensor, self.storage, self.version = copy, weakref.ref(copy.untyped_storage()), _WRITTEN
         copy.untyped_storage().__dict__[MARK] = self
 
@@ -355,7 +355,7 @@ def _is_unreadable(kept: Kept) -> bool:
 
 
 class _Completion(NamedTuple):
-    """An in-place op that completes an output which nobody has read."""
+    """An in-place op that completes an output that nothing has read."""
 
     func: Callable[..., Any]
     args: list[Any]

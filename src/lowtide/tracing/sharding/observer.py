@@ -1,6 +1,6 @@
-"""Tells the observer of the current thread what FSDP2 does: its hooks run, it takes memory, it frees memory.
+"""Reports to the current thread's observer what FSDP2 does: its hooks run, it takes memory, it frees memory.
 
-The methods of a unit are replaced by a class of our own that is mixed in while somebody observes the model. ``zero3``
+The methods of a unit are replaced by a class of our own that is mixed in while the model is observed. ``zero3``
 does the same for DeepSpeed.
 """
 
@@ -73,7 +73,7 @@ def observe_units(model: nn.Module, thread_state: Any) -> Callable[[], None]:
 
 
 class _ObservedUnit:
-    """Mixed into a unit's class while somebody observes it."""
+    """Mixed into a unit's class while it is observed."""
 
     _lowtide_kind: type
     _lowtide_observers: int
@@ -125,7 +125,7 @@ class _ObservedUnit:
         return nullcontext() if observer is None else observer.hook()
 
     def _free_by(self, free: Callable[[], None]) -> None:
-        """Until it is whole again from the same shard, whatever reads the parameter is told that it has changed."""
+        """Until it is whole again from the same shard, the parameter counts as changed."""
         whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
         free()
         observer = self._observer()

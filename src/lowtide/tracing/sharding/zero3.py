@@ -2,7 +2,7 @@
 
 A *window* is the time between a module's fetch and its release, forward and again in backward. The coordinator of
 DeepSpeed's engine opens and closes it in hooks around the module. A parameter keeps its identity and is given other
-memory each time (``param.data = ...``), which no version counter tells. So recipes name the parameter and the part of
+memory each time (``param.data = ...``), which no version counter shows. So recipes name the parameter and the part of
 it that was read (``GatheredView``), and hold none of its memory.
 
 As with FSDP2 two rules let a recipe run only while what it reads is whole:
@@ -78,7 +78,7 @@ def _has_memory_of(parameter: nn.Parameter | None, tensor: torch.Tensor) -> bool
 
 
 def gathered_parameters_of(model: nn.Module | None) -> GatheredParameters | None:
-    """Where the parameters of a model are, while somebody observes it; None if ZeRO-3 has not partitioned it."""
+    """Where the parameters of a model are, while it is observed; None if ZeRO-3 has not partitioned it."""
     return None if model is None or not _gathered else _gathered.get(model)
 
 
@@ -176,7 +176,7 @@ def observe_windows(model: nn.Module, thread_state: Any) -> Callable[[], None]:
 
 
 class _ObservedCoordinator:
-    """Mixed into a coordinator's class while somebody observes it."""
+    """Mixed into a coordinator's class while it is observed."""
 
     _lowtide_kind: type
     _lowtide_observers: int
