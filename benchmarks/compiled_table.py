@@ -19,14 +19,14 @@ def compiled_table(lines: list[dict]) -> str:
     first = lines[0]
     rows += [
         "",
-        f'{first["case"][0].upper()}{first["case"][1:]}. Compiled layer by layer; of a "whole graph" the model is '
-        "compiled as one. Process CPU time beside compiling the layers alone, medians of "
-        f"{first['rounds']} interleaved rounds ± half the quartile range; memory stays in the process. Peaks are the "
-        "allocator's, gradients are compared with compiling alone, of a whole graph with compiling that alone. "
-        "The predicted time is that of the compiled part, beside its own plain code. "
-        "First step: with an empty cache of compiled code; "
-        f"lowtide's plans share theirs. {first['device']}, {first['threads']} thread, torch {first['torch']}, "
-        f"transformers {first['transformers']}, commit {first['commit']}.",
+        f'{first["case"][0].upper()}{first["case"][1:]}. Models are compiled layer by layer; "whole graph" rows '
+        "compile the model as one graph. Times are process CPU time, relative to compile alone by layer: medians of "
+        f"{first['rounds']} interleaved rounds ± half the quartile range, with freed memory kept in the process. Peaks "
+        "are the allocator's. Gradients are compared with compile alone, those of a whole graph with compile alone of "
+        "the whole graph. The predicted time is that of the compiled part, relative to its own plain code. The first "
+        "step begins with an empty cache of compiled code; lowtide's plans share one cache. "
+        f"{first['device']}, {first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, "
+        f"commit {first['commit']}.",
     ]
     return "\n".join(rows)
 

@@ -1,4 +1,4 @@
-"""docs/doctor.md's tables: what the doctor says of set-ups made for its checks, and of those that nobody made sick."""
+"""docs/doctor.md's tables: what the doctor says of reproductions of its checks, and of models as they are."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def cases_table(lines: list[dict]) -> str:
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines if "commit" in line))
     rows += [
         "",
-        f"The budget is {100 * first['fraction']:.0f} % of the plain step's activations and what is resident. Peaks "
+        f"The budget is resident memory and {100 * first['fraction']:.0f} % of the plain step's activations. Peaks "
         "are the allocator's largest, resident memory included, as a share of the budget. After the first steps each "
         f"run waits for its plan. {first['device']}, {first['threads']} thread, torch {first['torch']}, commit "
         f"{commits}.",
@@ -67,17 +67,17 @@ def timed_table(lines: list[dict]) -> str:
     notes = [
         f"{line['case']}: bits {_same(line['bitwise_losses'] and line['bitwise_weights'])}, largest peak "
         f"{_percent(line['largest_peak_share'])} of the budget, planning on the training thread "
-        f"{100 * line['planning_cpu_share']:.1f} % of the run, the two plain runs {_more(line['plain_cpu_apart'])} "
-        f"apart, commit {line['commit']}."
+        f"{100 * line['planning_cpu_share']:.1f} % of the run, difference of two plain runs "
+        f"{_more(line['plain_cpu_apart'])}, commit {line['commit']}."
         for line in lines
     ]
     first = lines[0]
     rows += [
         "",
         f"A Llama-shaped model, {first['layers']} layers of {first['hidden']}, vocabulary {first['vocabulary']:,}, "
-        f"fp32, texts of up to 256 tokens. No run waits for a plan. TRL's fused loss has tiles as wide as the "
-        f"vocabulary instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, torch "
-        f"{first['torch']}.",
+        f"fp32, texts of up to 256 tokens. Plans are made while training goes on. TRL's fused loss has tiles "
+        f"as wide as the vocabulary instead of 32768. {' '.join(notes)} {first['device']}, {first['threads']} thread, "
+        f"torch {first['torch']}.",
     ]
     return "\n".join(rows)
 

@@ -13,12 +13,12 @@ def real_steps_table(lines: list[dict]) -> str:
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
     rows += [
         "",
-        f"The budget is {100 * first['fraction']:.0f} % of the largest plain step's activations, and what is resident. "
-        "Peaks are the allocator's, of every step, as a share of the budget. Time is elapsed, of the whole run, beside "
-        "the plain run; plans alone is what they predict for their steps, watching and planning free. Short batches: "
-        "their time beside that under one plan for the longest. Plain steps take 28 to 119 ms, in the wide loops "
-        "0.3 to 0.8 s: a step without a plan costs about the same for each op, whatever its size. "
-        f"{first['device']}, one thread, torch {first['torch']}, commit {commits}.",
+        f"The budget is resident memory and {100 * first['fraction']:.0f} % of the largest plain step's activations. "
+        "Peaks are the allocator's, over every step, as a share of the budget. Time is elapsed time of the whole run, "
+        "relative to the plain run. Plans alone: what the plans predict for their steps, without watching and "
+        "planning. Short batches: their time as a share of that under one plan for the longest. Plain steps take 28 to "
+        "119 ms, in the wide loops 0.3 to 0.8 s: a step without a plan costs about the same for each op, whatever its "
+        f"size. {first['device']}, one thread, torch {first['torch']}, commit {commits}.",
     ]
     return "\n".join(rows)
 

@@ -45,7 +45,7 @@ class Page:
 
     path: Path
     mark: str
-    results: Path | None  # none where the table is made of the code, or nobody has measured yet
+    results: Path | None  # none where the table is made of the code, or before the first measurement
     table: Callable[[list[dict]], str]
 
     def written(self) -> str:
@@ -261,8 +261,9 @@ def footnote(lines: list[dict]) -> str:
     return (
         f"Median of {first['rounds']} interleaved rounds ± half the quartile range, on {first['device']}, "
         f"{first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, commit {commits}. "
-        "“Malloc fixed” keeps memory in the process (`MALLOC_MMAP_MAX_=0`, no trimming), so that page faults "
-        f"do not flatter lean plans; predictions are for that, and differ from it by {points_off(lines)}."
+        "“Malloc fixed” keeps freed memory in the process (`MALLOC_MMAP_MAX_=0`, no trimming). Otherwise the plain "
+        "step pays for more page faults, and lean plans look faster than they are. Predictions are for fixed malloc; "
+        f"measured overheads differ by {points_off(lines)}."
     )
 
 
@@ -313,9 +314,9 @@ def long_table(lines: list[dict]) -> str:
     note = (
         f"The longest sequence within {first['limit_bytes'] / MIB:.0f} MiB, of which weights and gradients take "
         f"{first['resident_bytes'] / MIB:.0f}: a Llama-shaped model, {first['layers']} layers of {first['hidden']}, "
-        f"vocabulary {first['vocabulary']:,}, {first['dtype']}, four tiles. Found to a sixteenth. {first['device']}, "
-        f"{first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, commit "
-        f"{first['commit']}."
+        f"vocabulary {first['vocabulary']:,}, {first['dtype']}, four tiles. Lengths are found to within a sixteenth. "
+        f"{first['device']}, {first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, "
+        f"commit {first['commit']}."
     )
     return "\n".join([*rows, "", note])
 
@@ -508,7 +509,7 @@ def ablation_cells(lines: list[dict], plain: dict[tuple[str, str], dict]) -> lis
     elif ran and more_s > TIME_SHARE * of_s:
         verdict = "kept: time"
     else:
-        verdict = "not needed" if ran else "has no say"
+        verdict = "not needed" if ran else "no effect"
     finite = [p for p, _ in plans if math.isfinite(p)]
     return [
         f"{len(ran)} of {len(both)}",
