@@ -14,7 +14,7 @@ from lowtide import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A block after the first mark goes on where the block before it ended. One after the second runs in `make test-all` only.
+# "continues": the block goes on where the one before it ended. "slow": it runs in `make test-all` only.
 MARKS = r"(<!-- (?:continues|slow) -->\n)?"
 # What a block prints stands in a block of text after it, or behind its calls of print; "..." is any text.
 TEXT = r"(?:\n+```text\n(.*?)```)?"

@@ -74,4 +74,6 @@ class Status:
         budget = "not known yet" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         peak = "not measured" if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
         text += f" Observed peak: {peak}; budget: {budget}."
-        return f"{text} Shapes: {self.shapes}, plans: {self.plans}; planning beside training took {self.planning_s:.1f} s."
+        return (
+            f"{text} Shapes: {self.shapes}, plans: {self.plans}; planning beside training took {self.planning_s:.1f} s."
+        )
