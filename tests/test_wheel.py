@@ -1,15 +1,18 @@
-"""The wheel alone, without the checkout, runs the README's example; the source archive builds the same wheel."""
+"""The wheel alone, without the checkout and with no more packages than it asks for, runs the README's example, every
+verb and the demo; the source archive builds the same wheel."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import lowtide
 
@@ -19,9 +22,12 @@ BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "src")
 pytestmark = pytest.mark.slow
 
 
+def clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
 def run(*command: str | Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -49,20 +55,47 @@ def wheel(source, tmp_path_factory):
     return build("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """The interpreter of an environment that holds the wheel and sees the packages installed here.
+def needed(requirement: str) -> dict[str, Distribution]:
+    """The installed packages that pip would bring for ``requirement``, by name."""
+    found: dict[str, Distribution] = {}
+    asked, todo = set(), [Requirement(requirement)]
+    while todo:
+        wanted = todo.pop()
+        if str(wanted) in asked:
+            continue
+        asked.add(str(wanted))
+        found[wanted.name] = package = distribution(wanted.name)
+        for text in package.requires or ():
+            further = Requirement(text)
+            extras = wanted.extras or {""}
+            if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(further)
+    return found
 
-    A directory that a .pth file names joins sys.path, but its own .pth files are not read: the editable lowtide among
-    these packages stays invisible.
-    """
-    place = tmp_path_factory.mktemp("environment")
+
+def environment(place: Path, wheel: Path, requirement: str) -> Path:
+    """The interpreter of an environment with the wheel, and of the packages installed here those it asks for."""
     run(sys.executable, "-m", "venv", "--without-pip", place)
     python = place / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    others = needed(requirement)
+    assert others.pop("lowtide") is not None
+    for package in others.values():
+        for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():  # several packages may share a folder
+                (packages / top).symlink_to(Path(str(package.locate_file(top))))
     return python
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("core"), wheel, "lowtide")
+
+
+@pytest.fixture(scope="module")
+def demo_python(wheel, tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("demo"), wheel, "lowtide[demo]")
 
 
 def files(wheel: Path) -> dict[str, bytes]:
@@ -82,11 +115,86 @@ def test_the_wheel_alone_runs_the_readmes_example(python, tmp_path):
     assert Path(place).is_relative_to(python.parents[1])
 
 
+def test_no_other_package_is_there(python, demo_python):
+    asked = "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('torch', 'transformers', 'matplotlib')])"
+
+    assert run(python, "-c", asked).strip() == "[True, False, False]"
+    assert run(demo_python, "-c", asked).strip() == "[True, True, False]"
+
+
 def test_the_installed_command_and_version_are_those_of_the_source(python):
     asked = "from importlib.metadata import version; print(version('lowtide'))"
 
     assert run(python, "-c", asked).strip() == lowtide.__version__
-    assert "fit" in run(python.parent / "lowtide", "--help")
+    assert run(python.parent / "lowtide", "--version") == f"lowtide {lowtide.__version__}\n"
+
+
+def test_every_verb_has_its_help(python):
+    verbs = re.findall(r"^    ([a-z]+) ", run(python.parent / "lowtide", "--help"), re.MULTILINE)
+
+    assert {"demo", "fit", "plan", "doctor"} <= set(verbs)
+    for verb in verbs:
+        assert f"lowtide {verb} " in run(python.parent / "lowtide", verb, "--help")
+
+
+MODEL = ("--model", "llama-2-7b", "--device", "h100")
+
+
+@pytest.mark.parametrize(
+    ("verb", "extra"),
+    [
+        (("demo", "--quick"), "demo"),
+        (("plan", *MODEL), "transformers"),
+        (("advise", *MODEL, "--gpus", "8", "--global-batch", "64"), "transformers"),
+        (("kv", *MODEL, "--batch-size", "2", "--seq-len", "2048"), "transformers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_what_an_extra_brings_is_asked_for_by_name(python, verb, extra):
+    done = subprocess.run([python.parent / "lowtide", *verb], env=clean(), capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"pip install 'lowtide[{extra}]'" in done.stderr and "Traceback" not in done.stderr
+
+
+SCRIPT = """
+import torch
+
+
+def setup():
+    layers = [m for _ in range(4) for m in (torch.nn.Linear(32, 32), torch.nn.GELU())]
+    return torch.nn.Sequential(*layers), torch.randn(64, 32)
+"""
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [("fit", "--budget", "60%", "--verify", "--html", "fit.html"), ("bench",), ("doctor",)],
+    ids=lambda verb: verb[0],
+)
+def test_a_verb_runs_a_script_without_any_extra(python, verb, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    name, *options = verb
+    command = [python.parent / "lowtide", name, "train.py:setup", *options, "--json"]
+    done = subprocess.run(command, env=clean(), cwd=tmp_path, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "ok"
+
+
+def test_the_demo_runs_with_its_extra(demo_python):
+    body = json.loads(run(demo_python.parent / "lowtide", "demo", "--quick", "--json"))
+
+    assert body["status"] == "ok" and body["bitwise_equal"]
+    assert len(body["cases"]) == 1  # the other case's weights come without an extra
+
+
+def test_importing_lowtide_takes_no_other_package(python):
+    asked = (
+        "import sys, lowtide.cli; print(sorted({'torch', 'numpy', 'rich', 'highspy', 'psutil'} & sys.modules.keys()))"
+    )
+
+    assert run(python, "-c", asked).strip() == "[]"
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):

@@ -75,6 +75,10 @@ class DeviceError(LowtideError):
     """A device that is not on this machine, or that lacks what was asked of it; the message names it."""
 
 
+class MissingPackageError(LowtideError, ImportError):
+    """An optional package that was asked for is not installed; the message says how to get it."""
+
+
 class RehearsalMemoryError(LowtideError):
     """A rehearsal of lowtide's own ran out of memory however small it was; nothing of the training state moved."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, MissingPackageError
 from lowtide.estimation.device_table import Device
 from lowtide.inference.kv_cache import CACHE_DTYPES, LayerCache, cache_bytes, layer_caches
 from lowtide.models.shipped import UnknownModelError
@@ -45,12 +45,13 @@ def config_of(facts: dict[str, Any]) -> Any:
     """The transformers config of ``models.shipped.model_facts``.
 
     Raises:
-        LowtideError: transformers is not installed, or it does not know the model.
+        MissingPackageError: transformers is not installed.
+        UnknownModelError: it does not know the model.
     """
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise LowtideError(
+        raise MissingPackageError(
             "configs are read by transformers. Install it: pip install 'lowtide[transformers]'"
         ) from None
     options = {name: value for name, value in facts["config"].items() if name != "model_type"}
