@@ -1,4 +1,7 @@
-"""Adapters on layers in 4 bits, as QLoRA trains them (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314)."""
+"""Adapters on layers in 4 bits, as QLoRA trains them (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), or 8."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,20 +18,19 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 STEPS, PLANNED = 4, 2  # the first two steps watch; then the plan is waited for
 
 
-def in_4_bits(model: nn.Module) -> nn.Module:
-    """The linear layers of each decoder layer in NF4, computed in bfloat16; the head stays as it is."""
+FOUR_BITS = partial(bitsandbytes.nn.LinearNF4, bias=False, compute_dtype=torch.bfloat16)
+EIGHT_BITS = partial(bitsandbytes.nn.Linear8bitLt, bias=False, has_fp16_weights=False)
+
+
+def adapted(layer: Callable[..., nn.Module]) -> nn.Module:
+    """A decoder with adapters on the linear layers of each decoder layer, which are ``layer``; its head is plain."""
+    model = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3)
     for parent in [m for m in model.model.modules() if not isinstance(m, nn.Linear)]:
-        for name, layer in [(n, m) for n, m in parent.named_children() if isinstance(m, nn.Linear)]:
-            small = bitsandbytes.nn.LinearNF4(
-                layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16
-            )
-            small.load_state_dict(layer.state_dict())
+        for name, plain in [(n, m) for n, m in parent.named_children() if isinstance(m, nn.Linear)]:
+            small = layer(plain.in_features, plain.out_features)
+            small.load_state_dict(plain.state_dict())
             setattr(parent, name, small)
-    return model.to("cpu")  # where they are made small
-
-
-def adapted() -> nn.Module:
-    model = in_4_bits(llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3))
+    model.to("cpu")  # where the weights are made small
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)).train()
 
@@ -61,16 +63,22 @@ def train(model: nn.Module, budget: int | None = None) -> tuple[list[float], lis
     return losses, [p.detach().clone() for p in trained], peaks, before
 
 
-def test_adapters_on_layers_in_4_bits_train_as_without_a_budget():
-    model = adapted()
-    weights = [m.weight for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
-    assert len(weights) == 21 and all(w.dtype == torch.uint8 and not w.requires_grad for w in weights)
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [(FOUR_BITS, torch.uint8), pytest.param(EIGHT_BITS, torch.int8, marks=pytest.mark.slow)],
+    ids=["4", "8"],
+)
+def test_adapters_on_layers_in_few_bits_train_as_without_a_budget(layer, dtype):
+    model = adapted(layer)
+    weights = [m.weight for m in model.modules() if isinstance(m, layer.func)]
+    assert len(weights) == 21 and all(w.dtype == dtype and not w.requires_grad for w in weights)
+    begin = [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
     losses, trained, peaks, before = train(model)
     budget = max(before) + (max(peaks) - max(before)) // 2
-    planned_losses, planned_trained, planned_peaks, _ = train(adapted(), budget)
+    planned_losses, planned_trained, planned_peaks, _ = train(adapted(layer), budget)
 
     assert planned_losses == losses
     assert all(torch.equal(a, b) for a, b in zip(planned_trained, trained, strict=True))
-    assert any((a != b).any() for a, b in zip(trained, [p for p in adapted().parameters() if p.requires_grad]))
+    assert not any(torch.equal(a, b) for a, b in zip(begin, trained, strict=True))
     assert max(planned_peaks[-PLANNED:]) <= budget < min(peaks)
