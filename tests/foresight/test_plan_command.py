@@ -1,9 +1,11 @@
 """``lowtide plan`` on small models: what it answers, and what it refuses."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 import lowtide
 from lowtide import cli
@@ -233,6 +235,23 @@ def test_equal_blocks_are_multiplied_and_come_to_the_same_bytes(tmp_path, monkey
     monkeypatch.setattr(rank_memory_module, "_RUN_BLOCKS", 7)
 
     assert parts(str(tmp_path), optimizer=optimizer) == multiplied
+
+
+def test_a_package_that_asks_once_for_cuda_sees_what_is_here(capsys, tmp_path, monkeypatch):
+    """bitsandbytes would keep the answer for the rest of the process, and fails where CPUs stand for CUDA."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    del sys.modules["bitsandbytes"]
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "bitsandbytes.py").write_text("import torch\nCUDA_IS_HERE = torch.cuda.is_available()\n")
+    (tmp_path / "quantised.py").write_text(
+        "import bitsandbytes, torch\nassert torch.cuda.is_available()\n"
+        "def setup():\n    return torch.nn.Linear(8, 8).cuda(), torch.randn(4, 8).cuda()\n"
+    )
+
+    code, body = plan(capsys, "--model", f"{tmp_path}/quantised.py:setup", "--device", "h100", "--precision", "fp32")
+
+    assert (code, body["status"]) == (0, "ok")
+    assert sys.modules["bitsandbytes"].CUDA_IS_HERE is torch.cuda.is_available() is False
 
 
 def test_adapters_of_a_model_without_memory_take_none(model):

@@ -6,8 +6,9 @@ Whatever makes a model here is called under a ``HollowMode``.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -158,6 +159,9 @@ class Subject:
 
     @contextmanager
     def _without_memory(self, target: TargetDevice) -> Iterator[HollowMode]:
+        # It asks once, when it is imported, whether CUDA is there: not while CPUs stand for it. PEFT imports it.
+        with suppress(ImportError):
+            importlib.import_module("bitsandbytes")
         mode = self._modes.setdefault(target, HollowMode(target.kernels))
         # What has no memory is the CPU's, whatever the default device is.
         with torch.device("cpu"), mode, nullcontext() if target.kernels == "cpu" else cuda_means_cpu():
