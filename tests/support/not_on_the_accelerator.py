@@ -66,6 +66,7 @@ LEFT_OUT = {
     "foresight/test_image_text.py::test_the_peak_is_that_of_a_real_step": _FORESEEN,
     "hollow/": _NO_MEMORY,
     "inference/test_layer_offload.py": "the test looks at the file that a CPU's layers move to",
+    "integrations/test_bitsandbytes.py": "the weights are made small by the CPU's kernels",
     "integrations/test_deepspeed.py": "the engine that the test starts is the CPU's",
     "integrations/test_megatron.py": "what stands in for Megatron's CUDA in the test is the CPU",
     "integrations/test_trl.py::test_a_run_is_the_plain_one_within_less[sft]": "the library chooses the device",
