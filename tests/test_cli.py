@@ -205,7 +205,7 @@ def test_a_step_that_differs_is_a_finding(capsys, monkeypatch):
         ),
         (
             ["report", "not_a_plan.json"],
-            "not a plan: field 'version' is None, not 1 or 2. Make the plan again with this lowtide.",
+            "not a plan: field 'version' is None, not 2. Make the plan again with this lowtide.",
         ),
         (
             ["report", "graph.json"],

@@ -34,7 +34,6 @@ PLAIN_MODULES = (
             "shape_family",
             "derived_costs",
             "plain_peak",
-            "plan_transfer",
             "buckets",
         )
     )

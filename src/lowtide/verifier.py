@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
 from lowtide.measurement.allocator import can_measure_peaks, peak_bytes
 from lowtide.measurement.op_times import measure
 from lowtide.measurement.timing import compare_times
-from lowtide.options import DeprecatedOffload, Offload, offload_policy
+from lowtide.options import Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.simulation.allocator_peaks import MOST_STEPS
 from lowtide.solvers.dispatch import solve
@@ -107,7 +107,6 @@ def verify(
     step: Step | None = None,
     rounds: int = 3,
     offload: Offload | None = None,
-    **deprecated: Unpack[DeprecatedOffload],
 ) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
@@ -122,8 +121,7 @@ def verify(
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``. RehearsalMemoryError: memory runs out on a single row, or of a sharded model.
     """
-    policy = offload_policy(verify, offload, deprecated)
-    return verify_in(partial(open_tiers, policy=policy), model, batch, plan, step=step, rounds=rounds)
+    return verify_in(partial(open_tiers, policy=offload_policy(offload)), model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(

@@ -191,8 +191,3 @@ def held_by(function: Any) -> list[Any]:
         else:
             found.append(item)
     return found
-
-
-def modules_of(function: Any) -> list[nn.Module]:
-    """The modules that a checkpointed function runs, as far as it shows."""
-    return [item for item in held_by(function) if isinstance(item, nn.Module)]

@@ -215,11 +215,6 @@ class Setup:
         """The step as it is, observed. Where it fails, what was seen until then."""
         return self._observed(nullcontext())
 
-    @functools.cached_property
-    def seen_plain(self) -> StepObserver:
-        """The step with every checkpointed call made plain, observed: what autograd stores inside them."""
-        return self._observed(checkpoint_seam.plain_calls())
-
     def _observed(self, change: AbstractContextManager[Any]) -> StepObserver:
         observer = StepObserver(self.model, self.batch, compare=True)
         with self.preserved(), observer.watching(), change:
