@@ -14,9 +14,9 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
-    from lowtide.commands.side_by_side import Row, Way
     from lowtide.graph.costs import Costs
     from lowtide.graph.step_graph import StepGraph
+    from lowtide.side_by_side import Row, Way
 
 BUDGETS = ("75%", "60%", "50%", "40%", "25%")
 _CLASSICS: dict[str, dict[str, Any]] = {
@@ -61,8 +61,8 @@ class Bench:
         return {"rows": [asdict(row) for row in self.rows], "left_out": self.left_out}
 
     def __str__(self) -> str:
-        from lowtide.commands.side_by_side import HEAD
         from lowtide.reports.terminal import columns
+        from lowtide.side_by_side import HEAD
 
         lines = columns([HEAD, *(row.cells for row in self.rows)])
         reasons = [f"{name}: left out: {why}" for name, why in self.left_out.items()]
@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
 
 def bench(model: Any, batch: Any, step: Any) -> Bench:
     """Measure the step under every method that applies to it."""
-    from lowtide.commands.side_by_side import PLAIN, SideBySide, Way
     from lowtide.measurement.op_times import measure
     from lowtide.reports.progress import counting, stages
     from lowtide.settings.settings_plan import without_checkpointing
+    from lowtide.side_by_side import PLAIN, SideBySide, Way
     from lowtide.tracing.sources import trace
 
     left_out: dict[str, str] = {}
@@ -111,7 +111,7 @@ def bench(model: Any, batch: Any, step: Any) -> Bench:
 
 
 def _planned(graph: StepGraph, costs: Costs, left_out: dict[str, str]) -> Iterator[Way]:
-    from lowtide.commands.side_by_side import Way
+    from lowtide.side_by_side import Way
     from lowtide.solvers.dispatch import solve
     from lowtide.units import format_bytes
 
@@ -130,10 +130,10 @@ def _planned(graph: StepGraph, costs: Costs, left_out: dict[str, str]) -> Iterat
 
 def _selective(model: Any, left_out: dict[str, str]) -> Iterator[Way]:
     """PyTorch's own selective checkpointing of the repeated blocks, carried out by PyTorch."""
-    from lowtide.commands.side_by_side import Way
     from lowtide.settings.blocks import blocks
     from lowtide.settings.carried_out import carried_out
     from lowtide.settings.description import Checkpoint, Description
+    from lowtide.side_by_side import Way
 
     chosen = tuple(Checkpoint((path,), frozenset(_SAC_OPS)) for path in blocks(model))
     if not chosen:

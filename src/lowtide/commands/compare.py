@@ -15,11 +15,11 @@ from lowtide.errors import BudgetInfeasibleError, SettingsError
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
-    from lowtide.commands.side_by_side import Row
     from lowtide.graph.costs import Costs
     from lowtide.graph.step_graph import StepGraph
     from lowtide.plan import Plan
     from lowtide.settings.description import SettingsFinding
+    from lowtide.side_by_side import Row
 
 _WIDTH = 100
 _SEARCH_STEPS = 5  # halvings of the range of budgets
@@ -104,8 +104,8 @@ class Comparison:
         return faster, smaller
 
     def __str__(self) -> str:
-        from lowtide.commands.side_by_side import HEAD
         from lowtide.reports.terminal import columns
+        from lowtide.side_by_side import HEAD
 
         lines = _wrapped(f"{self.framework}: {self.summary}")
         lines += ["", *columns([HEAD, *(row.cells for row in self.rows)]), "", *self._sentences()]
@@ -169,11 +169,11 @@ def compare(
     Raises:
         SettingsError: the framework would refuse the settings, or one is not known.
     """
-    from lowtide.commands.side_by_side import PLAIN, SideBySide, Way
     from lowtide.reports.progress import counting, stages
     from lowtide.settings.carried_out import carried_out, carrier, why_not
     from lowtide.settings.description import FAILS, NOTE, SettingsFinding
     from lowtide.settings.settings_plan import settings_plan, without_checkpointing
+    from lowtide.side_by_side import PLAIN, SideBySide, Way, exact_or_least
 
     with without_checkpointing(model):
         with stages("tracing and measuring", "planning") as next_stage:
@@ -207,16 +207,6 @@ def compare(
         text = f"what is about other things is left aside: {', '.join(others[:6])}"
         findings.append(SettingsFinding("file", NOTE, text + (", ..." if len(others) > 6 else "")))
     return Comparison(framework, found.description.summary, tuple(findings), tuple(rows), real, why, difference)
-
-
-def exact_or_least(graph: StepGraph, costs: Costs, budget: int | str) -> Plan:
-    """The exact plan for ``budget``, or for the least peak that there is where that is more."""
-    from lowtide.solvers.dispatch import solve
-
-    try:
-        return solve(graph, costs, budget)
-    except BudgetInfeasibleError as error:
-        return solve(graph, costs, error.least_bytes)
 
 
 def smallest_within(graph: StepGraph, costs: Costs, step_ms: float, known: Plan) -> Plan:
