@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.commands.settings_file import read_settings
+from lowtide.commands.verbs import add_target, add_verb
 from lowtide.errors import BudgetInfeasibleError, SettingsError
 from lowtide.scripts import BadUsageError, load_step
 
@@ -30,19 +31,15 @@ _HALF = "exact, 50 % of the activations"
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "compare",
-        help="what your checkpointing settings cost and reach, and what a plan would save",
-        description="Measure your step plain, with your checkpointing settings, and under exact plans, side by side.",
-        epilog="example:\n  lowtide compare train.py:setup --settings training_args.yaml --framework transformers",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(
+        verbs, "compare", run, "what your checkpointing settings cost and reach, and what a plan would save",
+        "Measure your step plain, with your checkpointing settings, and under exact plans, side by side.",
+        "example:\n  lowtide compare train.py:setup --settings training_args.yaml --framework transformers",
+    )  # fmt: skip
+    add_target(parser)
     frameworks = "transformers, trl, roll, megatron, colossalai, deepspeed, torchtitan, accelerate or torch"
-    parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
     parser.add_argument("--settings", metavar="FILE", type=Path, required=True, help="a .yaml, .json or .toml file")
     parser.add_argument("--framework", metavar="NAME", help=f"{frameworks}; told by the names where that is clear")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
 
 
 @dataclass(frozen=True)
