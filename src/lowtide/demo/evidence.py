@@ -13,6 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.demo.cases import Case
 from lowtide.reports.progress import counting
+from lowtide.settings.carried_out import settings_kept
 from lowtide.side_by_side import PLAIN, Row, SideBySide, Way, exact_or_least
 from lowtide.tracing.restore import same_bits
 
@@ -59,12 +60,9 @@ def shape_of(batch: dict[str, torch.Tensor]) -> tuple[int, ...]:
 @contextmanager
 def fully_checkpointed(model: nn.Module) -> Iterator[None]:
     """Inside, transformers checkpoints every layer."""
-    model.activation_checkpointing_enable()
-    try:
+    with settings_kept(model):
+        model.activation_checkpointing_enable()
         yield
-    finally:
-        model.activation_checkpointing_disable()
-        model.disable_input_require_grads()  # its own switch leaves these hooks on
 
 
 def measure_table(case: Case, seconds: float) -> Table:

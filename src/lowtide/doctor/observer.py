@@ -1,6 +1,5 @@
 """Sees one step as it runs: operators, what autograd stores, module calls, checkpointed calls. Holds no tensor."""
 
-import random
 import sys
 import weakref
 from collections import Counter
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from lowtide.doctor import checkpoint_seam
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
+from lowtide.tracing.other_generators import HostGenerators
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
@@ -164,7 +163,7 @@ class StepObserver(TorchDispatchMode):
         self.backward_autocast = False
         self.cache_bytes = 0  # of a KV cache in the model's output
         self.nodes: set[str] = set()  # names of autograd's nodes
-        self._before_draws: dict[int, tuple[Any, Any]] = {}
+        self._before_draws: dict[int, HostGenerators] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -315,25 +314,25 @@ class StepObserver(TorchDispatchMode):
 
     def forward(self, call: CheckpointCall | None) -> None:
         if call is not None:
-            self._before_draws[call.number] = _python_states()
+            self._before_draws[call.number] = HostGenerators()
             self._active.append((call, call.ops))
 
     def forward_ended(self, call: CheckpointCall | None) -> None:
         if call is not None:
             self._active.pop()
-            call.moved |= _moved(self._before_draws.pop(call.number))
+            call.moved |= self._before_draws.pop(call.number).moved()
             call.cache_lengths.append(_lengths(call))
 
     def recompute(self, call: CheckpointCall | None) -> None:
         if call is not None:
             call.recomputed.append([])
-            self._before_draws[call.number] = _python_states()
+            self._before_draws[call.number] = HostGenerators()
             self._active.append((call, call.recomputed[-1]))
 
     def recompute_ended(self, call: CheckpointCall | None) -> None:
         if call is not None:
             self._active.pop()
-            call.moved_again |= _moved(self._before_draws.pop(call.number))
+            call.moved_again |= self._before_draws.pop(call.number).moved()
             call.cache_lengths.append(_lengths(call))
 
 
@@ -374,16 +373,6 @@ def _in_function() -> bool:
 
 def _lengths(call: CheckpointCall) -> tuple[int, ...]:
     return tuple(int(cache.get_seq_length()) for cache in call.seen_caches)
-
-
-def _python_states() -> tuple[Any, Any]:
-    state: Any = numpy.random.get_state()
-    return random.getstate(), (state[1].tobytes(), state[2:])
-
-
-def _moved(before: tuple[Any, Any]) -> set[str]:
-    names = ("Python's random", "NumPy's generator")
-    return {name for name, old, new in zip(names, before, _python_states()) if old != new}
 
 
 def _counting(policy: Any, counts: Counter[tuple[str, str]]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.device.generators import set_state, state_of
+from lowtide.device.generators import state_of, with_state
 from lowtide.device.numeric_flags import numeric_flags, set_numeric_flags
 from lowtide.tracing.sharding.windows import OpenWindows
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of
@@ -27,15 +27,9 @@ class GeneratorState:
         """Its memory, on the CPU: of a CPU's generator 5 kB, of other devices' a few bytes."""
         return self._state.untyped_storage()
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Inside, the generator has this state; afterwards, the present one again."""
-        now = state_of(self._device)
-        set_state(self._device, self._state)
-        try:
-            yield
-        finally:
-            set_state(self._device, now)
+        return with_state(self._device, self._state)
 
 
 class ExecutionState:
