@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lowtide import __version__
 from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan, report
 from lowtide.commands.files import check_folders, write
-from lowtide.commands.verbs import add_target, add_verb
+from lowtide.commands.verbs import add_target, add_verb, budget_of
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.scripts import BadUsageError, load_step
 
@@ -207,12 +207,7 @@ def _budget(text: str) -> int | str:
     """Refused before a script runs for minutes."""
     from lowtide.argument_checks import check_budget
 
-    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
-    try:
-        check_budget(budget)
-    except (ValueError, TypeError) as error:
-        raise BadUsageError(str(error)) from error
-    return budget
+    return budget_of(text, check_budget)
 
 
 def _findings(verification: Verification, plan: Plan) -> list[str]:

@@ -54,10 +54,10 @@ def offload_policy(offload: Offload | None) -> Offload:
     return offload or Offload()
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
     """A sentence with the nearest of ``known``, after a space; "" where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(word, list(known), n=most, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 @dataclass(frozen=True)

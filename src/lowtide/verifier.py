@@ -31,9 +31,6 @@ from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, device_of, record
 from lowtide.units import format_bytes
 
-_LET_GO_S = 0.005  # a device's thread frees the last objects of a backward up to 2 ms after it
-_PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
-
 
 @dataclass(frozen=True)
 class Verification:

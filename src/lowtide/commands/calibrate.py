@@ -1,7 +1,5 @@
 """``lowtide calibrate``: measure this machine, so that ``lowtide.estimate(graph, device="here")`` knows it."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.commands.files import write
-from lowtide.commands.verbs import add_verb
+from lowtide.commands.verbs import add_verb, budget_of
 from lowtide.scripts import BadUsageError
 
 if TYPE_CHECKING:
@@ -147,12 +148,7 @@ def _budget(text: str) -> int | str | None:
 
     if text.strip().lower() == "none":
         return None
-    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
-    try:
-        parse_budget(budget, "--budget")
-    except ValueError as error:
-        raise BadUsageError(str(error)) from error
-    return budget
+    return budget_of(text, partial(parse_budget, name="--budget"))
 
 
 def _change_json(change: Change) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """What the verbs of the command line share: how one is added, and arguments that several take."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any
+
+from lowtide.scripts import BadUsageError
 
 
 def add_verb(
@@ -31,3 +31,13 @@ def add_verb(
 def add_target(parser: argparse.ArgumentParser) -> None:
     """The script that ``load_step`` loads."""
     parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
+
+
+def budget_of(text: str, check: Callable[[int | str], Any]) -> int | str:
+    """A budget as a command line has it. Raises: BadUsageError: ``check`` refuses it."""
+    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
+    try:
+        check(budget)
+    except (ValueError, TypeError) as error:
+        raise BadUsageError(str(error)) from error
+    return budget

@@ -7,15 +7,12 @@ from typing import Any
 from torch import nn
 
 from lowtide.settings.carried_out import settings_kept
+from lowtide.settings.transformers import is_layer
 
 
 def layer_flags(model: nn.Module) -> dict[str, bool]:
     """Whether each layer is checkpointed, by its path, in the model's order."""
-    layers = (
-        (n, m) for n, m in model.named_modules()
-        if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)
-    )  # fmt: skip
-    return {n: bool(getattr(m, "gradient_checkpointing", False)) for n, m in layers}
+    return {n: bool(getattr(m, "gradient_checkpointing", False)) for n, m in model.named_modules() if is_layer(m)}
 
 
 @contextmanager

@@ -33,8 +33,7 @@ _NO_VALUE = {
     "aten::view",
     "aten::_unsafe_view",
     "aten::clone",
-    *_EMPTY,
-}
+} | _EMPTY
 
 
 @dataclass(frozen=True)
@@ -336,39 +335,39 @@ class StepObserver(TorchDispatchMode):
             call.cache_lengths.append(_lengths(call))
 
 
-def user_line() -> str:
-    """``file.py:12`` of the innermost frame that is neither torch's nor lowtide's."""
+def frames() -> Iterator[Any]:
+    """The frames that run now, from the caller's outwards."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS) and not name.startswith("<frozen"):
-            return f"{Path(name).name}:{frame.f_lineno}"
+        yield frame
         frame = frame.f_back
-    return ""
+
+
+def user_line() -> str:
+    """``file.py:12`` of the innermost frame that is neither torch's nor lowtide's."""
+    outside = (*_NOT_THE_USERS, "<frozen")
+    return next((_line(f) for f in frames() if not f.f_code.co_filename.startswith(outside)), "")
 
 
 def own_line() -> str:
     """``file.py:12`` of the innermost frame of the step that no library owns; ``user_line()`` where there is none."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if name == _AROUND_THE_STEP:
             break  # what lies further out called the doctor
         is_library = any(folder in name.replace("\\", "/") for folder in _LIBRARIES)
         if not is_library and not name.startswith((*_NOT_THE_USERS, "<frozen")):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return _line(frame)
     return user_line()
+
+
+def _line(frame: Any) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _in_function() -> bool:
     """Whether an autograd Function of the user's stores tensors now."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is _FUNCTION_APPLY:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _FUNCTION_APPLY for frame in frames())
 
 
 def _lengths(call: CheckpointCall) -> tuple[int, ...]:

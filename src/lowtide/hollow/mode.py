@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.dispatch import UncompiledMode
 from lowtide.hollow.looks import DependsOnValues, Look, Looks, TensorLook, look_of
-from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of, span
+from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of
+from lowtide.measurement.op_inputs import span
 
 aten = torch.ops.aten
 SOLID_BYTES = 1 << 22  # floats up to here are computed where all inputs are solid
@@ -36,7 +37,7 @@ _OTHER_DEVICES = frozenset({
 })  # fmt: skip
 
 
-class HollowMode(TorchDispatchMode):
+class HollowMode(UncompiledMode):
     """Ops on hollow tensors give hollow tensors.
 
     Args:
@@ -46,14 +47,6 @@ class HollowMode(TorchDispatchMode):
         assumed: What was assumed for unknown values: by sentence, how often and where first.
         where: The module call that runs; None where nothing has to be noted.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper around a mode otherwise imports the compiler
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, device: str = "cpu", *, solid_bytes: int = SOLID_BYTES) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Settings as they are really carried out in this process: by transformers, or by ``torch.utils.checkpoint``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,17 +42,24 @@ def carried_out(description: Description, model: nn.Module) -> Iterator[None]:
             yield
         return
     changed = [model.get_submodule(path) for c in description.checkpoints for path in c.modules]
-    for module in changed:
-        module.forward = partial(_checkpointed, module.forward, context)
+    with checkpointed_modules(changed, **context):
+        yield
+
+
+@contextmanager
+def checkpointed_modules(modules: Collection[nn.Module], **options: Any) -> Iterator[None]:
+    """Inside, a call of one of these modules is a checkpointed call."""
+    before = [(m, "forward" in vars(m), m.forward) for m in modules]
     try:
+        for module, _, forward in before:
+            module.forward = partial(checkpoint, forward, use_reentrant=False, **options)
         yield
     finally:
-        for module in changed:
-            del module.forward
-
-
-def _checkpointed(forward: Callable[..., Any], context: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+        for module, has_own, forward in before:
+            if has_own:
+                module.forward = forward
+            else:
+                del module.forward
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def checkpoint_layers(given: Given, model: nn.Module) -> list[str]:
             f"transformers refuses: {type(model).__name__} does not support activation checkpointing.",
             f"Leave {_NEW} out.",
         )
-    found = [path for path, module in model.named_modules() if _is_layer(module)]
+    found = [path for path, module in model.named_modules() if is_layer(module)]
     if found:
         return found
     found = blocks(model)
@@ -108,7 +108,8 @@ def checkpoint_layers(given: Given, model: nn.Module) -> list[str]:
     return found
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """One that transformers checkpoints by a flag in it."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
