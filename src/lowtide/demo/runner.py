@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from lowtide.demo.cases import CASES, Case, NoWeightsError
-from lowtide.demo.evidence import AS_FULL, FULL, PLAIN, Row, Table, Training, measure_table, shape_of, train_both
+from lowtide.demo.evidence import AS_FULL, FULL, Table, Training, measure_table, shape_of, train_both
 from lowtide.device.names import device_name
 from lowtide.reports.summary import percent
 from lowtide.reports.terminal import columns
+from lowtide.side_by_side import PLAIN, Row
 from lowtide.units import format_bytes
 
 # Shares of the time that was asked for, for each case. A slow machine measures fewer rounds and trains fewer steps.
