@@ -50,3 +50,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
+    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")

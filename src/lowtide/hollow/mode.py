@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.device.dispatch import UncompiledMode
+from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
 from lowtide.hollow.looks import DependsOnValues, Look, Looks, TensorLook, look_of
 from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of
 from lowtide.measurement.op_inputs import span
@@ -65,11 +65,9 @@ class HollowMode(UncompiledMode):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # DTensor works out shapes
             return func(*args, **kwargs)
-        if types and any(_is_distributed_wrapper(t) for t in types):
+        if types and any(map(is_wrapper_type, types)):
             return NotImplemented
-        tensors: list[torch.Tensor] = []
-        _collect(args, tensors)
-        _collect(tuple(kwargs.values()), tensors)
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
         if any(t.is_meta for t in tensors) or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         if func.is_view or func in _VIEWS or torch.Tag.inplace_view in func.tags:
@@ -102,9 +100,7 @@ class HollowMode(UncompiledMode):
             origin = UNKNOWN if UNKNOWN in origins else DRAWN
             if _decides(func, args):
                 self.note(f"{_name(func)} of {origin}: went as {_told(output)}")
-            made: list[torch.Tensor] = []
-            _collect(output, made)
-            for tensor in made:
+            for tensor in tensors_in(output):
                 mark_origin(tensor, origin)
         return output
 
@@ -191,9 +187,7 @@ class HollowMode(UncompiledMode):
             if alias is not None and alias.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 given |= dict.fromkeys(alias.before_set, value)
-        written: list[torch.Tensor] = []
-        _collect(tuple(given.values()), written)
-        for tensor in written:
+        for tensor in tensors_in(given):
             if not is_hollow(tensor):
                 mark_origin(tensor, UNKNOWN)
         returned = [
@@ -203,20 +197,6 @@ class HollowMode(UncompiledMode):
         if any(r is None for r in returned):
             return self._made(self._look(func, args, kwargs, tensors), tensors)
         return returned[0] if len(returned) == 1 else tuple(returned) or None
-
-
-# Not closures: one that calls itself is a reference cycle, and would hold the tensors until the next collection.
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-
-
-@cache
-def _is_distributed_wrapper(kind: type) -> bool:
-    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
 
 
 @cache

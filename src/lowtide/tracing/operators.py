@@ -8,7 +8,8 @@ import torch
 from lowtide.device import vendor_kernels
 from lowtide.device.block_size import in_blocks
 from lowtide.device.dispatch import bytes_of
-from lowtide.device.dispatch import tensors_in as tensors_in  # offered with the other facts of an op
+from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # offered with the other facts of an op
+from lowtide.device.dispatch import tensors_in as tensors_in
 from lowtide.measurement.op_inputs import COLLECTIVES
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -129,11 +130,6 @@ def omitted_in_replay(func: Any, args: tuple) -> tuple[int, ...]:
 def omittable_arguments(func: Any) -> tuple[int, ...]:
     """Positions of arguments that some call of ``func`` leaves out when it is replayed."""
     return OMITTED_IN_REPLAYS.get(packet_name(func), ())
-
-
-def is_wrapper_type(kind: type) -> bool:
-    """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
-    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
