@@ -108,11 +108,9 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _size_for(device: torch.device) -> str:
-    from lowtide.device.memory import capacity_bytes
-
     if device.type == STAND_IN:
         return "tiny"
-    capacity = capacity_bytes(device) or 0
+    _, capacity = torch.accelerator.get_memory_info(device)
     return next(name for name, (least, _) in SIZES.items() if capacity >= least)
 
 

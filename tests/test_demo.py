@@ -4,16 +4,17 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
+import lowtide
 from lowtide.cli import main
 from lowtide.demo import runner
 from lowtide.demo.cases import decoder_case, quiet_transformers, reference_text, sentences, token_batches
-from lowtide.demo.evidence import affordable, fully_checkpointed, outcome, same_tensors
+from lowtide.demo.evidence import affordable, fully_checkpointed, same_tensors
+from lowtide.side_by_side import SideBySide, Way, differing
 
 pytest.importorskip("transformers")
 needs_weights = pytest.mark.skipif(
@@ -41,6 +42,7 @@ def shown(decoder_results, monkeypatch):
 def check(case: dict) -> None:
     """Every planned row holds its peak and its bits, and training went as it does plainly."""
     plain, full, *planned = case["table"]["rows"]
+    assert plain["method"] == "plain" and plain["cpu_time"] == 1
     assert plain["fraction"] == 1 and full["fraction"] < 1 and len(planned) == 2
     for row in planned:
         assert row["bitwise_equal"]
@@ -107,7 +109,7 @@ def test_a_budget_that_is_out_of_reach_is_not_claimed(decoder_results):
 def test_a_gradient_that_differs_is_a_finding_and_shown(shown, capsys):
     assert all(result.holds for result in shown)
     for i, result in enumerate(shown):
-        rows = tuple(dataclasses.replace(r, bitwise_equal=r.method != "lowtide 60%") for r in result.table.rows)
+        rows = tuple(dataclasses.replace(r, bitwise_equal=r.name != "lowtide 60%") for r in result.table.rows)
         shown[i] = dataclasses.replace(result, table=dataclasses.replace(result.table, rows=rows))
         assert not shown[i].holds
 
@@ -150,11 +152,12 @@ def test_the_comparison_sees_one_bit():
 
 def test_methods_leave_the_model_as_a_plain_one():
     case = decoder_case(quick=True)
-    _, before = outcome(case, nullcontext)
-    outcome(case, partial(fully_checkpointed, case.model))
-    _, after = outcome(case, nullcontext)
+    step = SideBySide(case.model, case.batch, case.step, lowtide.trace(case.model, case.batch, step=case.step))
+    before, _ = step.outcome(Way("plain"))
+    step.outcome(Way("full", around=partial(fully_checkpointed, case.model)))
+    after, _ = step.outcome(Way("plain"))
 
-    assert same_tensors(before, after)
+    assert differing(before, after) == []
     assert not case.model.is_activation_checkpointing
     assert not any(m._forward_hooks for m in case.model.modules())
 

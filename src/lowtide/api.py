@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 from torch import nn
 
 from lowtide import long_sequences
 from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.options import DeprecatedOffload, FitOptions, Offload, offload_policy
+from lowtide.options import FitOptions, Offload, offload_policy
 from lowtide.plan import ALLOCATED
 from lowtide.rank_consensus import group_of
 from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
@@ -45,7 +45,6 @@ def fit(
     chunk_loss: bool = False,
     tile_mlp: int | str | None = None,
     opaque: Sequence[str] = (),
-    **deprecated: Unpack[DeprecatedOffload],
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
 
@@ -85,7 +84,6 @@ def fit(
             call of one is one op: what it makes and stores is saved, or the module's own call runs again for all of it,
             as under non-reentrant checkpointing. Then its Python runs again, forward hooks included; generators,
             autocast, train mode and buffers are put back.
-        **deprecated: ``scratch_dir``, ``disk_budget``, ``host_budget`` and ``checksums``: now fields of ``offload``.
 
     Returns:
         A ``Fit``: ``status()``, ``run()``, ``wait()``, ``plan``, ``report()``, ``verify()``, ``remove()``.
@@ -96,7 +94,7 @@ def fit(
         StepError, UnsupportedModelError: the step cannot be planned; the model is as it was.
         TierError: a tier that was asked for is not on this machine, or cannot be used; the model is as it was.
     """
-    policy = offload_policy(fit, offload, deprecated)
+    policy = offload_policy(offload)
     if batch is None and step is not None:
         raise ValueError("step= needs a batch to plan with. Pass one, or leave step= out: the real steps are watched.")
     if isinstance(model, nn.Module):

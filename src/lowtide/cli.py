@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lowtide import __version__
 from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan, report
 from lowtide.commands.files import check_folders, write
+from lowtide.commands.verbs import add_target, add_verb, budget_of
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
 from lowtide.scripts import BadUsageError, load_step
 
@@ -117,23 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(verb=None, speaks=lambda: True)
     verbs = parser.add_subparsers(metavar="VERB")
 
-    demo = verbs.add_parser("demo", help="training steps with and without a plan, measured on this machine (a minute)")
+    demo = add_verb(verbs, "demo", _demo, "training steps with and without a plan, measured on this machine (a minute)")
     demo.add_argument("--case", choices=("decoder", "minilm"), help="only this one")
     demo.add_argument("--minutes", type=float, default=1.0, help="more of them measure and train longer (default 1)")
     demo.add_argument("--quick", action="store_true", help="toy sizes, for a test")
-    demo.set_defaults(verb=_demo)
 
-    fit = verbs.add_parser(
-        "fit",
-        help="plan the training step of your script, and prove the plan",
-        description="Plan the training step of your script, and prove the plan.",
-        epilog=_FIT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    fit = add_verb(verbs, "fit", _fit, "plan the training step of your script, and prove the plan", epilog=_FIT_EPILOG)
     budget = '"6GiB", bytes, "40%%" of the plain activations, or "auto" (default)'
     methods = "exact, revolve, rotor, knapsack, every_n, sqrt_n, selective, full or none"
     scratch = "tensors of a model on CPU may move to a file here"
-    fit.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
+    add_target(fit)
     fit.add_argument("--budget", default="auto", help=budget)
     fit.add_argument("--method", default="exact", help=methods)
     fit.add_argument("--scratch-dir", metavar="DIR", type=Path, help=scratch)
@@ -142,19 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--save", metavar="PLAN.json", type=Path, help="write the plan")
     fit.add_argument("--save-graph", metavar="GRAPH.json", type=Path, help="write the traced step")
     fit.add_argument("--save-costs", metavar="COSTS.json", type=Path, help="write the measured op times")
-    fit.set_defaults(verb=_fit)
-
-    compare.add_parser(verbs)
-    bench.add_parser(verbs)
-    doctor.add_parser(verbs)
-    calibrate.add_parser(verbs)
-    kv.add_parser(verbs)
-    plan.add_parser(verbs)
-    advise.add_parser(verbs)
-    report.add_parser(verbs)
     report.add_picture_arguments(fit)
-    for verb in (demo, fit):
-        verb.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+
+    for verb in (compare, bench, doctor, calibrate, kv, plan, advise, report):
+        verb.add_parser(verbs)
     return parser
 
 
@@ -222,12 +207,7 @@ def _budget(text: str) -> int | str:
     """Refused before a script runs for minutes."""
     from lowtide.argument_checks import check_budget
 
-    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
-    try:
-        check_budget(budget)
-    except (ValueError, TypeError) as error:
-        raise BadUsageError(str(error)) from error
-    return budget
+    return budget_of(text, check_budget)
 
 
 def _findings(verification: Verification, plan: Plan) -> list[str]:

@@ -1,12 +1,10 @@
 """What ``fit`` is asked for: the budget and method, and where tensors may be stored outside device memory."""
 
 import difflib
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from lowtide.units import parse_budget
 
@@ -49,52 +47,17 @@ class Offload:
         return self.host_budget == "auto" and self.scratch_dir is None and self.disk_budget is None
 
 
-class DeprecatedOffload(TypedDict, total=False):
-    """The arguments that ``offload=lowtide.Offload(...)`` replaces."""
-
-    scratch_dir: str | Path | None
-    disk_budget: int | str | None
-    host_budget: int | str | None
-    checksums: bool
-
-
-def offload_policy(
-    function: Callable[..., Any], offload: Offload | None, deprecated: Mapping[str, Any], *, stacklevel: int = 3
-) -> Offload:
-    """``offload``, or the policy that the deprecated keyword arguments of ``function`` spell.
-
-    Args:
-        stacklevel: Of the warning, as seen from this function: the line that called ``function``.
-
-    Raises:
-        TypeError: ``offload`` is no ``Offload``, an argument is unknown (the nearest name is shown), or both spellings
-            are used at once.
-    """
-    name = function.__name__
-    known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
-    for argument in deprecated:
-        if argument not in DeprecatedOffload.__annotations__:
-            near = did_you_mean(argument, [*known, *DeprecatedOffload.__annotations__])
-            raise TypeError(f"{name}() has no argument {argument!r}.{near or ' Use one of ' + ', '.join(known) + '.'}")
+def offload_policy(offload: Offload | None) -> Offload:
+    """``offload``, or what holds by default. Raises: TypeError: it is something else."""
     if offload is not None and not isinstance(offload, Offload):
         raise TypeError(f"offload={offload!r} is a {type(offload).__name__}. Pass lowtide.Offload(...).")
-    if not deprecated:
-        return offload or Offload()
-    spelling = ", ".join(f"{argument}={value!r}" for argument, value in deprecated.items())
-    if offload is not None:
-        raise TypeError(f"{name}(): {spelling} beside offload=. Pass them inside: offload=lowtide.Offload({spelling}).")
-    warnings.warn(
-        f"{name}({spelling}) is deprecated. Write offload=lowtide.Offload({spelling}).",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
-    return Offload(**deprecated)
+    return offload or Offload()
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
     """A sentence with the nearest of ``known``, after a space; "" where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(word, list(known), n=most, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 @dataclass(frozen=True)

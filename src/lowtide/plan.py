@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import GraphFormatError
-from lowtide.explanation import Evidence, Explanation, LinkUse, PeakGroup, largest_decisions, told_of_functions
+from lowtide.explanation import Evidence, Explanation, largest_decisions, told_of_functions
 from lowtide.graph.costs import DISK, HOST
 from lowtide.graph.function_ops import PREFIX, short_name
 from lowtide.graph.step_graph import Frame
@@ -19,7 +19,6 @@ SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload",
 ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
 TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
 ALLOCATED, RESERVED = BUDGET_KINDS = "allocated", "reserved"  # what a budget is stated in
-_LOSSY = ("save_int8", "save_fp8")  # actions of earlier versions, which no longer exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Reads versions 1 and 2. Raises: GraphFormatError: not a plan, or of another version."""
+        """Raises: GraphFormatError: not a plan, or of another version."""
         try:
             body = json.loads(text)
         except json.JSONDecodeError as error:
@@ -251,18 +250,11 @@ class Plan:
         version = body.pop("version", None)
         if "decisions" not in body and "events" in body:
             raise GraphFormatError("not a plan: this is a traced step (a graph). Plan it with lowtide.solve().")
-        if any(f'"{action}"' in text for action in _LOSSY):
+        if version != VERSION:
             raise GraphFormatError(
-                "not a plan: it stores tensors inexactly (save_int8 or save_fp8), which lowtide no longer does. "
-                "Make the plan again."
-            )
-        if version not in (1, VERSION):
-            raise GraphFormatError(
-                f"not a plan: field 'version' is {version!r}, not 1 or {VERSION}. Make the plan again with this "
-                "lowtide."
+                f"not a plan: field 'version' is {version!r}, not {VERSION}. Make the plan again with this lowtide."
             )
         try:
-            body = _upgraded(body) if version == 1 else body
             for table, row in _TABLES.items():
                 columns, rows = body[table]["columns"], body[table]["rows"]
                 body[table] = [row(**dict(zip(columns, values, strict=True))) for values in rows]
@@ -300,27 +292,6 @@ class Plan:
 
 
 _TABLES: dict[str, type] = {"decisions": Decision, "frames": Frame, "ops": PlannedOp}  # fields that are rows of a file
-
-
-def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 as version 2: rows had no column names, evidence was nested, some names were others."""
-    body = {("max_inflight_bytes" if name == "window_bytes" else name): value for name, value in body.items()}
-    provenance = dict(body.get("provenance", {}))
-    body.setdefault("written_parameters", provenance.pop("writes_parameters", "").split())
-    body["provenance"] = provenance
-    for table, entry in _TABLES.items():
-        columns = [field.name for field in fields(entry)]
-        width = max(map(len, body[table]), default=0)  # earlier files lack the last columns
-        body[table] = {"columns": columns[:width], "rows": body[table]}
-    for row in body["ops"]["rows"]:
-        row[2:3] = map(bool, row[2:3])  # ``dynamic`` was 0 or 1
-    evidence = body.pop("evidence", None)
-    if evidence:
-        groups, uses = [f.name for f in fields(PeakGroup)], [f.name for f in fields(LinkUse)]
-        holders = [dict(zip(groups, row, strict=True)) for row in evidence["holders"]]
-        links = [dict(zip(uses, row, strict=True)) for row in evidence.get("links", ())]
-        body["evidence"] = {**evidence.pop("peak"), **evidence, "holders": holders, "links": links}
-    return body
 
 
 def _count(number: object, limit: float = math.inf) -> bool:

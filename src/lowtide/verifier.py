@@ -1,43 +1,35 @@
 """Planned step against plain step: loss, every gradient, every buffer, bit by bit; predicted peak against measured."""
 
 import gc
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.device.memory import is_short_of, release_cached_memory, reserved_bytes
-from lowtide.device.names import is_accelerator
+from lowtide.device.memory import is_short_of, release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
-from lowtide.measurement.allocator import can_measure_peaks, peak_bytes
+from lowtide.measurement.allocator import can_measure_peaks
 from lowtide.measurement.op_times import measure
-from lowtide.measurement.timing import compare_times
-from lowtide.options import DeprecatedOffload, Offload, offload_policy
+from lowtide.options import Offload, offload_policy
 from lowtide.plan import Plan
-from lowtide.simulation.allocator_peaks import MOST_STEPS
+from lowtide.side_by_side import PLAIN, SideBySide, Way, differing
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import program_of
-from lowtide.tape.tape import Counts
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.operators import is_wrapper_type
-from lowtide.tracing.restore import Gradients, preserve_training_state, same_bits, versions
-from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
-from lowtide.tracing.tracer import Step, device_of, record, run_step
+from lowtide.tracing.restore import versions
+from lowtide.tracing.subclasses import wrapped_parameters
+from lowtide.tracing.tracer import Step, device_of, record
 from lowtide.units import format_bytes
-
-_LET_GO_S = 0.005  # a device's thread frees the last objects of a backward up to 2 ms after it
-_PEAK_REPEATS = 3  # measurements of the peak of a step that communicates
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,6 @@ def verify(
     step: Step | None = None,
     rounds: int = 3,
     offload: Offload | None = None,
-    **deprecated: Unpack[DeprecatedOffload],
 ) -> Verification:
     """Run the plain and the planned step from the same state and compare them bit by bit.
 
@@ -122,8 +113,7 @@ def verify(
         PlanMismatchError: the plan is for another model. StepError: the step fails on the batch.
         TierError: see ``apply``. RehearsalMemoryError: memory runs out on a single row, or of a sharded model.
     """
-    policy = offload_policy(verify, offload, deprecated)
-    return verify_in(partial(open_tiers, policy=policy), model, batch, plan, step=step, rounds=rounds)
+    return verify_in(partial(open_tiers, policy=offload_policy(offload)), model, batch, plan, step=step, rounds=rounds)
 
 
 def verify_in(
@@ -168,21 +158,27 @@ def _verified(
         notes.append(f"the plain step does not fit: compared on {compared_rows} of {have} rows, {within}")
     if not can_measure_peaks(device_of(model)):
         notes.append(f"the allocator of {device_of(model).type} keeps no statistics: peaks were not measured")
-    steps = _Steps(model, batch, step, plan, opened(plan))
+    steps = SideBySide(model, batch, step, plan, opened(plan))
+    plain, planned = Way(PLAIN), Way("planned", plan)
     before = versions(model, batch)
-    plain, _ = steps.outcome(planned=False)
-    planned, counts = steps.outcome(planned=True)
+    reference, _ = steps.outcome(plain)
+    found, counts = steps.outcome(planned)
     unwritten = {key for key, version in versions(model, batch).items() if before.get(key) == version}
-    differing = [name for name in plain if not _same(plain[name], planned.get(name))]
-    del plain, planned
-    measured_bytes, plain_bytes = (steps.peak_bytes(unwritten, planned=planned) for planned in (True, False))
-    overhead = steps.overhead(rounds) if rounds else float("nan")
+    others = differing(reference, found)
+    del reference, found
+    measured_bytes = plain_bytes = None
+    if can_measure_peaks(device_of(model)):
+        measured_bytes, plain_bytes = (steps.peak_bytes(way, unwritten) for way in (planned, plain))
+    overhead = float("nan")
+    if rounds:
+        times = steps.times((plain, planned), rounds)
+        overhead = times[planned.name].median_ms / times[PLAIN].median_ms - 1
     dropped = [op for op in program_of(plan).ops if op.drops]
     return Verification(
-        loss_bitwise_equal=not any(n == "loss" for n in differing),
-        gradients_bitwise_equal=not any(n.startswith("gradient of") for n in differing),
-        buffers_bitwise_equal=not any(n.startswith("buffer") for n in differing),
-        differing=tuple(differing),
+        loss_bitwise_equal="loss" not in others,
+        gradients_bitwise_equal=not any(n.startswith("gradient of") for n in others),
+        buffers_bitwise_equal=not any(n.startswith("buffer") for n in others),
+        differing=tuple(others),
         predicted_peak_bytes=plan.measurable_peak_bytes,
         measured_peak_bytes=measured_bytes,
         plain_peak_bytes=plain_bytes,
@@ -212,92 +208,6 @@ def suspended(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in calls:
             module._compiled_call_impl = call
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The plain and the planned step of one model on one batch."""
-
-    model: nn.Module
-    batch: Any
-    step: Step | None
-    plan: Plan
-    tiers: Tiers
-
-    def outcome(self, *, planned: bool) -> tuple[dict[str, Any], Counts]:
-        """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
-        with self._rehearsal("none"):
-            loss, counts = self._run(planned=planned)
-            found: dict[str, Any] = {"loss": loss.detach().clone()}
-            found |= {f"gradient of {n}": p.grad for n, p in self.model.named_parameters()}
-            found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
-        return found, counts
-
-    def peak_bytes(self, unwritten: Collection[int], *, planned: bool) -> int | None:
-        """Absolute, gradients allocated and zeroed beforehand; None where the device keeps no statistics.
-
-        Args:
-            unwritten: Ids of what needs no copy, which would lie between what is resident.
-        """
-        device = device_of(self.model)
-        if not can_measure_peaks(device):
-            return None
-        # Memory that the threads of a collective free is not seen to go: one measurement may err high, by chance.
-        sharded = bool(wrapped_parameters(self.model))
-        times = _PEAK_REPEATS if sharded else 1
-        # All ranks run the same number of steps.
-        run = partial(self._run if sharded else self._run_until_settled, planned=planned)
-        # A prediction knows nothing of what others left cached, nor gradients of what lay in their place.
-        release = release_cached_memory if is_accelerator(device) else lambda: None
-        release()
-        with self._rehearsal(unwritten=unwritten):
-            release()
-            return self.plan.resident_bytes + min(peak_bytes(run, device) for _ in range(times))
-
-    def _run_until_settled(self, *, planned: bool) -> None:
-        """Steps until one reserves nothing more, as ``allocator_peaks`` has them; on a CPU one."""
-        device = device_of(self.model)
-        for _ in range(MOST_STEPS):
-            before = reserved_bytes(device)
-            self._run(planned=planned)
-            if reserved_bytes(device) == before:
-                break
-            time.sleep(_LET_GO_S)
-
-    def overhead(self, rounds: int) -> float:
-        """Measured step time under the plan / plain step time - 1, medians of interleaved rounds."""
-        plain, planned = partial(self._run, planned=False), partial(self._run, planned=True)
-        with self._rehearsal():
-            times = compare_times({"plain": plain, "planned": planned}, rounds=rounds, device=device_of(self.model))
-        return times["planned"].median_ms / times["plain"].median_ms - 1
-
-    def _rehearsal(
-        self, gradients: Gradients = "zeroed", unwritten: Collection[int] = ()
-    ) -> AbstractContextManager[None]:
-        return preserve_training_state(
-            self.model, self.batch, gradients=gradients, written_parameters=self.plan.written_parameters,
-            unwritten=unwritten,
-        )  # fmt: skip
-
-    def _run(self, *, planned: bool) -> tuple[torch.Tensor, Counts]:
-        """One step as a training loop runs it: forward taped, backward outside."""
-        with torch.enable_grad():
-            with attach.applied(self.model, self.plan, self.tiers) if planned else nullcontext() as applied:
-                loss, output = run_step(self.model, self.batch, self.step)
-            loss.backward()
-            del output
-        return loss, Counts() if applied is None else applied.counts
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is None or b is None:
-        return a is b
-    if is_wrapper_type(type(a)):
-        parts = zip(plain_tensors(a), plain_tensors(b), strict=True)
-        return type(a) is type(b) and all(same_bits(*pair) for pair in parts)
-    if a.layout is not torch.strided:
-        return a.layout is b.layout and torch.equal(a.to_dense(), b.to_dense())
-    return same_bits(a, b)
 
 
 def _rows_that_fit(batch: Any, plan: Plan, device: torch.device) -> int:

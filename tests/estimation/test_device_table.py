@@ -35,7 +35,7 @@ def test_every_number_has_a_source_beside_it(path):
                     yield from facts(inner)
 
     body = json.loads(path.read_text())
-    found = [*facts(body), body["attention"]]
+    found = [*facts(body)]
 
     assert body["name"] == path.stem
     assert len(found) >= 8
@@ -59,13 +59,6 @@ def test_an_unknown_device_is_refused_with_the_nearest_names():
         device_named("h10")
     with pytest.raises(UnknownDeviceError, match="Known are a10, "):
         device_named("zzzz")
-
-
-def test_attention_kernels_follow_the_rules_of_the_device():
-    assert device_named("h100").attention_kernel("bfloat16", 128) == "flash"
-    assert device_named("h100").attention_kernel("bfloat16", 128, mask=True) == "efficient"
-    assert device_named("h100").attention_kernel("float64", 128) == "math"
-    assert device_named("t4").attention_kernel("float16", 128) == "efficient"
 
 
 def test_a_dtype_without_a_unit_runs_at_the_next_wider_rate():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plan_transfer import plan_for
 from support.strategies import small_cases
 from support.toy_graphs import chain, decoder_costs, unit_costs
 from support.watched_shapes import decoder_family, decoder_of, model_of, watched
@@ -12,7 +13,6 @@ from support.watched_shapes import decoder_family, decoder_of, model_of, watched
 import lowtide
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
 from lowtide.plan import RECOMPUTE
-from lowtide.runtime.plan_transfer import plan_for
 from lowtide.runtime.shape_family import ShapeFamily
 from lowtide.simulation.simulator import simulate
 

@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
     for place in ("settings.settings_plan", "measurement.op_times"):
         monkeypatch.setattr(f"lowtide.{place}.measure", lambda graph, **_: Costs((1.0,) * len(graph.ops)))
     once = partial(compare_times, rounds=1, warmup=0)
-    monkeypatch.setattr("lowtide.commands.side_by_side.compare_times", lambda calls, *, rounds, **options: once(calls))
+    monkeypatch.setattr("lowtide.side_by_side.compare_times", lambda calls, *, rounds, **options: once(calls))
     return tmp_path
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.commands.side_by_side import SideBySide, Way
 from lowtide.graph.costs import HOST, Costs, Link
 from lowtide.settings.carried_out import carried_out, carrier, why_not
 from lowtide.settings.frameworks import describe
 from lowtide.settings.settings_plan import plan_of
+from lowtide.side_by_side import SideBySide, Way
 
 from .conftest import LAYERS, decoder, layers_of, recomputed
 

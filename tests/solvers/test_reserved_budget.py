@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 from support.case_graphs import load_case
+from support.plan_transfer import plan_for
 
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
 from lowtide.plan import Plan
 from lowtide.reports.summary import facts, warnings
 from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
-from lowtide.runtime.plan_transfer import plan_for
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.dispatch import solve
 

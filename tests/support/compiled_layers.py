@@ -93,8 +93,7 @@ def layer_graph_of(function, *inputs):
 
     def partition(gm, joint_inputs, *, num_fwd_outputs, **options):
         def seen(graph, info, values):
-            names = [n.name for n in values if n.op != "placeholder"]
-            found.append(layer_graph(JointNodes(graph, info.is_required_fw, num_fwd_outputs), names))
+            found.append(layer_graph(JointNodes(graph, info.is_required_fw, num_fwd_outputs)))
 
         return PlannedPartitioner(None, seen)(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
 

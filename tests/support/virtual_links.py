@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lowtide.device.dispatch import bytes_of
 from lowtide.graph.costs import Link
-from lowtide.tape.offload.tiers import bytes_of
 
 
 class Clock:

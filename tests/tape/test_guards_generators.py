@@ -19,7 +19,7 @@ from torch.autograd import Function
 import lowtide
 from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tracing import other_generators
-from lowtide.tracing.other_generators import OwnGenerators, _set_state, _state_of
+from lowtide.tracing.other_generators import OwnGenerators, set_state, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,7 +163,7 @@ def made(case: Case) -> tuple[Net, Net, torch.Tensor]:
 
 
 def losses(net: nn.Module, x: torch.Tensor, case: Case, start: Any, call: Any = None, fit: Any = None) -> Any:
-    _set_state(case.generator, start)
+    set_state(case.generator, start)
     found = []
     for _ in range(3):
         net.zero_grad()
@@ -180,7 +180,7 @@ def losses(net: nn.Module, x: torch.Tensor, case: Case, start: Any, call: Any = 
 def test_a_fit_leaves_a_generator_to_the_step(name, with_batch):
     case = CASES[name]
     model, bare, x = made(case)
-    start = _state_of(case.generator)
+    start = state_of(case.generator)
     fit = lowtide.fit(model, x if with_batch else None, budget="90%", opaque=case.opaque or ())
 
     assert losses(bare, x, case, start) == losses(model, x, case, start, fit=fit)
@@ -193,17 +193,17 @@ def test_checkpointing_leaves_a_generator_to_the_step(name, monkeypatch):
     monkeypatch.setattr("lowtide.tape.online.dropping._known_calls", KnownCalls())
     case = CASES[name]
     model, bare, x = made(case)
-    start = _state_of(case.generator)
+    start = state_of(case.generator)
 
     assert losses(bare, x, case, start) == losses(model, x, case, start, call=lowtide.checkpoint)
 
 
 @pytest.mark.parametrize("name", ["a module", "an attribute with a hidden name", "a named module"])
 def test_a_proof_takes_its_numbers_from_the_step_without_the_search(name, monkeypatch):
-    monkeypatch.setattr(other_generators, "_is_generator", lambda value: False)
+    monkeypatch.setattr(other_generators, "is_generator", lambda value: False)
     case = CASES[name]
     model, bare, x = made(case)
-    start = _state_of(case.generator)
+    start = state_of(case.generator)
     fit = lowtide.fit(model, budget="90%", opaque=case.opaque or ())
 
     assert losses(bare, x, case, start) != losses(model, x, case, start, fit=fit)
@@ -213,7 +213,7 @@ def test_a_proof_takes_its_numbers_from_the_step_without_the_search(name, monkey
 def test_what_is_held_and_moves_in_a_proof_is_put_back(monkeypatch):
     case = CASES["an attribute with a hidden name"]
     model, bare, x = made(case)
-    start = _state_of(case.generator)
+    start = state_of(case.generator)
     monkeypatch.setattr(OwnGenerators, "restore_moved", lambda self: [])
     fit = lowtide.fit(model, budget="90%")
 

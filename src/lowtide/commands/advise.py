@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from lowtide.commands.plan import add_setup_arguments
+from lowtide.commands.verbs import add_verb
 from lowtide.scripts import BadUsageError
 
 if TYPE_CHECKING:
@@ -17,19 +18,15 @@ if TYPE_CHECKING:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "advise",
-        help="how to train a model on given devices, ranked by predicted tokens a second",
-        description="How to train a model on given devices, ranked by predicted tokens a second.",
+    parser = add_verb(
+        verbs, "advise", run, "how to train a model on given devices, ranked by predicted tokens a second",
         epilog="example:\n  lowtide advise --model llama-3.1-8b --device h100 --gpus 8 --global-batch 64",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     add_setup_arguments(parser)
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a device)")
     parser.add_argument("--precision", help="only this one: fp32, bf16, fp16, bf16-mixed or fp16-mixed")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters on every linear layer")
     parser.add_argument("--quantized", action="store_true", help="4-bit layers below the adapters")
-    parser.set_defaults(verb=run)
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:

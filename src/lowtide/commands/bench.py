@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.commands.files import check_folders
+from lowtide.commands.verbs import add_target, add_verb
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
-    from lowtide.commands.side_by_side import Row, Way
     from lowtide.graph.costs import Costs
     from lowtide.graph.step_graph import StepGraph
+    from lowtide.side_by_side import Row, Way
 
 BUDGETS = ("75%", "60%", "50%", "40%", "25%")
 _CLASSICS: dict[str, dict[str, Any]] = {
@@ -36,17 +38,13 @@ _SAC_OPS = ("mm", "addmm", "bmm", *(
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "bench",
-        help="methods side by side on your step: the trade-off table, measured",
-        description="Measure your step under the published methods and under exact plans at several budgets.",
-        epilog="example:\n  lowtide bench train.py:setup --plot trade_off.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
+    parser = add_verb(
+        verbs, "bench", run, "methods side by side on your step: the trade-off table, measured",
+        "Measure your step under the published methods and under exact plans at several budgets.",
+        "example:\n  lowtide bench train.py:setup --plot trade_off.png",
+    )  # fmt: skip
+    add_target(parser)
     parser.add_argument("--plot", metavar="F.png", type=Path, help="draw peak against time as .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class Bench:
         return {"rows": [asdict(row) for row in self.rows], "left_out": self.left_out}
 
     def __str__(self) -> str:
-        from lowtide.commands.side_by_side import HEAD
         from lowtide.reports.terminal import columns
+        from lowtide.side_by_side import HEAD
 
         lines = columns([HEAD, *(row.cells for row in self.rows)])
         reasons = [f"{name}: left out: {why}" for name, why in self.left_out.items()]
@@ -73,8 +71,7 @@ class Bench:
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb."""
-    if args.plot and not args.plot.parent.is_dir():
-        raise BadUsageError(f"cannot write {args.plot}: there is no folder {args.plot.parent}.\nMake it first.")
+    check_folders(args.plot)
     model, batch, step = load_step(args.target)
     found = bench(model, batch, step)
     if args.plot:
@@ -85,10 +82,10 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
 
 def bench(model: Any, batch: Any, step: Any) -> Bench:
     """Measure the step under every method that applies to it."""
-    from lowtide.commands.side_by_side import PLAIN, SideBySide, Way
     from lowtide.measurement.op_times import measure
     from lowtide.reports.progress import counting, stages
     from lowtide.settings.settings_plan import without_checkpointing
+    from lowtide.side_by_side import PLAIN, SideBySide, Way
     from lowtide.tracing.sources import trace
 
     left_out: dict[str, str] = {}
@@ -111,7 +108,7 @@ def bench(model: Any, batch: Any, step: Any) -> Bench:
 
 
 def _planned(graph: StepGraph, costs: Costs, left_out: dict[str, str]) -> Iterator[Way]:
-    from lowtide.commands.side_by_side import Way
+    from lowtide.side_by_side import Way
     from lowtide.solvers.dispatch import solve
     from lowtide.units import format_bytes
 
@@ -130,10 +127,10 @@ def _planned(graph: StepGraph, costs: Costs, left_out: dict[str, str]) -> Iterat
 
 def _selective(model: Any, left_out: dict[str, str]) -> Iterator[Way]:
     """PyTorch's own selective checkpointing of the repeated blocks, carried out by PyTorch."""
-    from lowtide.commands.side_by_side import Way
     from lowtide.settings.blocks import blocks
     from lowtide.settings.carried_out import carried_out
     from lowtide.settings.description import Checkpoint, Description
+    from lowtide.side_by_side import Way
 
     chosen = tuple(Checkpoint((path,), frozenset(_SAC_OPS)) for path in blocks(model))
     if not chosen:
@@ -158,14 +155,8 @@ def plot(found: Bench, path: Path) -> None:
     others = [r for r in found.rows if not r.name.startswith("exact")]
     try:
         with axes_at(path, (7.5, 4.6), legend_columns=2) as axes:
-            axes.plot(
-                *place([*exact, others[0]]),
-                color=PLANNED,
-                marker="o",
-                markersize=5,
-                linewidth=1.6,
-                label="lowtide, exact",
-            )
+            style = dict(color=PLANNED, marker="o", markersize=5, linewidth=1.6, label="lowtide, exact")
+            axes.plot(*place([*exact, others[0]]), **style)
             axes.plot(*place(others), color=BUDGET, marker="s", markersize=6, linestyle="", label="other methods")
             for row in others:
                 (x,), (y,) = place([row])

@@ -1,22 +1,16 @@
 """``lowtide calibrate``: measure this machine, so that ``lowtide.estimate(graph, device="here")`` knows it."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
+from lowtide.commands.verbs import add_verb
 from lowtide.errors import LowtideError
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "calibrate",
-        help='measure this machine (under a minute): device "here"',
-        description='Measure this machine\'s CPU, one thread, for device "here" of lowtide.estimate and lowtide plan.',
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
+    description = 'Measure this machine\'s CPU, one thread, for device "here"\nof lowtide.estimate and lowtide plan.'
+    add_verb(verbs, "calibrate", run, 'measure this machine (under a minute): device "here"', description)
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.commands.settings_file import read_settings
+from lowtide.commands.verbs import add_target, add_verb
 from lowtide.errors import BudgetInfeasibleError, SettingsError
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
-    from lowtide.commands.side_by_side import Row
     from lowtide.graph.costs import Costs
     from lowtide.graph.step_graph import StepGraph
     from lowtide.plan import Plan
     from lowtide.settings.description import SettingsFinding
+    from lowtide.side_by_side import Row
 
 _WIDTH = 100
 _SEARCH_STEPS = 5  # halvings of the range of budgets
@@ -30,19 +31,15 @@ _HALF = "exact, 50 % of the activations"
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "compare",
-        help="what your checkpointing settings cost and reach, and what a plan would save",
-        description="Measure your step plain, with your checkpointing settings, and under exact plans, side by side.",
-        epilog="example:\n  lowtide compare train.py:setup --settings training_args.yaml --framework transformers",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(
+        verbs, "compare", run, "what your checkpointing settings cost and reach, and what a plan would save",
+        "Measure your step plain, with your checkpointing settings, and under exact plans, side by side.",
+        "example:\n  lowtide compare train.py:setup --settings training_args.yaml --framework transformers",
+    )  # fmt: skip
+    add_target(parser)
     frameworks = "transformers, trl, roll, megatron, colossalai, deepspeed, torchtitan, accelerate or torch"
-    parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
     parser.add_argument("--settings", metavar="FILE", type=Path, required=True, help="a .yaml, .json or .toml file")
     parser.add_argument("--framework", metavar="NAME", help=f"{frameworks}; told by the names where that is clear")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ class Comparison:
         return faster, smaller
 
     def __str__(self) -> str:
-        from lowtide.commands.side_by_side import HEAD
         from lowtide.reports.terminal import columns
+        from lowtide.side_by_side import HEAD
 
         lines = _wrapped(f"{self.framework}: {self.summary}")
         lines += ["", *columns([HEAD, *(row.cells for row in self.rows)]), "", *self._sentences()]
@@ -169,11 +166,11 @@ def compare(
     Raises:
         SettingsError: the framework would refuse the settings, or one is not known.
     """
-    from lowtide.commands.side_by_side import PLAIN, SideBySide, Way
     from lowtide.reports.progress import counting, stages
     from lowtide.settings.carried_out import carried_out, carrier, why_not
     from lowtide.settings.description import FAILS, NOTE, SettingsFinding
     from lowtide.settings.settings_plan import settings_plan, without_checkpointing
+    from lowtide.side_by_side import PLAIN, SideBySide, Way, exact_or_least
 
     with without_checkpointing(model):
         with stages("tracing and measuring", "planning") as next_stage:
@@ -207,16 +204,6 @@ def compare(
         text = f"what is about other things is left aside: {', '.join(others[:6])}"
         findings.append(SettingsFinding("file", NOTE, text + (", ..." if len(others) > 6 else "")))
     return Comparison(framework, found.description.summary, tuple(findings), tuple(rows), real, why, difference)
-
-
-def exact_or_least(graph: StepGraph, costs: Costs, budget: int | str) -> Plan:
-    """The exact plan for ``budget``, or for the least peak that there is where that is more."""
-    from lowtide.solvers.dispatch import solve
-
-    try:
-        return solve(graph, costs, budget)
-    except BudgetInfeasibleError as error:
-        return solve(graph, costs, error.least_bytes)
 
 
 def smallest_within(graph: StepGraph, costs: Costs, step_ms: float, known: Plan) -> Plan:

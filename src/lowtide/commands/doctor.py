@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from lowtide.commands.verbs import add_target, add_verb
 from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
@@ -16,20 +17,17 @@ if TYPE_CHECKING:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "doctor",
-        help="what is silently wrong with your training step, and the mend",
-        description="Run your training step a few times and say what is silently wrong with it.",
-        epilog="example:\n  lowtide doctor train.py:setup --fix\n"
+    parser = add_verb(
+        verbs, "doctor", run, "what is silently wrong with your training step, and the mend",
+        "Run your training step a few times and say what is silently wrong with it.",
+        "example:\n  lowtide doctor train.py:setup --fix\n"
         "Exits with 1 where numbers are wrong, or memory or time is wasted.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="FUNCTION() returns (model, batch[, step])")
+    )  # fmt: skip
+    add_target(parser)
     parser.add_argument("--only", metavar="CODES", help="run these checks alone: LT001,LT101")
     parser.add_argument("--skip", metavar="CODES", help="leave these checks out")
     parser.add_argument("--fix", action="store_true", help="print the changed settings; no file is edited")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run, speaks=is_first_rank)
+    parser.set_defaults(speaks=is_first_rank)
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict]:

@@ -1,7 +1,5 @@
 """Files that a command line names: read, written, or refused with the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lowtide.commands.verbs import add_verb
 from lowtide.scripts import BadUsageError
 
 if TYPE_CHECKING:
@@ -18,13 +19,10 @@ _CACHE_DTYPES = (*_DTYPES, "fp8", "int8", "int4", "int2")
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "kv",
-        help="what a model's KV cache takes, and what fits beside the weights",
-        description="What a model's KV cache takes, and what fits beside the weights on a device.",
+    parser = add_verb(
+        verbs, "kv", run, "what a model's KV cache takes, and what fits beside the weights on a device",
         epilog="example:\n  lowtide kv --model llama-3.1-8b --batch-size 32 --seq-len 2048 --device a100-80gb",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     parser.add_argument("--model", required=True, metavar="NAME", help="a shipped name, a config.json or its directory")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences at a time (default 1)")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of each, prompt and answer (default 2048)")
@@ -32,8 +30,6 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default bfloat16)")
     parser.add_argument("--cache-dtype", choices=_CACHE_DTYPES, help="of the cache (default: as the weights)")
     parser.add_argument("--source-len", type=int, help="tokens of the encoder's input, where there is an encoder")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.commands.files import write
+from lowtide.commands.verbs import add_verb, budget_of
 from lowtide.scripts import BadUsageError
 
 if TYPE_CHECKING:
@@ -29,13 +32,8 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "plan",
-        help="whether a training step fits a device that is not here, and under which plan",
-        description="Whether a training step fits a device that is not here, and under which plan.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "whether a training step fits a device that is not here, and under which plan"
+    parser = add_verb(verbs, "plan", run, what, epilog=_EPILOG)
     add_setup_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=1, help="sequences of a micro-batch of a rank (default 1)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of one optimizer's step (default 1)")
@@ -59,7 +57,6 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--save", metavar="PLAN.json", type=Path, help="write the answer, for --check")
     parser.add_argument("--check", metavar="PLAN.json", type=Path, help="exit 1 if peak or time got worse than there")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of --check: by more than this part (0.02)")
-    parser.set_defaults(verb=run)
 
 
 def add_setup_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +71,6 @@ def add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="devices in all, of one machine")
     optimizers = "adamw (default), adamw_fused, adam, adamw_8bit, sgd, sgd_momentum, adafactor, muon or none"
     parser.add_argument("--optimizer", default="adamw", help=optimizers)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
@@ -118,7 +114,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         code = 1 if worse else 0
         body["status"] = "finding" if worse else "ok"
     if args.save is not None:
-        _write(args.save, json.dumps(body, indent=1) + "\n")
+        write(args.save, lambda path: path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8"))
     return code, text, body
 
 
@@ -152,12 +148,7 @@ def _budget(text: str) -> int | str | None:
 
     if text.strip().lower() == "none":
         return None
-    budget = int(text) if text.strip().lstrip("-").isdecimal() else text
-    try:
-        parse_budget(budget, "--budget")
-    except ValueError as error:
-        raise BadUsageError(str(error)) from error
-    return budget
+    return budget_of(text, partial(parse_budget, name="--budget"))
 
 
 def _change_json(change: Change) -> dict[str, Any]:
@@ -219,10 +210,3 @@ def _text(subject: Subject, forecast: Forecast, body: dict[str, Any], found: lis
 
 def _seconds(ms: float) -> str:
     return f"{ms:.3g} ms" if ms < 1000 else f"{ms / 1e3:.3g} s"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadUsageError(f"cannot write {path}: {error.strerror}.\nName a file in a folder that exists.") from error

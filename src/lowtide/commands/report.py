@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.commands.files import check_folders, read, write
+from lowtide.commands.verbs import add_verb
 from lowtide.errors import LowtideError
 from lowtide.scripts import BadUsageError
 
@@ -27,13 +28,8 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "report",
-        help="read a saved plan: text, web page or plot",
-        description="Read a saved plan: what fills memory, what was decided, what binds and what would help.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Read a saved plan: what fills memory, what was decided, what binds and what would help."
+    parser = add_verb(verbs, "report", run, "read a saved plan: text, web page or plot", description, _EPILOG)
     parser.add_argument("plan", metavar="PLAN.json", type=Path, nargs="?")
     parser.add_argument("--compare", metavar=("A.json", "B.json"), type=Path, nargs=2, help="two plans side by side")
     parser.add_argument("--graph", metavar="GRAPH.json", type=Path, help="the traced step: memory over time")
@@ -46,8 +42,6 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--frontier", metavar="F.png", nargs="?", type=Path, const=Path(), help=frontier)
     add_picture_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(verb=run)
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:

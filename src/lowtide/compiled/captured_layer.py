@@ -152,7 +152,7 @@ class CapturedLayer:
             if self.layer is None:
                 nodes = JointNodes(graph, info.is_required_fw, self._num_outputs)
                 self.draws = any(map(draws, nodes.nodes))
-                self.layer = layer_graph(nodes, chosen)
+                self.layer = layer_graph(nodes)
 
         partitioner = _CountingPartitioner(None if saved is None else saved.names, seen, self)
         run = self._compile(partitioner, lowered, kernels=kernels, reuse=saved is None)
@@ -234,8 +234,8 @@ class CapturedLayer:
             if isinstance(block, str):  # an input of the layer
                 position = positions[block]
                 sample = self._others.get(position)
-                # Parameters stay. Another input goes with this layer where nothing else holds it.
-                goes = sample is not None and sample.owned and not holds_given
+                # Parameters stay. Another input goes with the layer, where a gradient flows on through it.
+                goes = sample is not None and sample.requires_grad and not holds_given
                 given[name] = InputMemory(look, block, sample.look.bytes if sample and goes else 0)
             else:
                 size = 0 if block in returned else forward.block_bytes.get(block, 0) if block is not None else 0
@@ -278,12 +278,11 @@ class _Sample:
     look: TensorLook
     requires_grad: bool
     copy: torch.Tensor | None
-    owned: bool  # goes with the layer that holds it: the gradient flows on through it
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Sample:
         kept = None if tensor.dtype.is_floating_point else tensor.detach().clone()
-        return _Sample(TensorLook.of(tensor), tensor.requires_grad, kept, tensor.requires_grad)
+        return _Sample(TensorLook.of(tensor), tensor.requires_grad, kept)
 
     def tensor(self) -> torch.Tensor:
         if self.copy is not None:

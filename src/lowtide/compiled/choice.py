@@ -4,8 +4,6 @@ The step is a row of *moments*: code between layers, a layer's forward, a layer'
 are those of the watched step, changed by what other variants store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.measurement.op_inputs import span
 
 
 class UnreadableCodeError(LowtideError):
@@ -36,9 +37,7 @@ class TensorLook:
     @property
     def bytes(self) -> int:
         """Of the memory that it spans."""
-        if 0 in self.size:
-            return 0
-        return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
+        return span(self.size, self.stride) * self.dtype.itemsize
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorLook:
@@ -230,7 +229,7 @@ def read_code(source: str, inputs: Mapping[str, InputMemory], workspace: Workspa
     Raises:
         UnreadableCodeError: the code uses a name, or has a form, that is not known here.
     """
-    reader = _Reader(workspace or _no_workspace)
+    reader = _Reader(workspace or (lambda target, args, kwargs: 0))
     function, taken = _call_of(source)
     if not set(taken) <= set(inputs):
         raise UnreadableCodeError(f"generated code takes {sorted(set(taken) - set(inputs))}, which the graph has not.")
@@ -260,10 +259,6 @@ def read_code(source: str, inputs: Mapping[str, InputMemory], workspace: Workspa
             found.append(value.block.number)
             sizes[value.block.number] = value.block.size
     return CodeMemory(counter.peak - start, counter.live - start, tuple(found), sizes)
-
-
-def _no_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    return 0
 
 
 def _call_of(source: str) -> tuple[ast.FunctionDef, list[str]]:

@@ -5,8 +5,6 @@ for what several later kernels read, and for what the graph returns. All else is
 it. These rules follow its scheduler; what it really did is read from its code afterwards (``generated_code.py``).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

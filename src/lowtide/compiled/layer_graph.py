@@ -7,10 +7,7 @@ A last forward op stands for the rest of the model: it takes ``slack_bytes`` for
 lives. So a budget of ``b + slack_bytes`` allows the layer to save ``b`` bytes, and its backward to take the whole.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -33,13 +30,11 @@ class LayerGraph:
     Attributes:
         graph, costs: With no slack; ``with_slack`` gives the graph to solve.
         names: FX node by storage id, of the values made in forward.
-        saved_by_default: Names that PyTorch's own partitioner saves.
     """
 
     graph: StepGraph
     costs: Costs
     names: dict[int, str]
-    saved_by_default: tuple[str, ...] = ()
     turn_op: int = 0
 
     def with_slack(self, slack_bytes: int) -> StepGraph:
@@ -49,9 +44,9 @@ class LayerGraph:
         return replace(self.graph, ops=tuple(ops))
 
 
-def layer_graph(nodes: JointNodes, saved_by_default: Sequence[str] = ()) -> LayerGraph:
+def layer_graph(nodes: JointNodes) -> LayerGraph:
     """Convert the nodes of a joint graph."""
-    return _Converter(nodes).converted(tuple(saved_by_default))
+    return _Converter(nodes).converted()
 
 
 class _Converter:
@@ -64,7 +59,7 @@ class _Converter:
         self.heads: list[fx.Node | None] = []  # by op
         self.turn_op = 0
 
-    def converted(self, saved_by_default: tuple[str, ...]) -> LayerGraph:
+    def converted(self) -> LayerGraph:
         for node in self.nodes.nodes:
             if node.op in ("placeholder", "get_attr") and not is_tangent(node):
                 self.id_of[node] = len(self.storages)
@@ -86,7 +81,7 @@ class _Converter:
             "cpu", "cpu", {}, ({},), (Frame(-1, "", 0),), tuple(self.storages), tuple(self.ops), saved, events
         )
         names = {s: n.name for n, s in self.id_of.items() if self.storages[s].kind == "activation"}
-        return LayerGraph(graph, Costs(tuple(self.ms), source="estimated"), names, saved_by_default, self.turn_op)
+        return LayerGraph(graph, Costs(tuple(self.ms), source="estimated"), names, self.turn_op)
 
     def _add(self, head: fx.Node, made: list[list[fx.Node]]) -> None:
         """One op: ``made`` by group, of which each is computed from its own sources."""

@@ -1,9 +1,7 @@
 """Milliseconds of a value of a joint graph: calls of ready kernels are timed, all else goes by its bytes."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.compiled.generated_code import TensorLook
 from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
 from lowtide.device.generators import forked
+from lowtide.device.timing import calls_ms
 from lowtide.measurement.allocator import measuring
 
 LAUNCH_MS = 0.005
@@ -35,12 +34,7 @@ def extern_ms(node: fx.Node) -> float:
             with _disable_current_modes(), torch.no_grad():
                 real_args, real_kwargs = _tensors(args), _tensors(kwargs)
                 target(*real_args, **real_kwargs)
-                times = []
-                for _ in range(_SAMPLES):
-                    start = time.process_time()
-                    target(*real_args, **real_kwargs)
-                    times.append(time.process_time() - start)
-            _ms[key] = min(times) * 1e3
+                _ms[key] = _least_ms(lambda: target(*real_args, **real_kwargs))
         except (RuntimeError, TypeError, NotImplementedError):
             moved = sum(look.bytes for look in _all_looks((args, kwargs)))
             _ms[key] = bytes_ms(2 * moved)
@@ -64,12 +58,11 @@ def _bytes_per_ms() -> float:
     with _disable_current_modes():
         source = torch.ones(_COPIED_BYTES // 4)
         into = torch.empty_like(source)
-        times = []
-        for _ in range(_SAMPLES):
-            start = time.process_time()
-            into.copy_(source)
-            times.append(time.process_time() - start)
-    return 2 * _COPIED_BYTES / (max(min(times), 1e-6) * 1e3)
+        return 2 * _COPIED_BYTES / max(_least_ms(lambda: into.copy_(source)), 1e-3)
+
+
+def _least_ms(call: Callable[[], Any]) -> float:
+    return min(calls_ms(call, 1, "cpu", time.process_time) for _ in range(_SAMPLES))
 
 
 def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any) -> int:

@@ -1,7 +1,5 @@
 """PyTorch's partitioner with a given set of forward values to save; the rest of its work is unchanged."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any

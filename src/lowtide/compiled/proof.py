@@ -1,7 +1,5 @@
 """Whether a variant of a layer gives the bits of the plain one, and how long a step of it takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which values of a layer to save: sets along the trade-off of bytes, backward peak and time, by lowtide's solver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -83,12 +81,7 @@ def within(layer: LayerGraph, stored_bytes: int, backward_bytes: int | None) -> 
     total = sum(s.bytes for s in layer.graph.storages)
     stored_bytes += sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.graph.stored)
     slack = 4 * total if backward_bytes is None else max(0, backward_bytes - stored_bytes)
-    graph = layer.with_slack(slack)
-    try:
-        plan = solve(graph, layer.costs, max(1, slack + stored_bytes + graph.resident_bytes))
-    except BudgetInfeasibleError:
-        return None
-    return _evaluated(layer, plan.action_of())
+    return _fastest(layer, slack, slack + stored_bytes)
 
 
 def within_peak(layer: LayerGraph, peak_bytes: int, rest_bytes: int = 0) -> SavedSet | None:
@@ -98,7 +91,11 @@ def within_peak(layer: LayerGraph, peak_bytes: int, rest_bytes: int = 0) -> Save
     Args:
         rest_bytes: What the rest of the model takes while all lives that the layer stores.
     """
-    graph = layer.with_slack(rest_bytes)
+    return _fastest(layer, rest_bytes, peak_bytes)
+
+
+def _fastest(layer: LayerGraph, slack: int, peak_bytes: int) -> SavedSet | None:
+    graph = layer.with_slack(slack)
     try:
         plan = solve(graph, layer.costs, max(1, peak_bytes + graph.resident_bytes))
     except BudgetInfeasibleError:

@@ -9,8 +9,6 @@ small graph, which also proves the bits. Where shared and unshared gradients hav
 overwritten.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache

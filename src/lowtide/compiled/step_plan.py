@@ -5,8 +5,6 @@ Then the choice is made again with that peak, until all chosen variants are read
 propose variants between the chosen ones, or leaner ones where nothing fits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -198,15 +196,13 @@ class StepPlanner:
             if choice is None:
                 break
             self._advance(choice)
-            if any(choice.variants[layer] in self._usable(shape) for layer in self.shapes):
+            usable = {name for name, v in shape.variants.items() if v.run is not None and not v.refused}
+            if not usable.isdisjoint(choice.variants.values()):
                 return
         least = shape.variants[LEAST]
         if least.refused:
             for share in _ABOVE_REFUSED:
                 self._read_near(shape, int(share * self._step_peak(least)))
-
-    def _usable(self, shape: LayerShape) -> set[str]:
-        return {name for name, v in shape.variants.items() if v.run is not None and not v.refused}
 
     def _step_peak(self, variant: Variant) -> int:
         """Of the model as one graph, by its code."""

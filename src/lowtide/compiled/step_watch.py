@@ -7,8 +7,6 @@ layer compiles it, which would be counted too. Where it could be counted, the di
 Gradients that did not exist before the step count as allocated beforehand: later steps have them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ is faster, as it leaves out what only the outputs need, but lives with more at i
 it, and this runs forward and backward one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -41,7 +39,8 @@ class _RunAgain(torch.autograd.Function):
         ctx._materialize_non_diff_grads = False  # as in compiled code: no zeros for integers
         ctx.save_for_backward(*inputs, *([torch.get_rng_state()] if draws else []))
         outputs = run(*(x.detach() for x in inputs))
-        ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not _has_gradient(y)))
+        tensors = [y for y in outputs if isinstance(y, torch.Tensor)]
+        ctx.mark_non_differentiable(*(y for y in tensors if not (y.is_floating_point() or y.is_complex())))
         return tuple(outputs)
 
     @staticmethod
@@ -62,7 +61,3 @@ class _RunAgain(torch.autograd.Function):
             torch.autograd.grad(edges, wanted, directions, allow_unused=True) if edges else [None] * len(wanted)
         )
         return None, None, *(next(found) if x.requires_grad else None for x in inputs)
-
-
-def _has_gradient(y: torch.Tensor) -> bool:
-    return y.is_floating_point() or y.is_complex()

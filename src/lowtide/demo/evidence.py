@@ -2,8 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,38 +12,13 @@ from torch import nn
 
 import lowtide
 from lowtide.demo.cases import Case
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
-from lowtide.measurement.allocator import peak_bytes
-from lowtide.measurement.timing import compare_times
-from lowtide.plan import Plan
 from lowtide.reports.progress import counting
+from lowtide.settings.carried_out import settings_kept
+from lowtide.side_by_side import PLAIN, Row, SideBySide, Way, exact_or_least
 from lowtide.tracing.restore import same_bits
 
-PLAIN, FULL, AS_FULL = "plain", "transformers, full", "lowtide, its peak"
+FULL, AS_FULL = "transformers, full", "lowtide, its peak"
 _LEAST_STEPS = 6  # of training
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method.
-
-    Attributes:
-        peak_bytes: Measured, absolute: what lives before the step included.
-        fraction: Measured activation memory / the plain step's.
-        cpu_time: Process CPU time / the plain step's, medians of interleaved rounds.
-        bitwise_equal: Loss and every gradient against the plain step's.
-        budget_bytes, predicted_peak_bytes, predicted_overhead: Of the plan; None for the others.
-    """
-
-    method: str
-    peak_bytes: int
-    fraction: float
-    cpu_time: float
-    bitwise_equal: bool
-    budget_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    predicted_overhead: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,33 +57,12 @@ def shape_of(batch: dict[str, torch.Tensor]) -> tuple[int, ...]:
     return tuple(batch["input_ids"].shape)
 
 
-def run_method(case: Case, method: Callable[[], AbstractContextManager]) -> torch.Tensor:
-    """Zero the gradients, seed, and run one step, its forward pass inside ``method()``; return the loss."""
-    case.model.zero_grad(set_to_none=False)
-    torch.manual_seed(0)
-    with method():
-        loss = case.step(case.model, case.batch)
-    loss.backward()
-    return loss.detach()
-
-
 @contextmanager
 def fully_checkpointed(model: nn.Module) -> Iterator[None]:
     """Inside, transformers checkpoints every layer."""
-    model.activation_checkpointing_enable()
-    try:
+    with settings_kept(model):
+        model.activation_checkpointing_enable()
         yield
-    finally:
-        model.activation_checkpointing_disable()
-        model.disable_input_require_grads()  # its own switch leaves these hooks on
-
-
-def outcome(case: Case, method: Callable[[], AbstractContextManager]) -> tuple[int, list[torch.Tensor]]:
-    """One run: activation memory in bytes, and clones of the loss and of every gradient."""
-    found: list[torch.Tensor] = []
-    parameters = list(case.model.parameters())
-    activation_bytes = peak_bytes(lambda: found.append(run_method(case, method)), parameters[0].device)
-    return activation_bytes, found + [p.grad.clone() for p in parameters if p.grad is not None]
 
 
 def measure_table(case: Case, seconds: float) -> Table:
@@ -122,44 +76,19 @@ def measure_table(case: Case, seconds: float) -> Table:
     traced = time.perf_counter()
     costs = lowtide.measure(graph)
     measured = time.perf_counter()
-    methods: dict[str, Callable[[], AbstractContextManager]]
-    methods = {PLAIN: nullcontext, FULL: partial(fully_checkpointed, case.model)}
-    for parameter in case.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    step = SideBySide(case.model, case.batch, case.step, graph)
+    full = Way(FULL, around=partial(fully_checkpointed, case.model))
     start = time.perf_counter()
-    plain_bytes, reference = outcome(case, methods[PLAIN])
-    full_bytes, full = outcome(case, methods[FULL])
-    each_s = (time.perf_counter() - start) / 2
-    measurements = {PLAIN: (plain_bytes, True), FULL: (full_bytes, same_tensors(full, reference))}
-    del full
-    plans = {f"lowtide {budget}": plan_within(graph, costs, budget) for budget in case.budgets}
-    plans[AS_FULL] = plan_within(graph, costs, graph.resident_bytes + full_bytes)
-    for name, plan in plans.items():
-        methods[name] = partial(lowtide.apply, case.model, plan)
-        activation_bytes, found = outcome(case, methods[name])
-        measurements[name] = activation_bytes, same_tensors(found, reference)
-    del reference, found
-    rounds = affordable(seconds - each_s * len(plans), each_s * len(methods), least=1, most=7)
-    calls: dict[str, Callable[[], object]]
-    calls = {name: partial(run_method, case, method) for name, method in methods.items()}
+    budgets = {f"lowtide {budget}": budget for budget in case.budgets} | {AS_FULL: step.peak_bytes(full)}
+    each_s = time.perf_counter() - start
+    plans = {name: exact_or_least(graph, costs, budget) for name, budget in budgets.items()}
+    ways = [Way(PLAIN), full, *(Way(name, plan) for name, plan in plans.items())]
+    round_s = each_s * len(ways)
+    rounds = affordable(seconds - 2 * round_s, round_s, least=1, most=7)  # two for peaks and bits
     with counting("timing, rounds") as on_round:
-        times = compare_times(calls, rounds=rounds, warmup=0, on_round=on_round)
-    plain_ms = times[PLAIN].median_ms
-    rows = []
-    for name, (activation_bytes, equal) in measurements.items():
-        chosen = plans.get(name)
-        rows.append(Row(
-            method=name,
-            peak_bytes=graph.resident_bytes + activation_bytes,
-            fraction=activation_bytes / plain_bytes,
-            cpu_time=times[name].median_ms / plain_ms,
-            bitwise_equal=equal,
-            budget_bytes=chosen.budget_bytes if chosen else None,
-            predicted_peak_bytes=chosen.predicted_peak_bytes if chosen else None,
-            predicted_overhead=chosen.predicted_overhead if chosen else None,
-        ))  # fmt: skip
+        rows = step.rows(ways, rounds=rounds, warmup=0, progress=on_round)
     solve_s = sum(plan.solve_s for plan in plans.values())
-    return Table(tuple(rows), rounds, plain_ms, traced - begin, measured - traced, solve_s)
+    return Table(tuple(rows), rounds, rows[0].time_ms, traced - begin, measured - traced, solve_s)
 
 
 def train_both(case: Case, budget: int | str, seconds: float) -> Training:
@@ -207,14 +136,6 @@ def train_both(case: Case, budget: int | str, seconds: float) -> Training:
         losses_bitwise_equal=same_tensors(losses[plain], losses[planned]),
         weights_bitwise_equal=same_tensors(plain.parameters(), planned.parameters()),
     )
-
-
-def plan_within(graph: StepGraph, costs: Costs, budget: int | str) -> Plan:
-    """The exact plan for ``budget``, or for the least peak there is where that is more."""
-    try:
-        return lowtide.solve(graph, costs, budget)
-    except lowtide.BudgetInfeasibleError as error:
-        return lowtide.solve(graph, costs, error.least_bytes)
 
 
 def same_tensors(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from lowtide.demo.cases import CASES, Case, NoWeightsError
-from lowtide.demo.evidence import AS_FULL, FULL, PLAIN, Row, Table, Training, measure_table, shape_of, train_both
+from lowtide.demo.evidence import AS_FULL, FULL, Table, Training, measure_table, shape_of, train_both
 from lowtide.device.names import device_name
 from lowtide.reports.summary import percent
 from lowtide.reports.terminal import columns
+from lowtide.side_by_side import PLAIN, Row
 from lowtide.units import format_bytes
 
 # Shares of the time that was asked for, for each case. A slow machine measures fewer rounds and trains fewer steps.
@@ -94,7 +95,7 @@ def _training_budget(case: Case, table: Table) -> int | str:
     """One absolute budget for all shapes where the table's batch is the longest of them, else a fraction."""
     if shape_of(case.batch) not in map(shape_of, case.training):
         return case.training_budget
-    row = next(row for row in table.rows if row.method.endswith(case.training_budget))
+    row = next(row for row in table.rows if row.name.endswith(case.training_budget))
     assert row.budget_bytes is not None
     state_bytes = sum(2 * p.nbytes + 4 for p in case.model.parameters())  # AdamW: two moments and a step count
     return row.budget_bytes + state_bytes
@@ -109,7 +110,7 @@ def table_text(result: CaseResult) -> str:
             _named(row),
             format_bytes(row.peak_bytes),
             f"{100 * row.fraction:.0f} %",
-            f"{table.plain_ms:.0f} ms" if row is table.rows[0] else percent(row.cpu_time - 1),
+            f"{table.plain_ms:.0f} ms" if row is table.rows[0] else percent(row.time_ratio - 1),
             "reference" if row is table.rows[0] else "bitwise equal" if row.bitwise_equal else "DIFFERENT",
         ]
         for row in table.rows
@@ -131,9 +132,9 @@ def table_text(result: CaseResult) -> str:
 
 
 def _named(row: Row) -> str:
-    if row.method in _METHODS:
-        return _METHODS[row.method]
-    share = row.method.rpartition(" ")[2]
+    if row.name in _METHODS:
+        return _METHODS[row.name]
+    share = row.name.rpartition(" ")[2]
     if 100 * row.fraction > float(share.rstrip("%")) + 1:
         return f"lowtide, the least there is: {share} is out of reach"
     return f"lowtide, {share} of the activations"
@@ -174,11 +175,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 def demo_json(results: list[CaseResult]) -> dict:
     """All results as one JSON object."""
+    cases = [asdict(result) for result in results]
+    for row in (row for case in cases for row in case["table"]["rows"]):
+        row |= {"method": row.pop("name"), "cpu_time": row.pop("time_ratio")}
     return {
         "device": device_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "bitwise_equal": all(result.holds for result in results),
         "seconds": sum(result.seconds for result in results),
-        "cases": [asdict(result) for result in results],
+        "cases": cases,
     }

@@ -1,7 +1,7 @@
 """Default random generators of devices: their states, got and set."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -30,13 +30,10 @@ class GeneratorStates:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the generators have these states; afterwards, the present ones again."""
-        now = [(device, state_of(device)) for device, _ in self._states]
-        self.restore()
-        try:
+        with ExitStack() as stack:
+            for device, state in self._states:
+                stack.enter_context(with_state(device, state))
             yield
-        finally:
-            for device, state in now:
-                set_state(device, state)
 
 
 def state_of(device: torch.device) -> torch.Tensor:

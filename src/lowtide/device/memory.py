@@ -81,12 +81,6 @@ def is_short_of(needed_bytes: float, device: str | torch.device) -> bool:
     return available is not None and needed_bytes > available
 
 
-def capacity_bytes(device: str | torch.device) -> int | None:
-    """All memory of an accelerator; None where it does not tell."""
-    info = _memory_info(index_of(device))
-    return None if info is None else info[1]
-
-
 def release_cached_memory() -> None:
     """Give back to the accelerator, if there is one, what its allocator holds unused."""
     if torch.accelerator.current_accelerator(check_available=True) is not None:

@@ -1,5 +1,7 @@
 """The global flags that decide an op's bits. TF32 and cuDNN's are CUDA's alone; elsewhere they stay as they are."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,3 +30,17 @@ def set_numeric_flags(flags: tuple[Any, ...]) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.deterministic = cudnn_deterministic
+
+
+@contextmanager
+def with_numeric_flags(flags: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, the flags are these; afterwards, the present ones again."""
+    now = numeric_flags()
+    if now == flags:
+        yield
+        return
+    set_numeric_flags(flags)
+    try:
+        yield
+    finally:
+        set_numeric_flags(now)

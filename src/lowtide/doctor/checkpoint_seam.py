@@ -7,11 +7,11 @@ long ago, ``checkpoint_sequential`` and ``checkpoint_wrapper`` all pass here.
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 Policy = Callable[..., Any]
@@ -55,22 +55,6 @@ def plain_calls(only: Collection[int] | None = None) -> Iterator[None]:
 
     with _replaced(plain_generator, PlainFunction):
         yield
-
-
-@contextmanager
-def checkpointed_modules(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Inside, a call of one of these modules is a checkpointed call."""
-    before = [(m, "forward" in vars(m), m.forward) for m in modules]
-    try:
-        for module, _, forward in before:
-            module.forward = functools.partial(torch_checkpoint.checkpoint, forward, use_reentrant=False)
-        yield
-    finally:
-        for module, has_own, forward in before:
-            if has_own:
-                module.forward = forward
-            else:
-                del module.forward
 
 
 @contextmanager
@@ -156,15 +140,10 @@ def observed_calls(observer: CheckpointObserver) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _replaced(generator: Any, function: Any) -> Iterator[None]:
-    before = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator
-    torch_checkpoint.CheckpointFunction = function
-    try:
-        yield
-    finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction = before
+def _replaced(generator: Any, function: Any) -> AbstractContextManager[Any]:
+    return patch.multiple(
+        torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=function
+    )
 
 
 def held_by(function: Any) -> list[Any]:
@@ -191,8 +170,3 @@ def held_by(function: Any) -> list[Any]:
         else:
             found.append(item)
     return found
-
-
-def modules_of(function: Any) -> list[nn.Module]:
-    """The modules that a checkpointed function runs, as far as it shows."""
-    return [item for item in held_by(function) if isinstance(item, nn.Module)]

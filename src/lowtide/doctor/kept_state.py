@@ -1,15 +1,12 @@
 """What modules keep of a step in Python attributes and generators of their own: put back afterwards."""
 
-import copy
-import functools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy
 import torch
 from torch import nn
+
+from lowtide.tracing.other_generators import is_generator, set_state, state_of
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -33,28 +30,13 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 kept[:] = items
 
 
-def generators_of(model: nn.Module) -> Iterator[Any]:
-    kinds = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
-    for module in model.modules():
-        yield from (v for v in vars(module).values() if isinstance(v, kinds))
-
-
 @contextmanager
-def generators_kept(generators: list[Any]) -> Iterator[None]:
+def generators_kept(model: nn.Module) -> Iterator[None]:
     """Generators that modules own are afterwards as before."""
-    restore: list[Callable[[], Any]] = []
-    for g in generators:
-        if isinstance(g, torch.Generator):
-            restore.append(functools.partial(g.set_state, g.get_state()))
-        elif isinstance(g, random.Random):
-            restore.append(functools.partial(g.setstate, g.getstate()))
-        elif isinstance(g, numpy.random.Generator):
-            state = copy.deepcopy(g.bit_generator.state)
-            restore.append(functools.partial(setattr, g.bit_generator, "state", state))
-        else:
-            restore.append(functools.partial(g.set_state, g.get_state()))
+    own = [value for module in model.modules() for value in vars(module).values() if is_generator(value)]
+    states = [state_of(generator) for generator in own]
     try:
         yield
     finally:
-        for put_back in restore:
-            put_back()
+        for generator, state in zip(own, states, strict=True):
+            set_state(generator, state)

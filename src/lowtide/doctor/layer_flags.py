@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.settings.carried_out import settings_kept
+from lowtide.settings.transformers import is_layer
+
 
 def layer_flags(model: nn.Module) -> dict[str, bool]:
     """Whether each layer is checkpointed, by its path, in the model's order."""
-    layers = (
-        (n, m) for n, m in model.named_modules()
-        if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)
-    )  # fmt: skip
-    return {n: bool(getattr(m, "gradient_checkpointing", False)) for n, m in layers}
+    return {n: bool(getattr(m, "gradient_checkpointing", False)) for n, m in model.named_modules() if is_layer(m)}
 
 
 @contextmanager
@@ -40,17 +39,3 @@ def enabled_by_train(model: Any, on: bool, options: Mapping[str, Any] | None) ->
             every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
             model.activation_checkpointing_enable(given or None, every_n_layers=every, offload=offload)
         yield
-
-
-@contextmanager
-def settings_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards checkpointing is set as before: flags, functions, and the hooks that come with them."""
-    before = [(vars(m), dict(vars(m)), dict(m._forward_hooks)) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, values, hooks in before:
-            attributes.clear()
-            attributes.update(values)
-            attributes["_forward_hooks"].clear()
-            attributes["_forward_hooks"].update(hooks)

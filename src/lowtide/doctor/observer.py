@@ -1,6 +1,5 @@
 """Sees one step as it runs: operators, what autograd stores, module calls, checkpointed calls. Holds no tensor."""
 
-import random
 import sys
 import weakref
 from collections import Counter
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from lowtide.doctor import checkpoint_seam
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
+from lowtide.tracing.other_generators import HostGenerators
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
@@ -34,8 +33,7 @@ _NO_VALUE = {
     "aten::view",
     "aten::_unsafe_view",
     "aten::clone",
-    *_EMPTY,
-}
+} | _EMPTY
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class StepObserver(TorchDispatchMode):
         self.backward_autocast = False
         self.cache_bytes = 0  # of a KV cache in the model's output
         self.nodes: set[str] = set()  # names of autograd's nodes
-        self._before_draws: dict[int, tuple[Any, Any]] = {}
+        self._before_draws: dict[int, HostGenerators] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -315,75 +313,65 @@ class StepObserver(TorchDispatchMode):
 
     def forward(self, call: CheckpointCall | None) -> None:
         if call is not None:
-            self._before_draws[call.number] = _python_states()
+            self._before_draws[call.number] = HostGenerators()
             self._active.append((call, call.ops))
 
     def forward_ended(self, call: CheckpointCall | None) -> None:
         if call is not None:
             self._active.pop()
-            call.moved |= _moved(self._before_draws.pop(call.number))
+            call.moved |= self._before_draws.pop(call.number).moved()
             call.cache_lengths.append(_lengths(call))
 
     def recompute(self, call: CheckpointCall | None) -> None:
         if call is not None:
             call.recomputed.append([])
-            self._before_draws[call.number] = _python_states()
+            self._before_draws[call.number] = HostGenerators()
             self._active.append((call, call.recomputed[-1]))
 
     def recompute_ended(self, call: CheckpointCall | None) -> None:
         if call is not None:
             self._active.pop()
-            call.moved_again |= _moved(self._before_draws.pop(call.number))
+            call.moved_again |= self._before_draws.pop(call.number).moved()
             call.cache_lengths.append(_lengths(call))
+
+
+def frames() -> Iterator[Any]:
+    """The frames that run now, from the caller's outwards."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def user_line() -> str:
     """``file.py:12`` of the innermost frame that is neither torch's nor lowtide's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS) and not name.startswith("<frozen"):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    outside = (*_NOT_THE_USERS, "<frozen")
+    return next((_line(f) for f in frames() if not f.f_code.co_filename.startswith(outside)), "")
 
 
 def own_line() -> str:
     """``file.py:12`` of the innermost frame of the step that no library owns; ``user_line()`` where there is none."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if name == _AROUND_THE_STEP:
             break  # what lies further out called the doctor
         is_library = any(folder in name.replace("\\", "/") for folder in _LIBRARIES)
         if not is_library and not name.startswith((*_NOT_THE_USERS, "<frozen")):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return _line(frame)
     return user_line()
+
+
+def _line(frame: Any) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _in_function() -> bool:
     """Whether an autograd Function of the user's stores tensors now."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is _FUNCTION_APPLY:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _FUNCTION_APPLY for frame in frames())
 
 
 def _lengths(call: CheckpointCall) -> tuple[int, ...]:
     return tuple(int(cache.get_seq_length()) for cache in call.seen_caches)
-
-
-def _python_states() -> tuple[Any, Any]:
-    state: Any = numpy.random.get_state()
-    return random.getstate(), (state[1].tobytes(), state[2:])
-
-
-def _moved(before: tuple[Any, Any]) -> set[str]:
-    names = ("Python's random", "NumPy's generator")
-    return {name for name, old, new in zip(names, before, _python_states()) if old != new}
 
 
 def _counting(policy: Any, counts: Counter[tuple[str, str]]) -> Any:

@@ -18,7 +18,7 @@ from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.device.timing import calls_ms
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Gain
-from lowtide.doctor.kept_state import attributes_kept, generators_kept, generators_of
+from lowtide.doctor.kept_state import attributes_kept, generators_kept
 from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
 from lowtide.doctor.outcome import Outcome, copied, distance, on_host, same
 from lowtide.errors import StepError
@@ -66,7 +66,6 @@ class Setup:
         self.notes: list[str] = []
         self.plain_fits = True
         self.is_compiled = bool(module_calls.compiled_parts(self.model))
-        self._generators = list(generators_of(self.model))
 
     # -- runs -----------------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class Setup:
         with ExitStack() as stack:
             stack.enter_context(suspended(self.model))
             stack.enter_context(attributes_kept(self.model))
-            stack.enter_context(generators_kept(self._generators))
+            stack.enter_context(generators_kept(self.model))
             stack.enter_context(preserve_training_state(self.model, self.batch, gradients=gradients))
             stack.enter_context(torch.enable_grad())
             yield
@@ -214,11 +213,6 @@ class Setup:
     def seen(self) -> StepObserver:
         """The step as it is, observed. Where it fails, what was seen until then."""
         return self._observed(nullcontext())
-
-    @functools.cached_property
-    def seen_plain(self) -> StepObserver:
-        """The step with every checkpointed call made plain, observed: what autograd stores inside them."""
-        return self._observed(checkpoint_seam.plain_calls())
 
     def _observed(self, change: AbstractContextManager[Any]) -> StepObserver:
         observer = StepObserver(self.model, self.batch, compare=True)

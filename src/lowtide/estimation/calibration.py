@@ -5,8 +5,6 @@ as those of a traced step are. On a CPU the time is the process's own with one t
 call on much data, as ``lowtide.measure`` does.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -363,7 +361,6 @@ def _as_file(rates: dict[str, list[tuple[float, float]]], op_us: float, cold_us:
         "context_bytes": fact(0),
         "block_bytes": fact(64),
         "blas_workspace_bytes": fact(0),
-        "attention": {"rules": device_named("cpu").attention_rules, "source": device_named("cpu").sources["attention"]},
         "rates": rates,
         "op_us": op_us,
         "cold_us": cold_us,

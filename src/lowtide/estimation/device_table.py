@@ -1,4 +1,4 @@
-"""Facts about devices, a JSON file for each in ``devices/``: memory, bandwidth, matrix rates, links, attention kernels.
+"""Facts about devices, a JSON file for each in ``devices/``: memory, bandwidth, matrix rates, links.
 
 Each number stands beside its source: an address, or ``assumed:`` with the reason. Rates are dense, without structured
 sparsity. A file that ``lowtide calibrate`` wrote into the user's cache directory is the device ``here``; it holds
@@ -7,8 +7,6 @@ measured rates by class of op and size instead of a vendor's peaks.
 Known weakness: most of these numbers were written down from memory. Of the addresses beside them, which say where the
 vendor states them, few were read again. Nothing was compared with a real accelerator.
 """
-
-from __future__ import annotations
 
 import difflib
 import json
@@ -46,7 +44,6 @@ class Device:
             the table knows no other.
         context_bytes: What the driver's context and the libraries' kernels take before the first tensor.
         block_bytes: The allocator rounds to multiples of it.
-        attention_rules: Which kernel runs scaled dot product attention; the first rule that fits.
         sources: By field, where the number is from.
         rates: Measured: by class and dtype (``matmul.float32``) points of (work, work per second). Empty for devices of
             the table.
@@ -66,7 +63,6 @@ class Device:
     context_bytes: int
     block_bytes: int
     blas_workspace_bytes: int
-    attention_rules: tuple[Mapping[str, Any], ...] = ()
     aliases: tuple[str, ...] = ()
     compute_capability: float | None = None
     note: str = ""
@@ -87,18 +83,6 @@ class Device:
         return self.matrix_flops[min(wider, key=lambda d: _WIDTH.get(d, 1))] if wider else (
             self.matrix_flops["float32"] / 64
         )  # fmt: skip
-
-    def attention_kernel(self, dtype: str, head_dim: int, *, mask: bool = False) -> str:
-        """Name of the kernel that attention takes: ``flash``, ``efficient``, ``fused`` or ``math``."""
-        for rule in self.attention_rules:
-            most = rule["max_head_dim"]
-            if (
-                (rule["dtypes"] is None or dtype in rule["dtypes"])
-                and (rule["mask"] or not mask)
-                and (most is None or head_dim <= most)
-            ):
-                return str(rule["kernel"])
-        return "math"
 
 
 def device_names() -> tuple[str, ...]:
@@ -152,7 +136,6 @@ def _read(body: Mapping[str, Any]) -> Device:
     flops = body["matrix_flops"]
     sources = {name: body[name]["source"] for name in _AMOUNTS}
     sources |= {f"matrix_flops.{dtype}": fact["source"] for dtype, fact in flops.items()}
-    sources["attention"] = body["attention"]["source"]
     peer = body.get("peer_link_bytes_per_s", body["host_link_bytes_per_s"])
     sources["peer_link_bytes_per_s"] = peer["source"]
     return Device(
@@ -160,7 +143,6 @@ def _read(body: Mapping[str, Any]) -> Device:
         **{name: body[name]["value"] for name in _AMOUNTS},
         aliases=tuple(body["aliases"]),
         matrix_flops={dtype: float(fact["value"]) for dtype, fact in flops.items()},
-        attention_rules=tuple(body["attention"]["rules"]),
         sources=sources,
         rates={key: tuple((x, y) for x, y in points) for key, points in body.get("rates", {}).items()},
         op_us=body.get("op_us"),

@@ -3,8 +3,6 @@
 Operations are counted by PyTorch's own registry (``torch.utils.flop_counter``): a multiply and an add count as two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.estimation.op_classes import COMPUTE, class_of
-from lowtide.measurement.op_inputs import rebuild
+from lowtide.measurement.op_inputs import described_tensors, rebuild
 
 CACHED_BYTES = 1 << 18  # an op on less leaves the code of the next ones in the caches
 
@@ -57,7 +55,7 @@ def work_of(signature: Mapping[str, Any]) -> Work:
     """Return the work of one call; never fails: what cannot be counted has ``flops=0``."""
     name = signature["op"]
     kind = class_of(name)
-    tensors = _tensors([signature.get("args", []), signature.get("kwargs", {})])
+    tensors = described_tensors([signature.get("args", []), signature.get("kwargs", {})])
     floats = [t for t in tensors if "float" in t["dtype"]]
     none: dict[str, Any] = {"dtype": "float32", "t": []}
     largest = max(floats, key=lambda t: math.prod(t["t"]), default=none)
@@ -90,7 +88,7 @@ def _flops(signature: Mapping[str, Any], name: str) -> int:
 
 def _product_flops(signature: Mapping[str, Any]) -> int:
     """Of products that the registry does not know, grouped ones of a mixture of experts above all."""
-    tensors = [t for t in _tensors(signature.get("args", [])) if "float" in t["dtype"]][:2]
+    tensors = [t for t in described_tensors(signature.get("args", [])) if "float" in t["dtype"]][:2]
     if len(tensors) < 2:
         return 0
     left, right = (t["t"] for t in tensors)
@@ -106,7 +104,7 @@ def _on_meta(value: Any) -> Any:
 
 def _cpu_attention_flops(signature: Mapping[str, Any], *, backward: bool) -> int:
     """The registry has no formula for the CPU's kernel: two products forward, five backward."""
-    tensors = _tensors(signature.get("args", []))[1 if backward else 0 :]
+    tensors = described_tensors(signature.get("args", []))[1 if backward else 0 :]
     if len(tensors) < 3:
         return 0
     query, key = tensors[0]["t"], tensors[1]["t"]
@@ -135,9 +133,3 @@ def _read_bytes(tensor: Mapping[str, Any]) -> int:
     count = math.prod(size for size, step in zip(tensor["t"], tensor["stride"]) if step or not size)
     dtype = getattr(torch, tensor["dtype"], torch.float32)
     return int(count * dtype.itemsize)
-
-
-def _tensors(value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, dict):
-        return [value] if "t" in value else [t for v in value.values() for t in _tensors(v)]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, list) else []

@@ -10,8 +10,6 @@ For the device ``here`` they were measured by ``lowtide calibrate``.
 Known weaknesses: cuDNN's choice of a convolution, wave quantisation, power limits and caches are not modelled.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ _GPU: dict[str, tuple[tuple[float, float], ...]] = {
 _MEMORY = ((1.0, 0.3), (10.0, 0.7), (100.0, 0.88))
 _LAUNCH_US = 4.0  # a kernel that does nothing, launched after another
 _HOST_US = 12.0  # Python, autograd and the dispatcher for one op of a step that is not compiled
-_LINK_SHARE = 0.8  # of a link's peak that pinned copies reach
+LINK_SHARE = 0.8  # of a link's peak that pinned copies reach
 _TAPE_US = 6.0  # what the tape adds to an op: see lowtide.measurement.op_times
 
 
@@ -70,13 +68,9 @@ def estimate(graph: StepGraph, *, device: str | Device = "here") -> Costs:
     if target.kind != "cpu":
         # The host launches ahead. Where it cannot, the device waits for it, and all ops seem slower alike.
         op_ms = _no_faster_than_the_host(op_ms)
-    for op in graph.ops:
-        if op.completes_inplace is not None:  # the two are replayed together
-            op_ms[op.completes_inplace] += op_ms[op.id]
-            op_ms[op.id] = 0.0
-    link_bytes_per_s = _LINK_SHARE * target.host_link_bytes_per_s
+    link_bytes_per_s = LINK_SHARE * target.host_link_bytes_per_s
     return Costs(
-        op_ms=tuple(op_ms),
+        op_ms=tuple(graph.with_completions(op_ms)),
         dispatch_us=2 * _TAPE_US,
         record_us=_TAPE_US,
         replay_us=_TAPE_US,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowtide.estimation.device_table import Device
+from lowtide.estimation.roofline import LINK_SHARE
 from lowtide.foresight.rank_memory import RankMemory, parameter_bytes, replicas
 from lowtide.foresight.setup import Setup
 from lowtide.foresight.subjects import Facts
@@ -26,7 +27,6 @@ _SENT: dict[str, Callable[[int], float]] = {
     "all_to_all_single": lambda n: _ring_share(n),
 }
 _BETWEEN_EXPERTS = frozenset({"all_to_all_single"})
-_LINK_SHARE = 0.8  # of its peak that a link reaches
 _MEMORY_SHARE = 0.85
 _HOST_BYTES_PER_S = 50e9  # assumed: of an optimizer's step on the host
 
@@ -75,7 +75,7 @@ def _ring_share(ranks: int) -> float:
 
 
 def _moved_ms(device: Device, size: float) -> float:
-    return 1e3 * size / (_LINK_SHARE * device.peer_link_bytes_per_s)
+    return 1e3 * size / (LINK_SHARE * device.peer_link_bytes_per_s)
 
 
 def _optimizer_ms(setup: Setup, rank: RankMemory, device: Device) -> float:
@@ -86,6 +86,6 @@ def _optimizer_ms(setup: Setup, rank: RankMemory, device: Device) -> float:
     if setup.lora_rank:
         moved = 3 * rank.gradients
     if setup.offload_optimizer:
-        there_and_back = 2 * rank.gradients / (_LINK_SHARE * device.host_link_bytes_per_s)
+        there_and_back = 2 * rank.gradients / (LINK_SHARE * device.host_link_bytes_per_s)
         return 1e3 * (there_and_back + 2 * rank.host / _HOST_BYTES_PER_S)
     return 1e3 * (moved + 2 * rank.optimizer) / (_MEMORY_SHARE * device.bandwidth_bytes_per_s)

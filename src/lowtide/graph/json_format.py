@@ -3,7 +3,7 @@
 What is wrong is a ``GraphFormatError`` that names the field: from a damaged graph a solver would return a wrong plan.
 Beyond types and ranges this checks what solvers and the simulator rely on: ops run once, in the order of their ids; a
 storage is read, freed or packed only after it was made; a saved tensor is unpacked after it was packed.
-Writes version 2; reads versions 1 and 2.
+Reads and writes version 2.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class _Checker:
             raise GraphFormatError(f"not {self.what}: a {type(body).__name__}, not an object. {self.way_out}")
         # The version first: a file of another version misses fields too, and this says why.
         found = body.get("version")
-        self.that(found == version, "version", found, f"1 or {version}, the versions known here")
+        self.that(found == version, "version", found, f"{version}, the version known here")
         names = ["version", *(field.name for field in dataclasses.fields(kind))]
         for name in names:
             if name not in body:
@@ -174,7 +174,6 @@ def from_dict(body: Any) -> StepGraph:
         GraphFormatError: a field is missing, unknown, of the wrong type, out of range, or contradicts another.
     """
     check = _Checker("a graph", "Trace the step again, or restore the file.")
-    body = _upgraded_graph(body)
     check.fields(body, StepGraph, VERSION)
     frames = _frames(check, body["frames"])
     signatures = tuple(check.many("signatures", body["signatures"], check.object))
@@ -220,7 +219,8 @@ def costs_from_dict(body: Any) -> Costs:
         GraphFormatError: a field is missing or unknown, or a time is negative, infinite or not a number.
     """
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
-    body = _upgraded_costs(body)
+    if isinstance(body, dict):
+        body = {"error_fraction": None, **body}  # only estimates have one
     check.fields(body, Costs, COSTS_VERSION)
     check.that(body["source"] in SOURCES, "source", body["source"], " or ".join(SOURCES))
     return Costs(
@@ -339,33 +339,3 @@ def _events(
         events.append((kind, subject))
     check.that(ran == len(ops), "events", f"{ran} runs", f"one run for each of {len(ops)} ops")
     return tuple(events)
-
-
-def _upgraded_graph(body: Any) -> Any:
-    """``body`` in version 2; unchanged if it is not of version 1.
-
-    Version 1 wrote parameters that the step writes into ``provenance``, and the times of compiled code into
-    ``signatures``. What is damaged is left as it is, for the reader of version 2 to refuse.
-    """
-    if not isinstance(body, dict) or body.get("version") != 1:
-        return body
-    provenance, signatures = body.get("provenance"), body.get("signatures")
-    body = {**body, "version": 2, "written_parameters": [], "recorded_ms": []}
-    if isinstance(provenance, dict) and isinstance(provenance.get("writes_parameters", ""), str):
-        body["written_parameters"] = provenance.get("writes_parameters", "").split()
-        body["provenance"] = {key: value for key, value in provenance.items() if key != "writes_parameters"}
-    if isinstance(signatures, list) and all(isinstance(s, dict) for s in signatures):
-        body["recorded_ms"] = [[i, s["ms"]] for i, s in enumerate(signatures) if "ms" in s]
-        body["signatures"] = [{key: value for key, value in s.items() if key != "ms"} for s in signatures]
-    return body
-
-
-def _upgraded_costs(body: Any) -> Any:
-    """``body`` in version 2; version 1 wrote ``dispatch_us`` as ``mode_us``, and only estimates have an error."""
-    if not isinstance(body, dict):
-        return body
-    body = {"error_fraction": None, **body}
-    if body.get("version") != 1:
-        return body
-    renamed = {"dispatch_us" if key == "mode_us" else key: value for key, value in body.items()}
-    return {"links": {}, **renamed, "version": 2}

@@ -143,6 +143,18 @@ class StepGraph:
         """Module path of ``op`` as users know it; "" is the model or the step itself."""
         return self.frames[op.frame].path
 
+    def moved_bytes(self, op: Op) -> int:
+        """Of the storages that ``op`` reads, makes and writes."""
+        return sum(self.storages[s].bytes for s in {*op.reads, *op.makes, *op.writes})
+
+    def with_completions(self, op_ms: list[float]) -> list[float]:
+        """Times in which an op that completes another one's output in place is part of that: both are replayed."""
+        for op in self.ops:
+            if op.completes_inplace is not None:
+                op_ms[op.completes_inplace] += op_ms[op.id]
+                op_ms[op.id] = 0.0
+        return op_ms
+
     @cached_property
     def fingerprint(self) -> str:
         """Content hash: a plan belongs to exactly one graph."""

@@ -21,64 +21,20 @@ _HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # Cast their inputs to float32.
 AUTOCAST_FLOAT32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "frobenius_norm.dim",
-    "nuclear_norm",
-    "nuclear_norm.dim",
-    "cosine_similarity",
-    "dist",
-    "pdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-]
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist",
+    "pdist", "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+]  # fmt: skip
 # Ask for a float32 result instead.
 AUTOCAST_FLOAT32_RESULT = [
-    "cumprod",
-    "cumsum",
-    "sum",
-    "sum.dim_IntList",
-    "softmax.int",
-    "log_softmax.int",
-    "linalg_vector_norm",
-]
+    "cumprod", "cumsum", "sum", "sum.dim_IntList", "softmax.int", "log_softmax.int", "linalg_vector_norm",
+]  # fmt: skip
 # The CPU's autocast casts them, CUDA's leaves them alone.
 NOT_IN_CUDA_AUTOCAST = [
-    "cat",
-    "stack",
-    "cross_entropy_loss",
-    "adaptive_avg_pool3d",
-    "avg_pool3d",
-    "polar",
-    "index_copy",
-]
+    "cat", "stack", "cross_entropy_loss", "adaptive_avg_pool3d", "avg_pool3d", "polar", "index_copy",
+]  # fmt: skip
 
 
 def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, capability: tuple[int, int]) -> str:

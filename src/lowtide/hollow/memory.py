@@ -16,6 +16,7 @@ from functools import cache
 import torch
 
 from lowtide.errors import UnsupportedModelError
+from lowtide.measurement.op_inputs import span
 
 _RANGE_BYTES = (1 << 42, 1 << 40, 1 << 36, 1 << 32)  # the first that the process may reserve
 _STEP_BYTES = 64  # storages overlap: only where they begin differs
@@ -44,11 +45,6 @@ def _range() -> tuple[int, int, mmap.mmap]:
         "this system reserves no addresses without memory, which tracing without memory needs.\n"
         "Trace on the device itself: leave device= out."
     )
-
-
-def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor, gaps included."""
-    return 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def hollow(

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
 from lowtide.hollow.looks import DependsOnValues, Look, Looks, TensorLook, look_of
-from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of, span
+from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of
+from lowtide.measurement.op_inputs import span
 
 aten = torch.ops.aten
 SOLID_BYTES = 1 << 22  # floats up to here are computed where all inputs are solid
@@ -36,7 +37,7 @@ _OTHER_DEVICES = frozenset({
 })  # fmt: skip
 
 
-class HollowMode(TorchDispatchMode):
+class HollowMode(UncompiledMode):
     """Ops on hollow tensors give hollow tensors.
 
     Args:
@@ -46,14 +47,6 @@ class HollowMode(TorchDispatchMode):
         assumed: What was assumed for unknown values: by sentence, how often and where first.
         where: The module call that runs; None where nothing has to be noted.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper around a mode otherwise imports the compiler
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, device: str = "cpu", *, solid_bytes: int = SOLID_BYTES) -> None:
         super().__init__()
@@ -72,11 +65,9 @@ class HollowMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # DTensor works out shapes
             return func(*args, **kwargs)
-        if types and any(_is_distributed_wrapper(t) for t in types):
+        if types and any(map(is_wrapper_type, types)):
             return NotImplemented
-        tensors: list[torch.Tensor] = []
-        _collect(args, tensors)
-        _collect(tuple(kwargs.values()), tensors)
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
         if any(t.is_meta for t in tensors) or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         if func.is_view or func in _VIEWS or torch.Tag.inplace_view in func.tags:
@@ -109,9 +100,7 @@ class HollowMode(TorchDispatchMode):
             origin = UNKNOWN if UNKNOWN in origins else DRAWN
             if _decides(func, args):
                 self.note(f"{_name(func)} of {origin}: went as {_told(output)}")
-            made: list[torch.Tensor] = []
-            _collect(output, made)
-            for tensor in made:
+            for tensor in tensors_in(output):
                 mark_origin(tensor, origin)
         return output
 
@@ -198,9 +187,7 @@ class HollowMode(TorchDispatchMode):
             if alias is not None and alias.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 given |= dict.fromkeys(alias.before_set, value)
-        written: list[torch.Tensor] = []
-        _collect(tuple(given.values()), written)
-        for tensor in written:
+        for tensor in tensors_in(given):
             if not is_hollow(tensor):
                 mark_origin(tensor, UNKNOWN)
         returned = [
@@ -210,20 +197,6 @@ class HollowMode(TorchDispatchMode):
         if any(r is None for r in returned):
             return self._made(self._look(func, args, kwargs, tensors), tensors)
         return returned[0] if len(returned) == 1 else tuple(returned) or None
-
-
-# Not closures: one that calls itself is a reference cycle, and would hold the tensors until the next collection.
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-
-
-@cache
-def _is_distributed_wrapper(kind: type) -> bool:
-    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
 
 
 @cache

@@ -3,12 +3,12 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.dispatch import tensors_in
 from lowtide.hollow.memory import hollow_like
 
 
@@ -22,9 +22,9 @@ class _Counting(TorchDispatchMode):
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs or {}))}
+        given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
         output = func(*args, **(kwargs or {}))
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._known:
                 self._add(storage)
@@ -78,13 +78,3 @@ def _prefers_lists(kind: type[torch.optim.Optimizer]) -> bool:
     """Its module asks which parameters foreach kernels take; Adafactor's does not, to save memory."""
     own = [base for base in kind.__mro__ if base not in torch.optim.Optimizer.__mro__]
     return any(hasattr(sys.modules[base.__module__], "_default_to_fused_or_foreach") for base in own)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

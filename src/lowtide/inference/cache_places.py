@@ -7,8 +7,6 @@ Tokens come first there: ``(tokens, batch, heads, head_dim)``. So a token that i
 there, alone, and a layer is read in one piece for each of its two tensors.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

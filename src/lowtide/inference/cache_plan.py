@@ -1,7 +1,5 @@
 """What a KV cache takes beside the weights on a device, what fits, and what that means for the settings of servers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

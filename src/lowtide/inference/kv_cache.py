@@ -6,8 +6,6 @@ window of ``w`` tokens holds ``w - 1``. Latent attention (MLA) holds the latent 
 linear attention layers hold a state of a fixed size, its recurrent part in float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

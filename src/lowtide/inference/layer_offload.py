@@ -12,8 +12,6 @@ Elsewhere is the host's pinned memory for a model on an accelerator, and a file 
 (``cache_places.py``). A layer is written once; then each token that is added goes there alone.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

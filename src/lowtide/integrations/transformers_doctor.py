@@ -6,7 +6,6 @@ Trainer(..., callbacks=[DoctorCallback()]).train()
 """
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.utils import logging
 
 from lowtide.doctor.diagnosis import Diagnosis, checks_named, diagnose
+from lowtide.doctor.observer import frames
+from lowtide.tracing.optimizer_state import checked_optimizer
 from lowtide.tracing.restore import TrainingState
 from lowtide.tracing.tracer import Step
 
@@ -82,7 +83,7 @@ class DoctorCallback(TrainerCallback):
             before = TrainingState(model)  # a data set may draw random numbers
             try:
                 self.found = diagnose(
-                    model, batch(model), step, arguments=args, optimizer=_own(given.get("optimizer")),
+                    model, batch(model), step, arguments=args, optimizer=checked_optimizer(given.get("optimizer")),
                     only=self._only, skip=self._skip,
                 )  # fmt: skip
             finally:
@@ -103,12 +104,8 @@ def has_own_step(trainer: Trainer) -> bool:
 
 def _calling_trainer() -> Trainer | None:
     """Callbacks are told everything but the Trainer that calls them."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), Trainer):
-            return found
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame in frames())
+    return next((owner for owner in owners if isinstance(owner, Trainer)), None)
 
 
 @contextmanager
@@ -132,8 +129,3 @@ def _first_batch(args: TrainingArguments, given: dict[str, Any], model: nn.Modul
     rows = [loader.dataset[i] for i in range(min(args.train_batch_size, len(loader.dataset)))]
     device = next(model.parameters()).device
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in loader.collate_fn(rows).items()}
-
-
-def _own(optimizer: Any) -> Any:
-    """What Accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -91,7 +91,7 @@ def operator_named(name: str) -> Any:
 
 def tensor_bytes(signature: Mapping[str, Any]) -> int:
     """Return the bytes of memory that the tensors in ``signature`` span: what ``rebuild`` allocates."""
-    return sum(_span(t["t"], t["stride"]) * _dtype(t["dtype"]).itemsize for t in _tensors(dict(signature)))
+    return sum(span(t["t"], t["stride"]) * _dtype(t["dtype"]).itemsize for t in described_tensors(dict(signature)))
 
 
 def _describe(value: Any) -> Any:
@@ -145,14 +145,16 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor, gaps included."""
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride))
 
 
-def _tensors(value: Any) -> list[dict[str, Any]]:
+def described_tensors(value: Any) -> list[dict[str, Any]]:
+    """Those in a signature, or in a part of one."""
     if isinstance(value, dict):
-        return [value] if "t" in value else [t for v in value.values() for t in _tensors(v)]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, list) else []
+        return [value] if "t" in value else [t for v in value.values() for t in described_tensors(v)]
+    return [t for v in value for t in described_tensors(v)] if isinstance(value, list) else []
 
 
 def _rebuilt(described: Any, target: torch.device) -> Any:
@@ -191,7 +193,7 @@ def _device(kind: str, target: torch.device) -> torch.device:
 
 def _tensor(described: dict[str, Any], device: torch.device) -> torch.Tensor:
     shape, stride, dtype = described["t"], described["stride"], _dtype(described["dtype"])
-    count = _span(shape, stride)
+    count = span(shape, stride)
     if dtype.is_floating_point or dtype.is_complex:
         # Multiples of the golden ratio, less whole numbers, are as scattered as random ones, and no generator moves.
         steps = torch.arange(min(count, _BLOCK), dtype=torch.float64, device=device)

@@ -122,7 +122,7 @@ def measure(
         clock = _Clock(graph.device, memory_bytes)
         for done, (index, ops) in enumerate(sorted(ops_by_signature.items()), start=1):
             try:
-                clock.leave(max(_made_bytes(graph, op) for op in ops))
+                clock.leave(max(sum(graph.storages[s].bytes for s in op.makes) + op.workspace_bytes for op in ops))
                 signature_ms[index] = _signature_ms(graph, index, clock, repeats)
             except CollectiveError:  # never replayed, so its time changes no plan
                 failed[index] = ""
@@ -134,15 +134,11 @@ def measure(
         warm_us, dispatch_us = _dispatch_us(graph, clock)
         copy_ms = _copy_ms(clock) if failed else 0.0
         for index in failed:
-            moved = max(_moved_bytes(graph, op) for op in ops_by_signature[index])
+            moved = max(graph.moved_bytes(op) for op in ops_by_signature[index])
             signature_ms[index] = clock.floor_ms + copy_ms * moved / (2 * clock.copied_bytes)
     if reasons := sorted(set(failed.values()) - {""}):
         _warn(reasons, sum(len(ops_by_signature[i]) for i, why in failed.items() if why), len(graph.ops))
-    op_ms = [signature_ms[op.signature] for op in graph.ops]
-    for op in graph.ops:
-        if op.completes_inplace is not None:  # the two are replayed together
-            op_ms[op.completes_inplace] += op_ms[op.id]
-            op_ms[op.id] = 0.0
+    op_ms = graph.with_completions([signature_ms[op.signature] for op in graph.ops])
     cold_factor = dispatch_us / warm_us if warm_us else 1.0
     return Costs(
         op_ms=tuple(op_ms),
@@ -223,14 +219,6 @@ class _Clock:
         return calls_ms(fn, calls, self.device, self.now)
 
 
-def _made_bytes(graph: StepGraph, op: Op) -> int:
-    return sum(graph.storages[s].bytes for s in op.makes) + op.workspace_bytes
-
-
-def _moved_bytes(graph: StepGraph, op: Op) -> int:
-    return sum(graph.storages[s].bytes for s in {*op.reads, *op.makes, *op.writes})
-
-
 def _copy_ms(clock: _Clock) -> float:
     while True:
         try:
@@ -265,7 +253,7 @@ def _dispatch_us(graph: StepGraph, clock: _Clock) -> tuple[float, float]:
     if clock.on_accelerator:
         return warm_us, warm_us
     # Forward ops that leave the caches full of their own data. A view moves no bytes.
-    large = [bool(op.makes or op.writes) and _moved_bytes(graph, op) >= _CACHED_BYTES for op in graph.forward_ops]
+    large = [bool(op.makes or op.writes) and graph.moved_bytes(op) >= _CACHED_BYTES for op in graph.forward_ops]
     share = sum(large) / max(len(large), 1)
     cold_us = added_us(1, _COLD_SAMPLES, cold=True) if share else 0.0
     return warm_us, max(warm_us, share * cold_us + (1 - share) * warm_us)

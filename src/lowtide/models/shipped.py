@@ -1,7 +1,5 @@
 """Dimensions of well-known open models: a JSON file each, with its source and parameter count. No weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,13 @@
 """Two plans side by side: peaks, times and decisions, and where they differ, by module."""
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
 from lowtide.explanation import shorten
 from lowtide.plan import Plan
 from lowtide.reports.breakdown import ActionTotals, by_module
-from lowtide.reports.html import page, table
+from lowtide.reports.html import page, plain_table
 from lowtide.reports.summary import percent
 from lowtide.reports.terminal import columns
 from lowtide.units import format_bytes
@@ -111,18 +110,17 @@ class Comparison:
     def html(self) -> str:
         """A page that needs no other file."""
         title = f"{self.a_name} and {self.b_name}"
-        head = _head("", self.a_name, self.b_name, "change")
         says = "".join(f"<li>{escape(s)}</li>" for s in self.sentences())
         body = [
             f"<h1>{escape(title)}</h1>",
             f'<ul class="say">{says}</ul>',
             "<h2>The whole step</h2>",
-            table("The whole step", head, _html_rows(self.rows())),
+            plain_table("The whole step", ("", self.a_name, self.b_name, "change"), self.rows()),
         ]
         if changes := self.modules():
-            head = _head("module", "saved, a", "saved, b", "change", "replay time")
-            rows = _html_rows([[c.name, *_cells(c)] for c in changes])
-            body += [f"<h2>Where they differ: {len(changes)} modules</h2>", table("By module", head, rows)]
+            heads = ("module", "saved, a", "saved, b", "change", "replay time")
+            rows = [[c.name, *_cells(c)] for c in changes]
+            body += [f"<h2>Where they differ: {len(changes)} modules</h2>", plain_table("By module", heads, rows)]
         return page(title, body)
 
     def as_json(self) -> dict:
@@ -146,18 +144,6 @@ class Comparison:
 def _cells(change: ModuleChange) -> list[str]:
     (a, b), (a_ms, b_ms) = change.saved_bytes, change.recompute_ms
     return [format_bytes(a), format_bytes(b), _signed(b - a), f"{b_ms - a_ms:+.1f} ms"]
-
-
-def _head(*names: str) -> str:
-    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    return f"<tr>{cells}</tr>"
-
-
-def _html_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in rows
-    ]
 
 
 def _less_or_more(change: float, amount: str) -> str:

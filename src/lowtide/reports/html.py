@@ -1,7 +1,7 @@
 """The report as one HTML page that needs no other file, no script and no network."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -77,6 +77,16 @@ def table(what: str, head: str, rows: Sequence[str]) -> str:
     """Rows of HTML under a row of heads, in a box that scrolls with the keyboard too."""
     label = f'tabindex="0" role="region" aria-label="{escape(what)}"'
     return f'<div class="wide" {label}><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def plain_table(what: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """``table`` of text; the first cell of each row is its head."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
+    lines = [
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in rows
+    ]
+    return table(what, f"<tr>{head}</tr>", lines)
 
 
 def _lead(plan: Plan, graph: StepGraph | None) -> str:
@@ -176,28 +186,18 @@ def _trade_off(plan: Plan, front: TradeOff) -> str:
     rows = []
     for name, size, ms in sorted(points, key=lambda p: (-p[1], p[2])):
         ((share, extra),) = front.shares([(size, ms)])
-        rows.append(
-            f'<tr><th scope="row">{escape(name)}</th><td>{format_bytes(size)}</td><td>{share:.1f} %</td>'
-            f"<td>{extra:+.1f} %</td></tr>"
-        )
-    heads = (
-        '<tr><th scope="col">method</th><th scope="col">peak</th><th scope="col">of plain activations</th>'
-        '<th scope="col">time</th></tr>'
-    )
-    return f'<p class="legend">{legend}</p>\n{chart}\n{table("The same as numbers", heads, rows)}'
+        rows.append((name, format_bytes(size), f"{share:.1f} %", f"{extra:+.1f} %"))
+    numbers = plain_table("The same as numbers", ("method", "peak", "of plain activations", "time"), rows)
+    return f'<p class="legend">{legend}</p>\n{chart}\n{numbers}'
 
 
 def _link_use(plan: Plan, told: Explanation) -> str:
     rows = [
-        f'<tr><th scope="row">{escape(f"{link.tier} {link.direction}")}</th><td>{format_bytes(link.bytes)}</td>'
-        f"<td>{link.busy_ms:.1f} ms</td><td>{link.waited_ms:.1f} ms</td></tr>"
-        for link in told.links
+        (f"{at.tier} {at.direction}", format_bytes(at.bytes), f"{at.busy_ms:.1f} ms", f"{at.waited_ms:.1f} ms")
+        for at in told.links
     ]
-    heads = (
-        '<tr><th scope="col">link</th><th scope="col">bytes</th><th scope="col">busy</th>'
-        '<th scope="col">the step waits</th></tr>'
-    )
-    return f"{link_chart(told.links)}\n{table('Use of the links', heads, rows)}"
+    heads = ("link", "bytes", "busy", "the step waits")
+    return f"{link_chart(told.links)}\n{plain_table('Use of the links', heads, rows)}"
 
 
 def _decisions(what: str, groups: tuple[ActionTotals, ...]) -> str:

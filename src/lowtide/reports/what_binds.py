@@ -11,6 +11,7 @@ from lowtide.units import format_bytes
 _LARGE_SHARE = 0.25  # of the peak: worth a sentence
 _BUSY_SHARE = 0.8  # of the step: a link that has hardly any time left
 _WIDE_GAP = 0.01
+_HELD = {"saved": "saved for backward", "backward": "made in backward"}
 _LOSS_OPS = ("log_softmax", "nll_loss", "cross_entropy")
 
 
@@ -34,16 +35,12 @@ def peak_sentences(plan: Plan, graph: StepGraph | None = None) -> list[str]:
         largest = told.holders[0]
         times = f"{largest.count} × " if largest.count > 1 else ""
         found.append(
-            f"The most of the rest is {format_bytes(largest.bytes)} {_held(largest.kind)}: "
+            f"The most of the rest is {format_bytes(largest.bytes)} {_HELD.get(largest.kind, largest.kind)}: "
             f"{times}{largest.op} of {largest.module}."
         )
     if price := told.price():
         found.append(f"{price[:1].upper()}{price[1:]}.")
     return found
-
-
-def _held(kind: str) -> str:
-    return {"saved": "saved for backward", "backward": "made in backward", "in use": "in use"}.get(kind, kind)
 
 
 def help_sentences(plan: Plan, graph: StepGraph | None = None) -> list[str]:

@@ -40,13 +40,9 @@ def interpolated_costs(examples: Sequence[tuple[StepGraph, Costs]], graph: StepG
 
 
 def _scale(example: StepGraph, known: Op, graph: StepGraph, op: Op) -> float:
-    before = _moved_bytes(example, known)
+    before = example.moved_bytes(known)
     is_view = not op.makes and not op.writes
-    return 1.0 if is_view or not before else _moved_bytes(graph, op) / before
-
-
-def _moved_bytes(graph: StepGraph, op: Op) -> int:
-    return sum(graph.storages[s].bytes for s in {*op.reads, *op.makes, *op.writes})
+    return 1.0 if is_view or not before else graph.moved_bytes(op) / before
 
 
 def _total_bytes(graph: StepGraph) -> int:

@@ -16,7 +16,6 @@ class Counters:
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
     why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
-    diverged_steps: int = 0  # begun under a plan, with other ops
 
 
 @dataclass(frozen=True)

@@ -514,7 +514,6 @@ class StepWatcher:
                     f"a step ran {len(self._shapes)} calls of the model, and its plan is for {len(step.shapes)}: it "
                     "may have taken more than the budget, and is planned again"
                 )
-            counters.diverged_steps += diverged
             self.shelf.note_step(step, self._made_nodes, diverged=diverged)
         counters.why_not_planned = _RAN_OTHER_OPS if diverged else ""
         if step is None:

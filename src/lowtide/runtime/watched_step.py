@@ -273,12 +273,7 @@ class WatchedStep(OnlineTape):
         seconds = {**self._first_s, **self._seconds}
         by_signature = {signature: 1e3 * statistics.median(times) for signature, times in seconds.items()}
         by_signature |= graph.recorded_ms
-        op_ms = [by_signature.get(op.signature, 0.0) for op in graph.ops]
-        for op in graph.ops:
-            if op.completes_inplace is not None:  # the two are replayed together
-                op_ms[op.completes_inplace] += op_ms[op.id]
-                op_ms[op.id] = 0.0
-        return op_ms
+        return graph.with_completions([by_signature.get(op.signature, 0.0) for op in graph.ops])
 
     def _free_new_gradients(self, model: nn.Module) -> None:
         """A gradient that backward made counts as there before the step; the one that it made, as added to that.

@@ -39,7 +39,7 @@ def describe(given: Given, model: nn.Module) -> Description:
     if offload and given.count(name["version"]) == 1:
         raise given.error(f"{name[_OFFLOAD]} needs FSDP version 2.", f"Set {name['version']}: 2.")
     if not on:
-        return Description("no checkpointing", findings=tuple(given.findings))
+        return Description("no checkpointing")
     classes = given.words(name[_LAYERS])
     chosen = blocks(model)
     if classes:
@@ -58,5 +58,4 @@ def describe(given: Given, model: nn.Module) -> Description:
         f"each of {len(chosen)} wrapped modules is a checkpoint",
         tuple(Checkpoint((path,)) for path in chosen),
         offloads=tuple(chosen) if offload else (),
-        findings=tuple(given.findings),
     )

@@ -1,7 +1,5 @@
 """Where a model has the parts that settings speak of: its repeated blocks, and attention, norms and experts in them."""
 
-from collections.abc import Iterator
-
 from torch import nn
 
 _MOST = 0.67  # of a container's parameters in one entry: then its entries are parts, not layers that repeat
@@ -49,21 +47,17 @@ def parts(model: nn.Module, block: str, role: str) -> list[str]:
         role: ``norm``, ``mlp`` (dense), ``moe``, ``expert_activation``, or a name in ``_NAMES``.
     """
     module = model.get_submodule(block)
-    inside = [(f"{block}.{path}", name, m) for path, name, m in _inside(module)]
+    inside = [(f"{block}.{path}", path.rpartition(".")[2]) for path, _ in module.named_modules() if path]
     children = {f"{block}.{name}": child for name, child in module.named_children()}
     if role == "norm":
         return [path for path, child in children.items() if "norm" in type(child).__name__.lower()]
     if role in ("mlp", "moe"):
         return [path for path, child in children.items() if _mlp_kind(path, child) == role]
     if role in _NAMES:
-        found = [path for path, name, _ in inside if name in _NAMES[role]]
+        found = [path for path, name in inside if name in _NAMES[role]]
         return found[:1] if role in _ONE else found
     assert role == "expert_activation"
-    return [path for path, name, _ in inside if ".experts" in path and name in ("act_fn", "activation_func")]
-
-
-def _inside(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    return ((path, path.rpartition(".")[2], m) for path, m in module.named_modules() if path)
+    return [path for path, name in inside if ".experts" in path and name in ("act_fn", "activation_func")]
 
 
 def _mlp_kind(path: str, module: nn.Module) -> str:

@@ -1,6 +1,6 @@
 """Settings as they are really carried out in this process: by transformers, or by ``torch.utils.checkpoint``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,42 +42,49 @@ def carried_out(description: Description, model: nn.Module) -> Iterator[None]:
             yield
         return
     changed = [model.get_submodule(path) for c in description.checkpoints for path in c.modules]
-    for module in changed:
-        module.forward = partial(_checkpointed, module.forward, context)
+    with checkpointed_modules(changed, **context):
+        yield
+
+
+@contextmanager
+def checkpointed_modules(modules: Collection[nn.Module], **options: Any) -> Iterator[None]:
+    """Inside, a call of one of these modules is a checkpointed call."""
+    before = [(m, "forward" in vars(m), m.forward) for m in modules]
     try:
+        for module, _, forward in before:
+            module.forward = partial(checkpoint, forward, use_reentrant=False, **options)
         yield
     finally:
-        for module in changed:
-            del module.forward
-
-
-def _checkpointed(forward: Callable[..., Any], context: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+        for module, has_own, forward in before:
+            if has_own:
+                module.forward = forward
+            else:
+                del module.forward
 
 
 @contextmanager
 def _enabled(model: Any, enable: dict[str, Any], context: dict[str, Any]) -> Iterator[None]:
     """transformers' own switch, and afterwards everything as it was."""
-    before = [
-        (module, {name: vars(module).get(name) for name in ("gradient_checkpointing", "_gradient_checkpointing_func")})
-        for module in model.modules()
-    ]
-    had_hooks = bool(getattr(model, "_require_grads_hooks", None))
     kwargs = {**(enable.pop("kwargs") or {}), **context} or None
     if kwargs:
         kwargs.setdefault("use_reentrant", not context)
-    model.activation_checkpointing_enable(kwargs, **enable)
+    with settings_kept(model):
+        model.activation_checkpointing_enable(kwargs, **enable)
+        yield
+
+
+@contextmanager
+def settings_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards checkpointing is set as before: flags, functions, and the hooks that come with them."""
+    before = [(vars(m), dict(vars(m)), dict(m._forward_hooks)) for m in model.modules()]
     try:
         yield
     finally:
-        if not had_hooks and getattr(model, "_require_grads_hooks", None):
-            model.disable_input_require_grads()  # its own switch leaves these hooks on
-        for module, values in before:
-            for name, value in values.items():
-                if value is not None:
-                    setattr(module, name, value)
-                elif name in vars(module):
-                    delattr(module, name)
+        for attributes, values, hooks in before:
+            attributes.clear()
+            attributes.update(values)
+            attributes["_forward_hooks"].clear()
+            attributes["_forward_hooks"].update(hooks)
 
 
 def _context_fn(rule: Checkpoint) -> dict[str, Any]:

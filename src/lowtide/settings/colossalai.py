@@ -41,7 +41,6 @@ def describe(given: Given, model: nn.Module) -> Description:
     return Description(
         f"{len(chosen)} of {len(layers)} layers are checkpoints, the first",
         tuple(Checkpoint((path,)) for path in chosen),
-        findings=tuple(given.findings),
     )
 
 

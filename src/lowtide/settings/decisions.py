@@ -81,12 +81,9 @@ def _segments(graph: StepGraph, checkpoints: Iterable[Checkpoint]) -> dict[int, 
 
 def _attention_core(graph: StepGraph, ops: list[int]) -> set[int]:
     """Of an attention module's ops those from the first product of activations to the last."""
-    places = [at for at, op in enumerate(ops) if _is_core(base_name(graph.ops[op].name))]
+    names = [base_name(graph.ops[op].name) for op in ops]
+    places = [at for at, name in enumerate(names) if "attention" in name or name in ("bmm", "baddbmm")]
     return set(ops[places[0] : places[-1] + 1]) if places else set()
-
-
-def _is_core(name: str) -> bool:
-    return "attention" in name or name in ("bmm", "baddbmm")
 
 
 def base_name(op: str) -> str:

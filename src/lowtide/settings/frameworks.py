@@ -1,7 +1,7 @@
 """The frameworks whose settings are known: add one here, with a file that says what its settings mean."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,7 @@ class Framework:
 
     Attributes:
         keys: Every name that it reads.
+        describe: What they mean; what it finds goes into ``Given``.
         sections: Nested groups whose names may stand at the top as well.
         groups: Names whose value is a group of settings.
         own: Names of which one has to be there for the framework to be guessed; by default any will do.
@@ -76,7 +77,8 @@ def describe(model: nn.Module, settings: Mapping[str, Any], framework: str | Non
             raise SettingsError(
                 f"{name} settings: {key!r} is not known.{near(key, known.keys)}\nThese are: {', '.join(known.keys)}."
             )
-    return known.describe(Given(name, values), model)
+    given = Given(name, values)
+    return replace(known.describe(given, model), findings=tuple(given.findings))
 
 
 def check_framework(name: str | None) -> None:

@@ -1,15 +1,18 @@
 """The settings that a user gave: read key by key, each with its type checked, and what is found on the way."""
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lowtide.errors import SettingsError
+from lowtide.options import did_you_mean
 from lowtide.settings.description import DEPRECATED, NOTE, NOTHING, SettingsFinding
 
 _WORDS = {True: True, False: False, "true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+near = partial(did_you_mean, most=2)
 
 
 class Given:
@@ -102,9 +105,3 @@ class Given:
 
     def note(self, key: str, text: str) -> None:
         self.findings.append(SettingsFinding(key, NOTE, text))
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest names, after a space; "" where none is near."""
-    found = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""

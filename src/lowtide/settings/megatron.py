@@ -79,7 +79,7 @@ def describe(given: Given, model: nn.Module) -> Description:
         for name in (_METHOD, _LAYERS):
             if name in given:
                 given.does_nothing(name, f"without {_GRANULARITY} nothing is recomputed")
-    return Description(summary, checkpoints, offloads=offloads, findings=tuple(given.findings))
+    return Description(summary, checkpoints, offloads=offloads)
 
 
 def _full(given: Given, model: nn.Module, method: str | None, count: int | None) -> tuple[tuple[Checkpoint, ...], str]:

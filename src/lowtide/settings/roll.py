@@ -34,7 +34,7 @@ def describe(given: Given, model: nn.Module) -> Description:
     if given.flag(_DISABLE):
         if reentrant is not None:
             given.does_nothing(_REENTRANT, f"{_DISABLE} is true")
-        return Description("no checkpointing", findings=tuple(given.findings))
+        return Description("no checkpointing")
     if reentrant is None:
         reentrant = has_moe(model)
         why = "a mixture of experts" if reentrant else "no mixture of experts"

@@ -67,14 +67,9 @@ def from_settings(
 
 
 def settings_plan(
-    model: nn.Module,
-    settings: Mapping[str, Any],
-    *,
-    batch: Any,
-    framework: str | None = None,
-    step: Step | None = None,
+    model: nn.Module, settings: Mapping[str, Any], *, batch: Any, framework: str | None, step: Step | None,
     optimizer: Any = None,
-) -> SettingsPlan:
+) -> SettingsPlan:  # fmt: skip
     """``from_settings`` with the traced step and its costs."""
     description = describe(model, settings, framework)  # before anything runs
     with without_checkpointing(model):

@@ -42,7 +42,6 @@ def describe(given: Given, model: nn.Module) -> Description:
     return Description(
         f"{len(chosen)} modules are checkpoints{kept}",
         tuple(Checkpoint((path,), names) for path in chosen),
-        findings=tuple(given.findings),
     )
 
 
@@ -50,12 +49,11 @@ def compiled_ratio(given: Given, name: str, ratio: float) -> Description:
     """The compiler's budget: it bounds stored bytes, not the peak, and holds in compiled regions only."""
     if ratio == 1:
         given.does_nothing(name, "1 is the default: the compiler decides by itself")
-        return Description("no budget", findings=tuple(given.findings))
+        return Description("no budget")
     given.note(
         name, "holds in compiled regions only and does nothing in an eager step; it bounds stored bytes, no peak"
     )
     return Description(
         f"at most {100 * ratio:g} % of the stored bytes stay (as the compiler's knapsack chooses)",
         kept_ratio=ratio,
-        findings=tuple(given.findings),
     )

@@ -41,7 +41,7 @@ def describe(given: Given, model: nn.Module) -> Description:
     if mode != "selective" and _OPTION in given:
         given.does_nothing(_OPTION, f"mode is {mode}")
     if mode == "none":
-        return Description("no checkpointing", findings=tuple(given.findings))
+        return Description("no checkpointing")
     if mode == "memory_budget":
         ratio = given.ratio(_BUDGET)
         return compiled_ratio(given, _BUDGET, 0.5 if ratio is None else ratio)
@@ -50,14 +50,14 @@ def describe(given: Given, model: nn.Module) -> Description:
         raise given.error(f"{type(model).__name__} has no repeated layers.", "Plan it with lowtide.solve.")
     if mode == "full":
         chosen = [Checkpoint((path,)) for path in layers]
-        return Description(f"all {len(layers)} blocks are checkpoints", tuple(chosen), findings=tuple(given.findings))
+        return Description(f"all {len(layers)} blocks are checkpoints", tuple(chosen))
     option = str(given.value(_OPTION, "op"))
     if option == "op":
         if given.value("per_op_sac_force_recompute_mm_shapes_by_fqns"):
             given.note("per_op_sac_force_recompute_mm_shapes_by_fqns", "not read here: counted like other products")
         chosen = [Checkpoint((path,), KEEPS, skips_every=2) for path in layers]
         summary = f"all {len(layers)} blocks are checkpoints that keep attention and every other matrix product"
-        return Description(summary, tuple(chosen), findings=tuple(given.findings))
+        return Description(summary, tuple(chosen))
     if not option.isdigit():
         raise given.error(
             f"{_OPTION}={option!r} is neither 'op' nor a number.", "Write op, or 2 for every second block."
@@ -66,6 +66,4 @@ def describe(given: Given, model: nn.Module) -> Description:
     chosen = [Checkpoint((path,)) for path in layers[every - 1 :: every]]
     if not chosen:
         given.does_nothing(_OPTION, f"{every} is more than the {len(layers)} blocks that there are")
-    return Description(
-        f"{len(chosen)} of {len(layers)} blocks are checkpoints", tuple(chosen), findings=tuple(given.findings)
-    )
+    return Description(f"{len(chosen)} of {len(layers)} blocks are checkpoints", tuple(chosen))

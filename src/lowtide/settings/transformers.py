@@ -40,7 +40,7 @@ def describe(given: Given, model: nn.Module) -> Description:
     if not on:
         for name in (n for n in (f"{_NEW}_kwargs", f"{_OLD}_kwargs", *direct) if n in given):
             given.does_nothing(name, f"{_NEW} is off")
-        return Description("no checkpointing", findings=tuple(given.findings))
+        return Description("no checkpointing")
     return checkpointed_layers(given, model, kwargs)
 
 
@@ -69,7 +69,7 @@ def checkpointed_layers(
         given.note("every_n_layers", f"{every}, and the model has {len(layers)} layers: only the first is a checkpoint")
     if not model.training:
         given.does_nothing(_NEW, "the model is in eval mode, where transformers' layers are no checkpoints")
-        return Description("no checkpointing in eval mode", findings=tuple(given.findings))
+        return Description("no checkpointing in eval mode")
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         given.note("use_cache", "is on in the model's config; checkpointed layers drop the cache, plain ones keep it")
@@ -79,7 +79,6 @@ def checkpointed_layers(
         tuple(Checkpoint((path,), keeps) for path in chosen),
         offloads=tuple(chosen) if offload else (),
         enable={"kwargs": passed or None, "every_n_layers": every, "offload": offload},
-        findings=tuple(given.findings),
     )
 
 
@@ -94,7 +93,7 @@ def checkpoint_layers(given: Given, model: nn.Module) -> list[str]:
             f"transformers refuses: {type(model).__name__} does not support activation checkpointing.",
             f"Leave {_NEW} out.",
         )
-    found = [path for path, module in model.named_modules() if _is_layer(module)]
+    found = [path for path, module in model.named_modules() if is_layer(module)]
     if found:
         return found
     found = blocks(model)
@@ -109,7 +108,8 @@ def checkpoint_layers(given: Given, model: nn.Module) -> list[str]:
     return found
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """One that transformers checkpoints by a flag in it."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
@@ -152,7 +152,9 @@ def _reentrant(given: Given, passed: Mapping[str, Any]) -> bool:
 
 
 def _with_fsdp(given: Given, model: nn.Module, on: bool) -> Description:
-    found = accelerate.describe(Given("accelerate", given.section("fsdp_config")), model)
+    inner = Given("accelerate", given.section("fsdp_config"))
+    inner.findings = given.findings
+    found = accelerate.describe(inner, model)
     if on and found.checkpoints:
         raise given.error(
             f"{_NEW} and fsdp_config's activation_checkpointing are both on, which the Trainer refuses.",

@@ -40,7 +40,7 @@ def describe(given: Given, model: nn.Module) -> Description:
     if selective and kwargs.get("use_reentrant"):
         raise given.error("selective needs the variant that is not reentrant.", "Set use_reentrant: false.")
     if not on:
-        found = Description("no checkpointing", findings=tuple(given.findings))
+        found = Description("no checkpointing")
     else:
         if _OLD not in given and _NEW not in given:
             given.note(_OLD, "on by default in TRL")
@@ -56,5 +56,4 @@ def describe(given: Given, model: nn.Module) -> Description:
         f"{found.summary}; what is stored moves to host memory",
         found.checkpoints,
         offloads_from_bytes=_LEAST_BYTES,
-        findings=tuple(given.findings),
     )

@@ -4,13 +4,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import PlanMismatchError
-from lowtide.options import DeprecatedOffload, Offload, offload_policy
+from lowtide.options import Offload, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape import backward_entry
 from lowtide.tape.offload.open_tiers import open_tiers
@@ -148,9 +148,7 @@ class Applied:
 
 
 @contextmanager
-def apply(
-    model: nn.Module, plan: Plan, *, offload: Offload | None = None, **deprecated: Unpack[DeprecatedOffload]
-) -> Iterator[Applied]:
+def apply(model: nn.Module, plan: Plan, *, offload: Offload | None = None) -> Iterator[Applied]:
     """Carry out ``plan`` for everything that runs forward inside, the loss too; backward may run inside or after.
 
     Args:
@@ -165,7 +163,7 @@ def apply(
         UnsupportedModelError: see ``trace``.
         TierError: the plan moves storages to a tier that this machine does not have, or that has no room.
     """
-    policy = offload_policy(apply, offload, deprecated, stacklevel=4)  # contextlib's frame is between
+    policy = offload_policy(offload)
     model = unwrapped(model)
     check_plan_fits(model, plan)
     with applied(model, plan, open_tiers(plan, policy)) as found:

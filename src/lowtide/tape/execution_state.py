@@ -1,14 +1,14 @@
 """Global state that decides an op's bits: random generators, numeric flags, threads, autocast."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.device.generators import set_state, state_of
-from lowtide.device.numeric_flags import numeric_flags, set_numeric_flags
+from lowtide.device.generators import state_of, with_state
+from lowtide.device.numeric_flags import numeric_flags, with_numeric_flags
 from lowtide.tracing.sharding.windows import OpenWindows
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
@@ -27,15 +27,9 @@ class GeneratorState:
         """Its memory, on the CPU: of a CPU's generator 5 kB, of other devices' a few bytes."""
         return self._state.untyped_storage()
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Inside, the generator has this state; afterwards, the present one again."""
-        now = state_of(self._device)
-        set_state(self._device, self._state)
-        try:
-            yield
-        finally:
-            set_state(self._device, now)
+        return with_state(self._device, self._state)
 
 
 class ExecutionState:
@@ -82,16 +76,7 @@ class ExecutionState:
     def restored(self) -> AbstractContextManager[None]:
         """Inside, the flags are as they were in the forward pass."""
         self.catch_up()
-        return nullcontext() if numeric_flags() == self.flags else self._restored()
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        now = numeric_flags()
-        set_numeric_flags(self.flags)
-        try:
-            yield
-        finally:
-            set_numeric_flags(now)
+        return nullcontext() if numeric_flags() == self.flags else with_numeric_flags(self.flags)
 
 
 def no_autocast() -> AbstractContextManager[None]:

@@ -5,14 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.device.dispatch import bytes_of
 from lowtide.tracing.operators import fingerprint
 
 Seal = int | tuple[int, ...]  # a sum of words, or in rehearsals a fingerprint, which shows swaps of words too
-
-
-def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as a tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def words(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,12 @@ from torch._C._autograd import _saved_tensors_hooks_is_enabled as hooks_are_allo
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.dispatch import UncompiledMode
+
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-class SwitchedMode(TorchDispatchMode):
+class SwitchedMode(UncompiledMode):
     """What is in place stays below the modes and hooks that others put on top meanwhile.
 
     Attributes:

@@ -21,6 +21,7 @@ from torch._C import _storage_Use_Count as use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.dispatch import bytes_of
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import TierError
 from lowtide.tape.calls_under_plan import CallUnderPlan
@@ -31,7 +32,7 @@ from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
-from lowtide.tape.storage_bits import bytes_of, sum_of_words
+from lowtide.tape.storage_bits import sum_of_words
 from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
@@ -121,15 +122,6 @@ class Tape(SwitchedMode):
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
         matches_all: Every op is matched, also where nothing is to be done.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper PyTorch puts around a mode otherwise imports the compiler and costs microseconds an op.
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else compiled code under the mode silently runs as eager
 
     def __init__(self, program: PlanProgram, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
 
+from lowtide.device.dispatch import bytes_of
 from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.storage_bits import Seal
 from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
@@ -107,7 +108,7 @@ class Value:
         storage = None if self.transient is None else self.transient.storage()
         if storage is None or self.transient is None:
             return None
-        return self.transient.view_of(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        return self.transient.view_of(bytes_of(storage))
 
 
 class ViewSpec:

@@ -31,15 +31,6 @@ def call_of(batch: Any) -> Call:
     return Call((), {**batch}) if _is_mapping(batch) else Call((batch,), {})
 
 
-def batch_of(call: Call, like: type) -> Any:
-    """The batch of type ``like`` that ``call_model`` passes as ``call``; ``call`` itself where there is none."""
-    if issubclass(like, (tuple, list)) and not call.kwargs:
-        return like(*call.args) if hasattr(like, "_fields") else like(call.args)
-    if hasattr(like, "keys") and not call.args:
-        return like(call.kwargs)
-    return call.args[0] if len(call.args) == 1 and not call.kwargs else call
-
-
 def batch_tensors(batch: Any) -> list[torch.Tensor]:
     """Every tensor of a batch, or of what a model returned, however deep, in order."""
     if isinstance(batch, torch.Tensor):

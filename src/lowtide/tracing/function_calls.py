@@ -29,7 +29,7 @@ from lowtide.tracing.restore import same_bits
 # Told of the context and of what the Function returned.
 Finished = Callable[[Any, Any], None]
 TRANSPARENT = "its operators say all"  # in place of a reason why what a call makes is kept
-_TENSOR = object()  # in place of a tensor among arguments
+TENSOR = object()  # in place of a tensor among arguments
 # Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
 _NOT_SEEN = ("torch.", "lowtide.", "deepspeed.", "torch_remat.")
 _thread_state: Any = None  # whose ``observer`` gets the calls, while there is one
@@ -56,7 +56,7 @@ class CallOfFunction:
 
     def __init__(self, function: type, args: tuple) -> None:
         self.function = function
-        self._arguments = tuple(_TENSOR if isinstance(a, torch.Tensor) else a for a in args)
+        self._arguments = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
         self.requires_grad = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         self.autocast = tuple(
             (d, torch.get_autocast_dtype(d)) for d in autocast_types() if torch.is_autocast_enabled(d)
@@ -94,7 +94,7 @@ class CallOfFunction:
         return draws_from(self.own_generators.named)
 
     def _given_beside_tensors(self) -> Iterator[Any]:
-        yield from (a for a in self._arguments if a is not _TENSOR)
+        yield from (a for a in self._arguments if a is not TENSOR)
 
     def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See ``run_again``."""
@@ -108,7 +108,7 @@ class CallOfFunction:
         """The arguments, with ``tensors`` in place of those of the call."""
         given = iter(tensors)
         return [
-            (next(given).detach().requires_grad_() if required else next(given)) if a is _TENSOR else a
+            (next(given).detach().requires_grad_() if required else next(given)) if a is TENSOR else a
             for a, required in zip(self._arguments, self.requires_grad, strict=True)
         ]
 

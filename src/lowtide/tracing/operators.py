@@ -1,6 +1,5 @@
 """Facts of one op that the dispatcher shows, and which operators must never be replayed, with reasons."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -8,6 +7,9 @@ import torch
 
 from lowtide.device import vendor_kernels
 from lowtide.device.block_size import in_blocks
+from lowtide.device.dispatch import bytes_of
+from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # offered with the other facts of an op
+from lowtide.device.dispatch import tensors_in as tensors_in
 from lowtide.measurement.op_inputs import COLLECTIVES
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -46,18 +48,6 @@ COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
 WRITES = "writes in place"
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an argument or a result, nested sequences included, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 @cache
@@ -142,11 +132,6 @@ def omittable_arguments(func: Any) -> tuple[int, ...]:
     return OMITTED_IN_REPLAYS.get(packet_name(func), ())
 
 
-def is_wrapper_type(kind: type) -> bool:
-    """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
-    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
-
-
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The one plain storage under ``tensor``; None for wrappers, sparse, nested, quantised, meta, functorch ones."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -181,7 +166,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     storage = storage_of(tensor)
     if storage is None or storage.nbytes() == 0:
         return ()
-    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    raw = bytes_of(storage)
     whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
     rest = raw[whole.numel() * 8 :].to(torch.int64).sum()
     sums = _sums_on_cpu(whole) if raw.device.type == "cpu" else _sums_on_device(whole)

@@ -38,19 +38,21 @@ class HostGenerators:
     """The states of Python's and NumPy's global generators."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = sys.modules.get("numpy.random")
-        self._numpy_state: Any = None if self._numpy is None else self._numpy.get_state()
+        self._generators = {"Python's random": _python()}
+        if "numpy.random" in sys.modules:
+            self._generators["NumPy's generator"] = sys.modules["numpy.random"].mtrand._rand
+        self._states = {name: state_of(generator) for name, generator in self._generators.items()}
+
+    def moved(self) -> set[str]:
+        """Those that have another state now."""
+        return {name for name, g in self._generators.items() if not _is_same(state_of(g), self._states[name])}
 
     def restore_if_moved(self) -> bool:
         """Put them back; whether they had moved."""
-        moved = random.getstate() != self._python
-        if moved:
-            random.setstate(self._python)
-        if self._numpy is not None and not _is_same(self._numpy.get_state(), self._numpy_state):
-            self._numpy.set_state(self._numpy_state)
-            moved = True
-        return moved
+        moved = self.moved()
+        for name in moved:
+            set_state(self._generators[name], self._states[name])
+        return bool(moved)
 
 
 class OwnGenerators:
@@ -70,13 +72,13 @@ class OwnGenerators:
 
     def note_states(self) -> None:
         """Of those held: another run follows."""
-        self._states = {name: _state_of(generator) for name, generator in self.held.items()}
+        self._states = {name: state_of(generator) for name, generator in self.held.items()}
 
     def restore_moved(self) -> list[str]:
         """Put back those held that have moved since; their names."""
-        moved = [name for name, state in self._states.items() if not _is_same(_state_of(self.held[name]), state)]
+        moved = [name for name, state in self._states.items() if not _is_same(state_of(self.held[name]), state)]
         for name in moved:
-            _set_state(self.held[name], self._states[name])
+            set_state(self.held[name], self._states[name])
         return moved
 
 
@@ -122,7 +124,7 @@ class _Search:
         while self._todo and len(self._seen) < _MOST_LOOKS:
             at = self._todo.popleft()
             with suppress(Exception):  # of an object that does not like to be looked at
-                if not _is_generator(at.value):
+                if not is_generator(at.value):
                     self._look(at)
                 elif id(at.value) not in self.found or (at.is_named and not self.found[id(at.value)].is_named):
                     self.found[id(at.value)] = at
@@ -242,7 +244,7 @@ def _is_searched(module: str | None) -> bool:
 # -- generators --------------------------------------------------------------------------------------------------------
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     numpy_random = sys.modules.get("numpy.random")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy_random is not None:
@@ -254,10 +256,14 @@ def _default_generators() -> list[Any]:
     """Those that a proof looks at anyway."""
     numpy_random = sys.modules.get("numpy.random")
     of_numpy = [] if numpy_random is None else [numpy_random.mtrand._rand, numpy_random.mtrand._rand._bit_generator]
-    return [random.random.__self__, torch.default_generator, *of_numpy]  # type: ignore[attr-defined]
+    return [_python(), torch.default_generator, *of_numpy]
 
 
-def _state_of(generator: Any) -> Any:
+def _python() -> Any:
+    return random.random.__self__  # type: ignore[attr-defined]
+
+
+def state_of(generator: Any) -> Any:
     """A copy; None where it has none (what the system makes of noise)."""
     try:
         if isinstance(generator, random.Random):
@@ -269,7 +275,7 @@ def _state_of(generator: Any) -> Any:
         return None
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "set_state"):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.device.dispatch import UncompiledMode, bytes_of
 from lowtide.device.generators import state_bytes
 from lowtide.device.memory import give_back_peak
 from lowtide.errors import UnsupportedModelError
@@ -62,17 +62,8 @@ RunOp = Callable[[AbstractContextManager[Any]], Any]
 _undeclared_writes: dict[tuple, list[int]] = {}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UncompiledMode):
     """Records one step in ``builder``; the observer of its module calls. ``stop`` ends it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper PyTorch puts around a mode otherwise imports the compiler and costs microseconds an op.
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else compiled code under the mode silently runs as eager
 
     def __init__(
         self,
@@ -254,8 +245,7 @@ class Recorder(TorchDispatchMode):
             if not self._restores_parameters:
                 return
             with self.builder.ignoring_ops():
-                memory = tensor.untyped_storage()
-                now = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+                now = bytes_of(tensor.untyped_storage())
                 self._before_writes.append((now, now.clone()))
 
     def _is_gradient(self, tensor: torch.Tensor) -> bool:

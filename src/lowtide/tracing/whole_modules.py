@@ -35,6 +35,7 @@ from lowtide.measurement.allocator import measuring, seen_on_cpu
 from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.function_calls import (
+    TENSOR,
     CallOfFunction,
     Finished,
     ObservedFunctionCall,
@@ -45,7 +46,6 @@ from lowtide.tracing.operators import tensors_in
 from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import wrapped_parameters
 
-_TENSOR = object()  # in place of a tensor among arguments
 _AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")
 _nodes = threading.local()  # ``thrown_away``: of graphs of second runs
 _called_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -173,7 +173,7 @@ class CallOfModule(CallOfFunction):
         yield from ((getattr(a, "__name__", ""), a) for a in self._given_beside_tensors() if callable(a))
 
     def _given_beside_tensors(self) -> Iterator[Any]:
-        yield from (a for a in _leaves(self._given) if a is not _TENSOR)
+        yield from (a for a in _leaves(self._given) if a is not TENSOR)
 
     def run_again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for buffer, version in self._unchanged:
@@ -407,9 +407,9 @@ def _never_unpacked(_: Any) -> torch.Tensor:
 
 
 def _without_tensors(value: Any) -> Any:
-    """A copy of lists, tuples and dicts with ``_TENSOR`` in place of tensors."""
+    """A copy of lists, tuples and dicts with ``TENSOR`` in place of tensors."""
     if isinstance(value, torch.Tensor):
-        return _TENSOR
+        return TENSOR
     if type(value) in (list, tuple):
         return type(value)(map(_without_tensors, value))
     if type(value) is dict:
@@ -418,7 +418,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if value is _TENSOR:
+    if value is TENSOR:
         return next(tensors)
     if type(value) in (list, tuple):
         return type(value)(_with_tensors(v, tensors) for v in value)

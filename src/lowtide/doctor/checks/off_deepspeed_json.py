@@ -1,10 +1,10 @@
 """DeepSpeed's ``activation_checkpointing`` section, which takes effect only where code calls DeepSpeed's checkpoint."""
 
-from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.layer_flags import enabled_by_train
 from lowtide.doctor.setup import Setup
 from lowtide.settings.blocks import blocks
+from lowtide.settings.carried_out import checkpointed_modules
 
 CHECK = Check(
     code="LT109",
@@ -43,4 +43,4 @@ def _gain(setup: Setup) -> Gain | str:
     layers = [model.get_submodule(path) for path in blocks(model) if setup.seen.called[path]]
     if not layers:
         return Gain(why_not="no layers that repeat were found to checkpoint")
-    return setup.gain(lambda: checkpoint_seam.checkpointed_modules(layers))
+    return setup.gain(lambda: checkpointed_modules(layers))

@@ -1,8 +1,8 @@
 """A module's flag is on, the module runs in train mode, and nothing is checkpointed."""
 
-from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
+from lowtide.settings.carried_out import checkpointed_modules
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -28,5 +28,5 @@ def look(setup: Setup) -> Finding | None:
         f"{flagged} gradient_checkpointing=True and ran in train mode; no call was checkpointed, and "
         f"the step stores {format_bytes(stored)} for backward",
         module=leaves[0],
-        gain=setup.gain(lambda: checkpoint_seam.checkpointed_modules([setup.model.get_submodule(n) for n in leaves])),
+        gain=setup.gain(lambda: checkpointed_modules([setup.model.get_submodule(n) for n in leaves])),
     )

@@ -1,8 +1,7 @@
 """A KV cache that is filled in a training step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from unittest.mock import patch
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.setup import Setup
@@ -25,8 +24,9 @@ def look(setup: Setup) -> Finding | None:
     config = getattr(setup.model, "config", None)
     if not size or not getattr(config, "use_cache", False):
         return None
-    without, now = setup.measured_under(lambda: _off(config)), setup.measured
-    gain = setup.gain(lambda: _off(config))
+    off = partial(patch.object, config, "use_cache", False)
+    without, now = setup.measured_under(off), setup.measured
+    gain = setup.gain(off)
     faster = gain.ms is not None and gain.ms > _NOTICED * gain.step_ms
     if without.peak_bytes > (1 - _NOTICED) * now.peak_bytes and not faster:
         return None
@@ -35,12 +35,3 @@ def look(setup: Setup) -> Finding | None:
         f"cache {format_bytes(without.peak_bytes)}",
         gain=gain,
     )
-
-
-@contextmanager
-def _off(config: Any) -> Iterator[None]:
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = True

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
+from lowtide.device.dispatch import bytes_of, hidden_from_modes
 from lowtide.device.pinning import host_buffer
 from lowtide.errors import TierError
 from lowtide.scratch_file import open_scratch, read_all, write_all
-from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
+from lowtide.tape.offload.tiers import StoredCopy
 from lowtide.units import format_bytes
 
 _BLOCK = 4096  # every storage starts at a multiple of this
@@ -137,7 +138,8 @@ def disk_bytes(size: int) -> int:
 
 
 def _write(fd: int, offset: int, storage: torch.UntypedStorage, checksum: bool) -> int | None:
-    data = memoryview(bytes_of(storage).numpy())
+    with hidden_from_modes():
+        data = memoryview(bytes_of(storage).numpy())
     write_all(fd, data, offset)
     return zlib.crc32(data) if checksum else None
 

@@ -26,8 +26,9 @@ from contextlib import contextmanager
 import torch
 
 from lowtide.device import pinning, streams
+from lowtide.device.dispatch import bytes_of, hidden_from_modes
 from lowtide.errors import TierError
-from lowtide.tape.offload.tiers import StoredCopy, bytes_of, hidden_from_modes
+from lowtide.tape.offload.tiers import StoredCopy
 from lowtide.units import format_bytes
 
 _ROUNDING = 1 << 16
@@ -64,7 +65,8 @@ class HostCopy:
         self._tier = tier  # keeps the streams and the pool alive
         self._block = tier.pool.allocate(self._size)
         weakref.finalize(self, tier.pool.free, self._block)
-        self._original: torch.Tensor | None = bytes_of(storage)
+        with hidden_from_modes():
+            self._original: torch.Tensor | None = bytes_of(storage)
         self._buffer: torch.Tensor | None = None
         out, _ = tier.streams(self._device)
         with _as_tier_error():

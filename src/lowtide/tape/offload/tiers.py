@@ -4,12 +4,10 @@ A tier moves bytes and knows nothing of plans; ``offloaded_tensor.py`` says when
 do fetches, both in parallel with the computation.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch._C import DispatchKey
 
 
 class StoredCopy(Protocol):
@@ -33,20 +31,3 @@ class Tier(Protocol):
 
 
 Tiers = Mapping[str, Tier]  # by name: ``host``, ``disk``
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as a flat tensor of bytes."""
-    with hidden_from_modes():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-@contextmanager
-def hidden_from_modes() -> Iterator[None]:
-    """Hide what runs inside from dispatch modes: a tier's own work is not part of the step."""
-    before = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.Python)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.Python, True)
-    try:
-        yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.Python, before)

@@ -11,6 +11,7 @@ import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.dispatch import bytes_of
 from lowtide.tape.online.replays import chain_of
 from lowtide.tape.online.values import MARK, Recipe, StoredValue
 from lowtide.tracing.sharding.observer import PauseDuringSharding
@@ -63,7 +64,7 @@ def copy_before_write(value: StoredValue | None, storage: torch.UntypedStorage) 
     Autograd's own interest in ``value`` meets plain autograd's error. Returns the copy.
     """
     with _disable_current_modes(), below_autograd():
-        copy = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone()
+        copy = bytes_of(storage).clone()
     if value is not None:
         del storage.__dict__[MARK]
         value.move_to(copy)

@@ -22,8 +22,9 @@ from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.dispatch import UncompiledMode
 from lowtide.device.generators import state_bytes
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.function_calls import KnownCalls, OnlineCall
@@ -63,7 +64,7 @@ _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 _KNOWN = frozenset({"aten", "prims"})  # other operators may write unseen
 
 
-class OnlineTape(TorchDispatchMode):
+class OnlineTape(UncompiledMode):
     """Watches one step of one model at a time.
 
     Attributes:
@@ -77,14 +78,6 @@ class OnlineTape(TorchDispatchMode):
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see ``Tape``
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(
         self,

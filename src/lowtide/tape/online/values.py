@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
-from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 
+from lowtide.device.dispatch import bytes_of, hidden_from_modes
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
@@ -106,12 +104,8 @@ class StoredValue:
         storage = self.storage()
         if storage is None or storage.__dict__.get(MARK) is not self:
             return None
-        before = key_is_excluded(DispatchKey.Python)
-        exclude_key(DispatchKey.Python, True)  # a mode that is in place would take this for a write of the step's
-        try:
-            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        finally:
-            exclude_key(DispatchKey.Python, before)
+        with hidden_from_modes():  # a mode that is in place would take this for a write of the step's
+            return bytes_of(storage)
 
     def note_remade(self, tensor: Tensor) -> None:
         """``tensor`` is over its memory from now on: only the tape and autograd have ever seen it."""

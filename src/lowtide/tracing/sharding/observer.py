@@ -50,16 +50,42 @@ class PauseDuringSharding(ShardingObserver):
             self._tape.resume()
 
 
+class Observed:
+    """Mixed into the class of what shards a model, while it is observed."""
+
+    _lowtide_kind: type
+    _lowtide_observers: int
+    _lowtide_thread_state: Any
+
+    def _observer(self) -> ShardingObserver | None:
+        observer = self._lowtide_thread_state.observer
+        return None if observer is None else observer.sharding_observer
+
+    def _in_hook(self) -> AbstractContextManager[None]:
+        observer = self._observer()
+        return nullcontext() if observer is None else observer.hook()
+
+    def _stop_observing(self) -> None:
+        self.__class__ = self._lowtide_kind
+        for name in [name for name in vars(self) if name.startswith("_lowtide_")]:
+            delattr(self, name)
+
+
+def begin_observing(sharding: Any, mixin: type[Observed], thread_state: Any, **attributes: Any) -> None:
+    """Mix ``mixin`` into the class of ``sharding``, with these attributes; or count one more observer."""
+    if isinstance(sharding, mixin):
+        sharding._lowtide_observers += 1
+        return
+    kind = type(sharding)
+    vars(sharding).update(_lowtide_observers=1, _lowtide_thread_state=thread_state, **attributes)
+    sharding.__class__ = type(kind.__name__, (mixin, kind), {"_lowtide_kind": kind})
+
+
 def observe_units(model: nn.Module, thread_state: Any) -> Callable[[], None]:
     """Tell ``thread_state.observer`` (see ``module_calls``) of FSDP's work on the model's units; returns the undo."""
     units = units_of(model)
     for unit in units:
-        if isinstance(unit, _ObservedUnit):
-            unit._lowtide_observers += 1
-            continue
-        kind = type(unit)
-        unit._lowtide_observers, unit._lowtide_thread_state, unit._lowtide_stamps = 1, thread_state, {}
-        unit.__class__ = type(kind.__name__, (_ObservedUnit, kind), {"_lowtide_kind": kind})
+        begin_observing(unit, _ObservedUnit, thread_state, _lowtide_stamps={})
 
     def undo() -> None:
         while units:  # a second call does nothing
@@ -72,12 +98,9 @@ def observe_units(model: nn.Module, thread_state: Any) -> Callable[[], None]:
     return undo
 
 
-class _ObservedUnit:
-    """Mixed into a unit's class while it is observed."""
+class _ObservedUnit(Observed):
+    """A unit while it is observed."""
 
-    _lowtide_kind: type
-    _lowtide_observers: int
-    _lowtide_thread_state: Any
     _lowtide_stamps: dict[int, tuple[int, tuple]]  # id of a gathered tensor -> its version while whole, its shard then
     fsdp_params: list[Any]
     unshard_in_backward: bool
@@ -116,14 +139,6 @@ class _ObservedUnit:
     def _to_sharded_post_forward(self) -> None:
         self._free_by(super()._to_sharded_post_forward)  # type: ignore[misc]
 
-    def _observer(self) -> ShardingObserver | None:
-        observer = self._lowtide_thread_state.observer
-        return None if observer is None else observer.sharding_observer
-
-    def _in_hook(self) -> AbstractContextManager[None]:
-        observer = self._observer()
-        return nullcontext() if observer is None else observer.hook()
-
     def _free_by(self, free: Callable[[], None]) -> None:
         """Until it is whole again from the same shard, the parameter counts as changed."""
         whole = [t for t in whole_tensors(self) if t.untyped_storage().nbytes()]
@@ -142,8 +157,7 @@ class _ObservedUnit:
 
     def _stop_observing(self) -> None:
         self._restore_versions()
-        self.__class__ = self._lowtide_kind
-        del self._lowtide_observers, self._lowtide_thread_state, self._lowtide_stamps
+        super()._stop_observing()
 
     def _restore_versions(self) -> None:
         for param in filter(was_gathered, self.fsdp_params):

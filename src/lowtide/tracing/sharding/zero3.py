@@ -16,13 +16,13 @@ As with FSDP2 two rules let a recipe run only while what it reads is whole:
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.tracing.deepspeed_engines import is_partitioned
+from lowtide.tracing.sharding.observer import Observed, begin_observing
 
 _WHOLE, _FREED = "AVAILABLE", "NOT_AVAILABLE"  # names of a parameter's status
 
@@ -152,13 +152,7 @@ def observe_windows(model: nn.Module, thread_state: Any) -> Callable[[], None]:
     """Tell ``thread_state.observer`` (see ``module_calls``) of DeepSpeed's work on ``model``; returns the undo."""
     coordinators, owner = coordinators_of(model), weakref.ref(model)  # whoever holds the undo does not hold the model
     for coordinator in coordinators:
-        if isinstance(coordinator, _ObservedCoordinator):
-            coordinator._lowtide_observers += 1
-        else:
-            kind = type(coordinator)
-            coordinator._lowtide_observers, coordinator._lowtide_thread_state = 1, thread_state
-            coordinator._lowtide_gathered = GatheredParameters()
-            coordinator.__class__ = type(kind.__name__, (_ObservedCoordinator, kind), {"_lowtide_kind": kind})
+        begin_observing(coordinator, _ObservedCoordinator, thread_state, _lowtide_gathered=GatheredParameters())
         _gathered[model] = coordinator._lowtide_gathered
     if coordinators:
         _gathered[model].note(p for p in model.parameters() if hasattr(p, "ds_status"))
@@ -175,12 +169,9 @@ def observe_windows(model: nn.Module, thread_state: Any) -> Callable[[], None]:
     return undo
 
 
-class _ObservedCoordinator:
-    """Mixed into a coordinator's class while it is observed."""
+class _ObservedCoordinator(Observed):
+    """A coordinator while it is observed."""
 
-    _lowtide_kind: type
-    _lowtide_observers: int
-    _lowtide_thread_state: Any
     _lowtide_gathered: GatheredParameters
 
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
@@ -189,9 +180,9 @@ class _ObservedCoordinator:
         self._lowtide_gathered.note(_fetched_by(current_submodule))
 
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
-        observer = self._lowtide_thread_state.observer
-        if forward and observer is not None and observer.sharding_observer is not None:
-            observer.sharding_observer.closing()
+        observer = self._observer()
+        if forward and observer is not None:
+            observer.closing()
         with self._in_hook():
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
@@ -208,12 +199,3 @@ class _ObservedCoordinator:
         self._lowtide_gathered.forget_memory()
         with self._in_hook():
             super().release_and_reset_all(module)  # type: ignore[misc]
-
-    def _in_hook(self) -> AbstractContextManager[None]:
-        observer = self._lowtide_thread_state.observer
-        sharding = None if observer is None else observer.sharding_observer
-        return nullcontext() if sharding is None else sharding.hook()
-
-    def _stop_observing(self) -> None:
-        self.__class__ = self._lowtide_kind
-        del self._lowtide_observers, self._lowtide_thread_state, self._lowtide_gathered

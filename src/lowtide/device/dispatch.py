@@ -1,0 +1,57 @@
+"""Dispatch modes of lowtide's own, what they look through, and work that no mode sees."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
+from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A mode under which compiled code runs as ever."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper PyTorch puts around a mode otherwise imports the compiler and costs microseconds per op.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else compiled code under the mode silently runs as eager
+
+
+@contextmanager
+def hidden_from_modes() -> Iterator[None]:
+    """Inside, what runs is no op for any dispatch mode."""
+    before = key_is_excluded(DispatchKey.Python)
+    exclude_key(DispatchKey.Python, True)
+    try:
+        yield
+    finally:
+        exclude_key(DispatchKey.Python, before)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as a flat tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in an argument or a result, nested sequences included, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
+    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
