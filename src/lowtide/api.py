@@ -10,7 +10,7 @@ from torch import nn
 from lowtide import long_sequences
 from lowtide.argument_checks import budget_hint, check_arguments
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.options import FitOptions, Offload, offload_policy
+from lowtide.options import FitOptions, Offload, names_checked, offload_policy
 from lowtide.plan import ALLOCATED
 from lowtide.rank_consensus import group_of
 from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
@@ -25,6 +25,7 @@ from lowtide.tracing.whole_modules import matching
 logger = logging.getLogger("lowtide")
 
 
+@names_checked
 def fit(
     model: nn.Module,
     batch: Any = None,

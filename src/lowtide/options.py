@@ -1,12 +1,17 @@
 """What ``fit`` is asked for: the budget and method, and where tensors may be stored outside device memory."""
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from lowtide.units import parse_budget
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,21 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
     """A sentence with the nearest of ``known``, after a space; "" where none is near."""
     near = difflib.get_close_matches(word, list(known), n=most, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def names_checked(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which raises a TypeError with the nearest name for an argument that it does not have."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                near = did_you_mean(name, known) or f" Use one of {', '.join(known)}."
+                raise TypeError(f"{function.__name__}() has no argument {name!r}.{near}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import BudgetInfeasibleError, RehearsalMemoryError
 from lowtide.measurement.allocator import can_measure_peaks
 from lowtide.measurement.op_times import measure
-from lowtide.options import Offload, offload_policy
+from lowtide.options import Offload, names_checked, offload_policy
 from lowtide.plan import Plan
 from lowtide.side_by_side import PLAIN, SideBySide, Way, differing
 from lowtide.solvers.dispatch import solve
@@ -91,6 +91,7 @@ class Verification:
         return f"NOT IN FORCE in the last step of training{why}" if self.in_force is False else ""
 
 
+@names_checked
 def verify(
     model: nn.Module,
     batch: Any,

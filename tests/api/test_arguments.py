@@ -41,7 +41,7 @@ def refused(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"budgte": 1}, TypeError, "fit() got an unexpected keyword argument 'budgte'"),
+        ({"budgte": 1}, TypeError, "fit() has no argument 'budgte'. Did you mean 'budget'?"),
         (
             {"method": "ful"},
             ValueError,
@@ -219,6 +219,8 @@ def test_apply_and_verify_take_the_same_policy(verb, tmp_path):
     act(offload=lowtide.Offload(scratch_dir=tmp_path, checksums=True))
     with pytest.raises(TypeError, match=r"^offload=1 is a int. Pass lowtide.Offload\(...\)"):
         act(offload=1)
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) has no argument 'offlod'. Did you mean 'offload'\?"):
+        act(offlod=1)
 
 
 @pytest.mark.parametrize("amount", ["40%", "auto"])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import PlanMismatchError
-from lowtide.options import Offload, offload_policy
+from lowtide.options import Offload, names_checked, offload_policy
 from lowtide.plan import Plan
 from lowtide.tape import backward_entry
 from lowtide.tape.offload.open_tiers import open_tiers
@@ -147,6 +147,7 @@ class Applied:
         return self._tape.counts
 
 
+@names_checked
 @contextmanager
 def apply(model: nn.Module, plan: Plan, *, offload: Offload | None = None) -> Iterator[Applied]:
     """Carry out ``plan`` for everything that runs forward inside, the loss too; backward may run inside or after.
