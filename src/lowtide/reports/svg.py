@@ -49,7 +49,7 @@ def _memory(curves: Curves, budget_bytes: int | None, width: int) -> str:
         parts.append(_line("grid", x(at), floor, x(at), floor + 5))
         parts.append(_text(x(at), floor + 18, f"{at:g}", "middle"))
     for name, series in (("plain", curves.plain_bytes), ("planned", curves.planned_bytes)):
-        line = _steps([(x(at), y(count)) for at, count in zip(curves.at, series)])
+        line = steps_path([(x(at), y(count)) for at, count in zip(curves.at, series)])
         area = f"{line} V{y(0):.1f} H{x(curves.at[0]):.1f} Z"
         parts.append(f'<path class="area {name}" d="{area}"/><path class="line {name}" d="{line}"/>')
     middle = x(curves.backward_at)
@@ -196,7 +196,7 @@ def _amount(tick: int) -> str:
     return format_bytes(tick).replace(".00 ", " ")
 
 
-def _steps(points: list[tuple[float, float]]) -> str:
+def steps_path(points: list[tuple[float, float]]) -> str:
     """A path that holds each value until the next moment: memory does not ramp."""
     (x, y), *rest = points
     return f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)
