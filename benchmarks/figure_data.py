@@ -1,4 +1,4 @@
-"""What the figures show: plans of a committed graph, simulated from what each recomputes, and one step of the tutorial."""
+"""What the figures show: plans of a committed graph, simulated from what each recomputes, and the tutorial's step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lowtide.solvers.published.methods import BUDGETED, FIXED
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = RESULTS / "figures.jsonl"
+MIB = 2**20
 CASE = "decoder8_4096"  # the decoder of README's table
 HALF, AS_SMALL = "half of the activations", "full's peak"
 _SHARES = ("75%", "50%", "36%", "25%", "18%")  # budgets for the published methods that need one

@@ -5,7 +5,9 @@ from __future__ import annotations
 from figure_style import Layout, figure
 
 
-def _box(to: Layout, x: float, y: float, width: float, height: float, name: str, says: list[str], css: str = "") -> None:
+def _box(
+    to: Layout, x: float, y: float, width: float, height: float, name: str, says: list[str], css: str = ""
+) -> None:
     to.rect(f"box {css}".strip(), x, y, width, height, 7)
     lines, pitch = [name, *says], 1.3 * to.size
     top = y + height / 2 - pitch * (len(lines) - 1) / 2 + to.size * 0.36
@@ -20,10 +22,10 @@ def life_figure() -> str:
     def draw(to: Layout) -> None:
         if to.narrow:
             _states_narrow(to)
-            _tensor(to, left=84, right=to.width - 14, top=232)
+            _tensor(to, left=70, right=to.width - 14, top=208)
         else:
             _states(to)
-            _tensor(to, left=150, right=to.width - 30, top=304)
+            _tensor(to, left=150, right=to.width - 30, top=314)
 
     return figure(
         "The life of a fit, and of one tensor in a planned step",
@@ -31,7 +33,7 @@ def life_figure() -> str:
         "training, and is in force from a later step on. Where a step runs other ops than planned, the rest of it is "
         "online, and its shape is planned anew. Below, one recomputed tensor in a planned step: made and stored in "
         "forward, then dropped; made again in backward by the same kernel when backward needs it, used, and freed.",
-        520, draw,
+        540, draw,
     )  # fmt: skip
 
 
@@ -57,41 +59,44 @@ def _states(to: Layout) -> None:
 
 
 def _states_narrow(to: Layout) -> None:
-    to.text(14, 22, "Life of a fit", "ink strong")
-    y, height, width = 34, 56, 110
+    to.text(14, 20, "Life of a fit", "ink strong")
+    y, height, width = 30, 50, 110
     _box(to, 14, y, width, height, "watched", ["a real step"])
     _box(to, 155, y, width, height, "planned", ["beside training"], "quiet")
     _box(to, 296, y, width, height, "in force", ["next steps"])
     middle = y + height / 2
     to.arrow([(124, middle), (154, middle)])
     to.arrow([(265, middle), (295, middle)])
-    _box(to, 226, 130, width, 46, "online", ["without a plan"], "budget")
-    to.arrow([(372, y + height), (372, 153), (337, 153)], "budget")
-    to.text(366, 114, "other ops", "budget", "end", 11)
-    to.arrow([(226, 153), (196, 153), (196, y + height + 1)])
-    to.text(188, 118, "planned anew", "", "end", 11)
-    to.line("grid", 14, 192, to.width - 14, 192)
+    _box(to, 226, 110, width, 44, "online", ["without a plan"], "budget")
+    to.arrow([(372, y + height), (372, 132), (337, 132)], "budget")
+    to.text(366, 99, "other ops", "budget", "end", 11)
+    to.arrow([(226, 132), (196, 132), (196, y + height + 1)])
+    to.text(188, 104, "planned anew", "", "end", 11)
+    to.line("grid", 14, 167, to.width - 14, 167)
 
 
 def _tensor(to: Layout, left: float, right: float, top: float) -> None:
     """A bar where the tensor takes memory, dashes where a recipe stands for it."""
     narrow = to.narrow
     name_x, small = (14 if narrow else 30), to.size - (2 if narrow else 1.5)
-    to.text(name_x, top - (22 if narrow else 0) + 6, "One tensor in a planned step", "ink strong", size=0 if narrow else 16)
+    to.text(
+        name_x, top - (22 if narrow else 0) + 6, "One tensor in a planned step", "ink strong", size=0 if narrow else 16
+    )
 
     def x(share: float) -> float:
         return left + share * (right - left)
 
-    bar, height = (top + 26, 16) if narrow else (top + 84, 26)
+    bar, height = (top + 14, 16) if narrow else (top + 76, 28)
     middle, floor = bar + height / 2, bar + height
-    below = floor + (46 if narrow else 72)
+    below = floor + (38 if narrow else 76)
     made, dropped, again, used, freed = 0.06, 0.20, 0.70, 0.80, 0.90
     half = 0.5
-    to.line("grid", left, below - 16, right, below - 16)
-    to.line("divide", x(half), bar - (14 if narrow else 38), x(half), below)
+    axis = below - to.size - 2
+    to.line("grid", left, axis, right, axis)
+    to.line("divide", x(half), bar - (4 if narrow else 38), x(half), below)
     to.text(x(half) - 8, below, "forward", "", "end")
     to.text(x(half) + 8, below, "backward")
-    to.text(name_x, middle + 4, "in memory" if narrow else "takes memory", "", size=small)
+    to.text(name_x, middle + 4, "memory" if narrow else "takes memory", "", size=small)
     to.rect("alive", x(made), bar, x(dropped) - x(made), height, 4)
     to.rect("alive again", x(again), bar, x(freed) - x(again), height, 4)
     to.rect("gone", x(dropped) + 2, bar, x(again) - x(dropped) - 4, height, 4)
@@ -110,7 +115,9 @@ def _tensor(to: Layout, left: float, right: float, top: float) -> None:
         if number == 2:
             anchor = "middle" if not narrow else "end"
         to.text(x(share) + (6 if number == 2 and narrow else 0), where, name, f"{css} halo", anchor, small)
-        to.line("line thin plain", x(share), bar - 3 if where < bar else floor + 3, x(share), bar if where < bar else floor)
+        to.line(
+            "line thin plain", x(share), bar - 3 if where < bar else floor + 3, x(share), bar if where < bar else floor
+        )
 
 
 def flow_figure() -> str:
@@ -124,10 +131,10 @@ def flow_figure() -> str:
         per_row = 3 if to.narrow else 6
         margin, gap = (16, 26) if to.narrow else (24, 30)
         width = (to.width - 2 * margin - (per_row - 1) * gap) / per_row
-        height = 28 if to.narrow else 46
+        height = 26 if to.narrow else 46
         for number, (name, note) in enumerate(stages):
             row, column = divmod(number, per_row)
-            x, y = margin + column * (width + gap), (24 if to.narrow else 46) + row * 54
+            x, y = margin + column * (width + gap), (20 if to.narrow else 46) + row * 46
             _box(to, x, y, width, height, name, [])
             to.text(x + width / 2, y - 7, note, "", "middle", to.size - 1.5)
             if column:

@@ -29,15 +29,16 @@ text.ours { fill: $ours } text.other { fill: $other } text.budget { fill: $budge
 .line.budget { stroke: $budget; stroke-dasharray: 7 4 } .line.bound { stroke: $soft; stroke-dasharray: 3 3 }
 .area { stroke: none; opacity: .22 } .area.plain { fill: $plain } .area.ours { fill: $ours; opacity: .2 }
 .area.never { fill: $plain; opacity: .16 } .held { fill: $tile }
-.dot { fill: $ours } .method { fill: $other } .head { fill: $ours } .head.again { fill: $again } .head.budget { fill: $budget }
+.dot { fill: $ours } .method { fill: $other }
+.head { fill: $ours } .head.again { fill: $again } .head.budget { fill: $budget }
 .box { fill: $wash; stroke: $ours; stroke-width: 1.5 } .box.quiet { fill: $tile; stroke: $plain }
 .box.again { fill: $paper; stroke: $again; stroke-width: 2 } .box.budget { fill: $paper; stroke: $budget }
-.arrow.again { stroke: $again } .arrow.budget { stroke: $budget } .gone { fill: none; stroke: $plain; stroke-dasharray: 4 4 }
-.alive { fill: $ours } .alive.again { fill: $again }
+.arrow.again { stroke: $again } .arrow.budget { stroke: $budget }
+.gone { fill: none; stroke: $plain; stroke-dasharray: 4 4 } .alive { fill: $ours } .alive.again { fill: $again }
 """)
+_LIGHT, _DARK = ({name: pair[scheme] for name, pair in COLOURS.items()} for scheme in (0, 1))
 _STYLE = (
-    f"{_RULES.substitute({name: light for name, (light, _) in COLOURS.items()})}"
-    f"@media (prefers-color-scheme: dark) {{\n{_RULES.substitute({name: dark for name, (_, dark) in COLOURS.items()})}}}\n"
+    f"{_RULES.substitute(_LIGHT)}@media (prefers-color-scheme: dark) {{\n{_RULES.substitute(_DARK)}}}\n"
     ".narrow { display: none } @media (max-width: 560px) { .wide { display: none } .narrow { display: inline } }"
 )
 
