@@ -206,9 +206,9 @@ def trade_off_figure(results: Results) -> str:
 
     return figure(
         "Extra step time against activation memory, lowtide and published methods",
-        "lowtide's front falls steeply up to a fifth of the plain step's activation memory, then gently to no extra time "
-        "at 100 %, close to the lower bound. No published method lies below it: every layer, Rotor, Revolve, √n groups, "
-        "every second layer and selective checkpointing need more time for their memory; knapsack touches it.",
+        "lowtide's front falls steeply up to a fifth of the plain step's activation memory, then gently to no extra "
+        "time at 100 %, close to the lower bound. No published method is below it: every layer, Rotor, Revolve, √n "
+        "groups, every second layer and selective checkpointing need more time for their memory; knapsack touches it.",
         470, draw,
     )  # fmt: skip
 
