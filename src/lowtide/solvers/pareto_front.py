@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
@@ -28,7 +28,7 @@ class FrontierPoint:
 
     peak_bytes: int
     step_ms: float
-    plan: Plan
+    plan: Plan = field(repr=False)
 
 
 class Frontier(list[FrontierPoint]):
