@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from notebook import executed
+from run_notebook import executed
 
 PATH = Path(__file__).parents[2] / "examples" / "first_budget.ipynb"
 

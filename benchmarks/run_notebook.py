@@ -1,6 +1,6 @@
 """Run a notebook's cells in order, in one namespace, and write what they show into it.
 
-python benchmarks/notebook.py examples/first_budget.ipynb
+python benchmarks/run_notebook.py examples/first_budget.ipynb
 
 A cell may print, and its last expression is shown, by its HTML form where it has one. No magics.
 """
