@@ -9,7 +9,7 @@ INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 ENVIRONMENT := sh tools/environment.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo clean
+.PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ foresight: .venv/.ready  ## compare peaks traced without memory with measured on
 
 zoo: .venv/.ready  ## run every architecture of transformers that shrinks; two hours
 	cd benchmarks && ../$(BIN)/python -m zoo --published
+
+figures: .venv/.ready  ## draw the pages' figures from the committed results
+	$(BIN)/python benchmarks/figures.py
 
 clean:  ## remove the environment, caches and everything built
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

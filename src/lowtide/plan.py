@@ -1,5 +1,6 @@
 """A plan: one decision per storage, predicted peak and time, and its JSON. Needs no graph to be applied."""
 
+import importlib
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -228,6 +229,9 @@ class Plan:
         """Where the plan moves storages to: some of ``host`` and ``disk``."""
         return frozenset(TIER_OF[d.action] for d in self.decisions if d.action in TIER_OF)
 
+    def _repr_html_(self) -> str:
+        return in_notebook("plan_html", self)
+
     def to_json(self) -> str:
         body = {f: getattr(self, f) for f in self.__dataclass_fields__}
         body["version"] = VERSION
@@ -289,6 +293,14 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> "Plan":
         return Plan.from_json(Path(path).read_text())
+
+
+def in_notebook(name: str, shown: object) -> str:
+    """``shown`` as ``reports/notebook.py`` draws it under ``name``.
+
+    Plain data stands before the reports that draw it: they are looked up when a notebook asks, and never imported here.
+    """
+    return getattr(importlib.import_module("lowtide.reports.notebook"), name)(shown)
 
 
 _TABLES: dict[str, type] = {"decisions": Decision, "frames": Frame, "ops": PlannedOp}  # fields that are rows of a file

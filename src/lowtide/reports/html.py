@@ -37,19 +37,19 @@ def html_report(
     told = plan.explain() if plan.evidence else None
     peaks = f"{format_bytes(plan.plain_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
     sections = [
-        ("memory", "Memory over one step", "" if graph is None else _picture(plan, graph, costs)),
+        ("memory", "Memory over one step", "" if graph is None else picture(plan, graph, costs)),
         ("binds", "What binds", "" if told is None else _binds(plan, graph, told)),
         ("helps", "What would help", _sentences(help_sentences(plan, graph))),
-        ("front", "The whole trade-off", "" if front is None else _trade_off(plan, front)),
+        ("front", "The whole trade-off", "" if front is None else front_picture(front, plan)),
         ("links", "Use of the links", "" if told is None or not told.links else _link_use(plan, told)),
-        *((name, f"Decisions by {name}", _decisions(name, of(plan))) for name, of in BREAKDOWNS.items()),
+        *((name, f"Decisions by {name}", decisions(name, of(plan))) for name, of in BREAKDOWNS.items()),
         ("evidence", "Evidence", _evidence(plan, graph, verification)),
     ]
     items = "".join(f"<li>{escape(w)}</li>" for w in warnings(plan, verification))
     body = [
         f"<h1>Peak memory {peaks}, step time {percent(plan.predicted_overhead)}</h1>",
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
-        _tiles(plan, verification),
+        tile_row(plan_tiles(plan, verification)),
         f'<div class="warn" role="alert"><ul>{items}</ul></div>' if items else "",
         *_with_contents(sections),
     ]
@@ -99,7 +99,8 @@ def _lead(plan: Plan, graph: StepGraph | None) -> str:
     )
 
 
-def _tiles(plan: Plan, verification: Verification | None) -> str:
+def plan_tiles(plan: Plan, verification: Verification | None = None) -> list[tuple[str, str, str]]:
+    """The numbers that matter: value, name, note."""
     share = f"{100 * plan.predicted_fraction:.1f} % of plain activations"
     budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     gap = "no bound known" if math.isnan(plan.gap) else f"{100 * plan.gap:.2f} %"
@@ -117,13 +118,20 @@ def _tiles(plan: Plan, verification: Verification | None) -> str:
         if not math.isnan(verification.overhead):
             overhead = percent(verification.overhead)
             tiles.append((overhead, "measured step time", "beside the plain step, in one process"))
+    return tiles
+
+
+def tile_row(tiles: Sequence[tuple[str, str, str]]) -> str:
+    """Numbers side by side: value, name, note."""
     cells = [
-        f'<div class="tile"><span>{name}</span><b>{escape(v)}</b><span>{note}</span></div>' for v, name, note in tiles
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(v)}</b><span>{escape(note)}</span></div>'
+        for v, name, note in tiles
     ]
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _picture(plan: Plan, graph: StepGraph, costs: Costs | None) -> str:
+def picture(plan: Plan, graph: StepGraph, costs: Costs | None) -> str:
+    """Memory over the step, and its legend."""
     curves = memory_curves(graph, plan, costs)
     legend = '<i class="swatch-plain"></i>plain step<i class="save"></i>under the plan'
     if plan.budget_bytes is not None:
@@ -176,11 +184,13 @@ def _binds(plan: Plan, graph: StepGraph | None, told: Explanation) -> str:
     return f"{_sentences(peak_sentences(plan, graph))}\n<h3>{what}</h3>\n{table(what, heads, cells)}"
 
 
-def _trade_off(plan: Plan, front: TradeOff) -> str:
+def front_picture(front: TradeOff, plan: Plan | None = None) -> str:
+    """The trade-off, ``plan``'s place in it, and the same as a table."""
     legend = '<i class="save"></i>lowtide'
     legend += '<i class="offload"></i>lowtide, moving to another tier' if front.moving else ""
-    legend += '<i class="swatch-method"></i>published methods<i class="swatch-here"></i>this plan'
-    chart = front_chart(front, (plan.predicted_peak_bytes, plan.predicted_step_ms))
+    legend += '<i class="swatch-method"></i>published methods' if front.classics else ""
+    legend += '<i class="swatch-here"></i>this plan' if plan is not None else ""
+    chart = front_chart(front, None if plan is None else (plan.predicted_peak_bytes, plan.predicted_step_ms))
     points = [(name, *point) for name, line in front.series().items() for point in line]
     points += [(name, *point) for name, line in front.classics.items() for point in line]
     rows = []
@@ -200,7 +210,8 @@ def _link_use(plan: Plan, told: Explanation) -> str:
     return f"{link_chart(told.links)}\n{plain_table('Use of the links', heads, rows)}"
 
 
-def _decisions(what: str, groups: tuple[ActionTotals, ...]) -> str:
+def decisions(what: str, groups: tuple[ActionTotals, ...]) -> str:
+    """A table with a row for each group."""
     largest = max((g.bytes for g in groups), default=0) or 1
     kinds = [("save", "saved"), ("recompute", "recomputed")]
     kinds += [("other", "moved")] if any(g.other_count for g in groups) else []

@@ -49,7 +49,7 @@ def _memory(curves: Curves, budget_bytes: int | None, width: int) -> str:
         parts.append(_line("grid", x(at), floor, x(at), floor + 5))
         parts.append(_text(x(at), floor + 18, f"{at:g}", "middle"))
     for name, series in (("plain", curves.plain_bytes), ("planned", curves.planned_bytes)):
-        line = _steps([(x(at), y(count)) for at, count in zip(curves.at, series)])
+        line = steps_path([(x(at), y(count)) for at, count in zip(curves.at, series)])
         area = f"{line} V{y(0):.1f} H{x(curves.at[0]):.1f} Z"
         parts.append(f'<path class="area {name}" d="{area}"/><path class="line {name}" d="{line}"/>')
     middle = x(curves.backward_at)
@@ -77,22 +77,22 @@ def _memory(curves: Curves, budget_bytes: int | None, width: int) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def front_chart(found: TradeOff, here: tuple[int, float]) -> str:
+def front_chart(found: TradeOff, here: tuple[int, float] | None) -> str:
     """Extra time against activation memory: lowtide's front as a line, published methods as named points.
 
     Args:
-        here: Peak bytes and step milliseconds of the plan that the page is about.
+        here: Peak bytes and step milliseconds of the plan that the page is about, if it is about one.
     """
     return _both(lambda width: _front(found, here, width))
 
 
-def _front(found: TradeOff, here: tuple[int, float], width: int) -> str:
+def _front(found: TradeOff, here: tuple[int, float] | None, width: int) -> str:
     height, floor = 360, 312.0
     series = {name: found.shares(points) for name, points in found.series().items()}
     methods = [(name, a, b) for name, points in found.classics.items() for a, b in found.shares(points)]
-    plan = found.shares([here])[0]
+    plans = found.shares([] if here is None else [here])
     highest = max(
-        extra for _, extra in [*(p for points in series.values() for p in points), plan, *(m[1:] for m in methods)]
+        extra for _, extra in [*(p for points in series.values() for p in points), *plans, *(m[1:] for m in methods)]
     )
     rescaled, ticks = extra_scale(max(highest, 1.0))
 
@@ -117,13 +117,14 @@ def _front(found: TradeOff, here: tuple[int, float], width: int) -> str:
         parts.append(f'<path class="line {css}" d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in at)}"/>')
         for (a, b), (share, extra) in zip(at, points):
             parts.append(_dot(css, a, b, 3.5, f"{name}: {share:.1f} % of the activations, {extra:+.1f} % time"))
-    parts.append(
-        f'<circle class="here" cx="{x(plan[0]):.1f}" cy="{y(plan[1]):.1f}" r="8"><title>this plan</title></circle>'
-    )
+    parts += [
+        f'<circle class="here" cx="{x(a):.1f}" cy="{y(b):.1f}" r="8"><title>this plan</title></circle>'
+        for a, b in plans
+    ]
     marks = joined([(name, x(share), y(extra)) for name, share, extra in methods], within=5)
     for name, a, b in marks:
         parts.append(_dot("method", a, b, 4.5, name))
-    named = [*marks, ("this plan", x(plan[0]), y(plan[1]))]
+    named = [*marks, *(("this plan", x(a), y(b)) for a, b in plans)]
     for label in placed(named, curve, size=(width, floor), letter=_LETTER, line=14):
         parts.append(_text(label.left, label.middle + 4, escape(label.text), css="label"))
     return "\n".join([*parts, "</svg>"])
@@ -196,7 +197,7 @@ def _amount(tick: int) -> str:
     return format_bytes(tick).replace(".00 ", " ")
 
 
-def _steps(points: list[tuple[float, float]]) -> str:
+def steps_path(points: list[tuple[float, float]]) -> str:
     """A path that holds each value until the next moment: memory does not ramp."""
     (x, y), *rest = points
     return f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)

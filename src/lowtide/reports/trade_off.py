@@ -87,7 +87,7 @@ def trade_off(
     total = points * 2 if tiers else points
     report = progress or (lambda done, total: None)
     front = frontier(graph, costs, points=points, progress=lambda done, _: report(done, total))
-    moving = []
+    moving: list[FrontierPoint] = []
     if tiers:
         moving = frontier(
             graph, costs, points=points, offload=tiers, progress=lambda done, _: report(points + done, total)

@@ -14,6 +14,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.rank_consensus import group_of
+from lowtide.reports.notebook import plan_html
 from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.runtime.budget import StepBudget
@@ -294,6 +295,11 @@ class Fit:
         counts = self.training_counts()
         report = fit_report(self.plan, self.graph, self._verification, counts, warnings=self.warnings)
         return f"{status.headline}\n\n{report}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what really ran, and the plan used last over time."""
+        planned, ran = self._watcher.latest, self.status()._repr_html_()
+        return ran if planned is None else ran + plan_html(planned.plan, planned.graph, planned.costs)
 
     def step_region(self, batch: Any = None) -> AbstractContextManager[None]:
         """All that runs forward inside is part of the step: needed only where a step never calls the model itself.

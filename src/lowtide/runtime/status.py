@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lowtide.reports.notebook import card
 from lowtide.units import format_bytes
 
 
@@ -53,6 +54,20 @@ class Status:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {**asdict(self), "reasons": list(self.reasons)}
+
+    def _repr_html_(self) -> str:
+        amounts = (self.observed_peak_bytes, self.budget_bytes)
+        peak, budget = ("not known" if count is None else format_bytes(count) for count in amounts)
+        shapes = f"{self.shapes} input shape{'s' * (self.shapes != 1)}"
+        calls = f"{self.planned_calls} of {self.calls} calls"
+        tiles = [
+            (f"{self.planned_steps} of {self.steps}", "steps under a plan", calls),
+            (peak, "observed peak", "weights and gradients included"),
+            (budget, "budget", "peak allocated, absolute"),
+            (str(self.plans), "plans", f"for {shapes}; {self.planning_s:.1f} s of planning beside training"),
+        ]
+        title = "The plan is in force" if self.in_force else f"Not in force: {self.why_not}"
+        return card(title, tiles, notes=[line for line in (self.opaque_calls, *self.reasons) if line])
 
     def __str__(self) -> str:
         opaque = f"{self.opaque_calls[:1].upper()}{self.opaque_calls[1:]}"

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import Plan
+from lowtide.plan import Plan, in_notebook
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.arguments import TierLimits, offload_capacities
 from lowtide.solvers.build_plan import build_plan
@@ -28,7 +28,14 @@ class FrontierPoint:
 
     peak_bytes: int
     step_ms: float
-    plan: Plan
+    plan: Plan = field(repr=False)
+
+
+class Frontier(list[FrontierPoint]):
+    """Points by rising peak: a list that a notebook draws."""
+
+    def _repr_html_(self) -> str:
+        return in_notebook("frontier_html", self)
 
 
 def frontier(
@@ -38,7 +45,7 @@ def frontier(
     points: int = 16,
     offload: TierLimits = (),
     progress: Callable[[int, int], None] | None = None,
-) -> list[FrontierPoint]:
+) -> Frontier:
     """Plan the step for budgets from the least peak that is found to the plain step's, closer where memory is short.
 
     Args:
@@ -48,7 +55,7 @@ def frontier(
 
     Returns:
         Points by rising peak; step time falls from each to the next. The first has the least peak, the last recomputes
-        nothing.
+        nothing. A notebook draws the list.
 
     Raises:
         ValueError: ``points`` is below 2, or ``offload`` makes no sense.
@@ -77,7 +84,7 @@ def frontier(
             progress(done, len(budgets))
     # A plan for less memory that happens to be faster serves the larger budget as well.
     found.sort(key=lambda plan: (plan.predicted_peak_bytes, plan.predicted_step_ms))
-    front: list[FrontierPoint] = []
+    front = Frontier()
     for plan in found:
         if not front or plan.predicted_step_ms < front[-1].step_ms:
             front.append(FrontierPoint(plan.predicted_peak_bytes, plan.predicted_step_ms, plan))
