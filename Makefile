@@ -36,6 +36,7 @@ check: .venv/.ready  ## check format, lint, types, and the tables in the pages
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/table.py --check
+	$(BIN)/python benchmarks/figures.py --check
 
 docs: .venv/.ready  ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
