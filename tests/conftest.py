@@ -9,7 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 from accelerator.build import NoCompilerError
+from support import quick, slowest
 from support.garbage import ShortCollections
+from support.quick_planner import QuickPlanner
 from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
 from torch import nn
@@ -57,11 +59,18 @@ def accelerator() -> ModuleType:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="what make test runs (tests/support/quick.py)")
+    parser.addoption("--report-slowest", metavar="FILE", help="write the slowest tests into a page between two marks")
     parser.addoption("--device", help="run with this default device: standin (tests/accelerator/README.md)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ShortCollections())
+    quick.choose(config)
+    if quick.is_quick():
+        config.pluginmanager.register(QuickPlanner())
+    if config.getoption("--report-slowest"):
+        config.pluginmanager.register(slowest.SlowestTests(config.getoption("--report-slowest")))
     if config.getoption("--device"):
         config.pluginmanager.register(Switched(switch_to(config.getoption("--device"))))
 

@@ -16,6 +16,7 @@ def run(*arguments, timeout=120):
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.thorough
 def test_every_method_trains_to_the_same_bits_within_what_was_predicted(accelerator, tmp_path):
     out = tmp_path / "gpu.jsonl"
     ran = run("--device", "standin:1", "--rounds", "1", "--out", out, timeout=600)

@@ -121,6 +121,7 @@ def test_every_file_that_a_page_names_exists(page):
     assert missing == []
 
 
+@pytest.mark.thorough
 def test_the_site_builds_without_a_warning(tmp_path):
     if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
         pytest.fail("mkdocs is not installed: pip install -e '.[docs]'")

@@ -11,12 +11,12 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
-SLOW = {"accelerate_loop", "deepspeed_zero2"}
+QUICK = {"plain_loop"}
 
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in EXAMPLES],
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.thorough]) for path in EXAMPLES],
 )
 def test_an_example_ends_with_a_lower_peak(script, tmp_path):
     # A folder of its own: what a killed run of DeepSpeed leaves in the usual one makes the next wait for ever.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.offloads import movable
+from support.quick import is_quick
 from support.strategies import linked_decoder
 from support.toy_graphs import Step, chain, decoder, linear_tanh
 
@@ -205,13 +206,13 @@ def best_of_all(graph, costs, budget):
 
 def test_on_tiny_steps_it_is_hardly_ever_slower_than_the_best_of_all():
     ratios = []
-    for seed in range(60):
+    for seed in range(15 if is_quick() else 60):
         graph, costs, budget = tiny(seed)
         best_ms = best_of_all(graph, costs, budget) if len(movable(graph)) <= 6 else math.inf
         if math.isfinite(best_ms):
             ratios.append(solve(graph, costs, budget, offload=("disk",)).predicted_step_ms / best_ms)
 
-    assert len(ratios) > 15 and max(ratios) < 1.05
+    assert len(ratios) > (4 if is_quick() else 15) and max(ratios) < 1.05
     assert sum(ratio <= 1.0001 for ratio in ratios) >= 0.8 * len(ratios)
 
 
