@@ -19,9 +19,10 @@ ROOT = __file__.rpartition("/.ci/")[0] or "."
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "2")
 # What is known to run with another default device (tests/support/not_on_the_accelerator.py).
 SWITCHED = (
-    "tracing tape graph reports simulation api runtime measurement inference estimation models settings "
-    "test_long_sequences.py foresight solvers doctor docs distributed integrations benchmarks device test_cli.py"
-).split()
+    "tracing", "tape", "graph", "reports", "simulation", "api", "runtime", "measurement", "inference", "estimation",
+    "models", "settings", "test_long_sequences.py", "foresight", "solvers", "doctor", "docs", "distributed",
+    "integrations", "benchmarks", "device", "test_cli.py",
+)  # fmt: skip
 WITH_PLANS = ("tests/solvers", "tests/foresight", "tests/graph", "tests/simulation", "tests/reports", "tests/docs")
 WITH_PROCESSES = ("tests/distributed", "tests/integrations", "tests/benchmarks")
 
@@ -75,7 +76,9 @@ def run(part: Part, counts: Counter[str]) -> int:
 def summary(counts: Counter[str], seconds: float) -> str:
     order = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "error")
     plural = {"warning": "warnings", "error": "errors"}
-    told = [f"{counts[w]} {plural.get(w, w) if counts[w] != 1 else w}" for w in order if counts[w] and w != "deselected"]
+    told = [
+        f"{counts[w]} {plural.get(w, w) if counts[w] != 1 else w}" for w in order if counts[w] and w != "deselected"
+    ]
     return f"{', '.join(told) or 'no tests ran'} in {seconds:.2f}s"
 
 

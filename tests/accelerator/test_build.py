@@ -65,7 +65,9 @@ def test_an_error_of_the_compiler_is_told_and_nothing_is_left(compiler, monkeypa
     [
         pytest.param({}, [], "SKIPPED", marks=pytest.mark.thorough),
         ({"CI": "true"}, [], "NoCompilerError"),
-        pytest.param({}, ["--device", "standin"], "ERROR: --device standin: no C++ compiler", marks=pytest.mark.thorough),
+        pytest.param(
+            {}, ["--device", "standin"], "ERROR: --device standin: no C++ compiler", marks=pytest.mark.thorough
+        ),
     ],
     ids=["here", "where CI is set", "with the default device switched"],
 )

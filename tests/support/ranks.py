@@ -29,7 +29,7 @@ def on_every_rank(run: Callable[..., Any], *args: Any, world: int = WORLD) -> li
     The processes are forked from one that has torch and has run no backward: autograd refuses to go on in others.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["support.ranks", "support.sharded_training"])
+    context.set_forkserver_preload(["support.ranks", "support.sharded_training", "lowtide.api"])
     ends = [context.Pipe(duplex=False) for _ in range(world)]
     device = torch.get_default_device().type
     port = 20_000 + os.getpid() % 20_000
