@@ -1,15 +1,17 @@
 """DeepSpeed on the CPU with gloo: bitwise what it is without lowtide, within the budget."""
 
+from importlib.util import find_spec
+
 import pytest
-
-pytest.importorskip("deepspeed")
-
 from support import deepspeed_training
 from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
 from lowtide.tracing.sharding.recording import CROSSES, OUT_OF_WINDOW
+
+# Only the ranks import it, which takes seconds.
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 
 # gloo's threads free a buffer when they come to it: each is a gathered weight, 2 % of what these small steps need.
 BUFFERS = 0.1

@@ -1,14 +1,16 @@
 """Megatron-Core's GPT on the CPU, in a plain loop: bitwise what it is without lowtide, within the budget."""
 
+from importlib.util import find_spec
+
 import pytest
-
-pytest.importorskip("megatron.core", exc_type=ImportError)
-
 from support import megatron_training
 from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
+
+# Only the rank imports it, which takes seconds.
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 
 QUICK_WAYS, QUICK_RECOMPUTING = ("attention dropout",), ("full",)
 
