@@ -106,7 +106,11 @@ def makes_gradients_again(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "remove", [holds_what_it_drops, sweeps_whatever_is_free, copies_the_batch, makes_gradients_again]
+    "remove",
+    thorough_but(
+        (holds_what_it_drops, makes_gradients_again),
+        (holds_what_it_drops, sweeps_whatever_is_free, copies_the_batch, makes_gradients_again),
+    ),
 )
 def test_fit_is_over_its_budget_without_any_of_this(remove, monkeypatch):
     remove(monkeypatch)
@@ -175,6 +179,7 @@ def test_the_least_bytes_that_an_error_names_are_enough(name):
     assert fit.plan.predicted_peak_bytes <= error.value.least_bytes or any("at the least" in w for w in fit.warnings)
 
 
+@pytest.mark.thorough
 def test_where_a_second_trace_needs_more_it_is_taken_and_told():
     model, batch = wide()
     with pytest.raises(BudgetInfeasibleError) as error:

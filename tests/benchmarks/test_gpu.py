@@ -45,6 +45,7 @@ def test_every_method_trains_to_the_same_bits_within_what_was_predicted(accelera
     assert all(row.count("|") == len(COLUMNS) + 1 for row in table.splitlines() if row.startswith("|"))
 
 
+@pytest.mark.thorough
 def test_when_the_time_is_up_every_method_says_so(accelerator):
     ran = run("--device", "standin", "--minutes", "0")
     assert ran.returncode == 0, ran.stderr

@@ -55,7 +55,7 @@ def test_random_allocations_take_what_the_model_says(empty, expandable, trace):
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-@pytest.mark.parametrize("case", thorough_but(set(EXPECTED) - {"decoder100", "decoder126"}, EXPECTED))
+@pytest.mark.parametrize("case", thorough_but({"toy", "unet", "vit", "autocast", "lora"}, EXPECTED))
 def test_steps_of_real_models_take_what_the_model_says(empty, case, ratio, expandable):
     graph, costs = load_case(case)
     plan = solve(graph, costs, method="knapsack", ratio=ratio)
@@ -68,7 +68,7 @@ def test_steps_of_real_models_take_what_the_model_says(empty, case, ratio, expan
     assert found == play(CachingAllocator(expandable_segments=expandable), changes)[::97]
 
 
-@pytest.mark.parametrize("how", ["plain", "rehearsed", "watched"])
+@pytest.mark.parametrize("how", thorough_but(("plain", "watched"), ["plain", "rehearsed", "watched"]))
 def test_training_reserves_what_was_predicted_and_no_more_than_its_budget(empty, how):
     """Activations of 9.2 MiB fill no segment: two of them in 20. The plain step reserves 64 MiB for 57 allocated."""
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ def test_exact_is_as_good_as_trying_everything(case, data):
     assert plan.status == "optimal"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(case=small_cases())
 def test_exact_is_as_good_as_trying_everything_with_up_to_two_replays_of_each_op(case):
     """Local search finds where twice is better, so this holds for graphs that are always the same ones."""

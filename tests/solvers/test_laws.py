@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.quick import examples
+from support.quick import examples, thorough_but
 from support.strategies import small_cases
 from support.toy_graphs import decoder, decoder_costs
 
@@ -107,7 +107,7 @@ def renamed(graph: StepGraph) -> StepGraph:
     return replace(graph, frames=paths, ops=tuple(replace(o, name=f"my.{i}") for i, o in enumerate(graph.ops)))
 
 
-@pytest.mark.parametrize("budget", ("60%", "30%"))
+@pytest.mark.parametrize("budget", thorough_but(("60%",), ("60%", "30%")))
 def test_what_modules_and_operators_are_called_does_not_matter(budget):
     graph = decoder(6)
     costs = decoder_costs(graph)
@@ -144,7 +144,12 @@ print(solve(*load_case(sys.argv[1]), sys.argv[2]).to_json())
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("toy", "25%"), ("chain48", "25%"), pytest.param("unet", "40%", marks=pytest.mark.slow)]
+    ("name", "budget"),
+    [
+        pytest.param("toy", "25%", marks=pytest.mark.thorough),
+        ("chain48", "25%"),
+        pytest.param("unet", "40%", marks=pytest.mark.slow),
+    ],
 )
 def test_another_process_finds_the_same_plan_byte_for_byte(name, budget):
     found = []

@@ -15,7 +15,7 @@ from lowtide.solvers.dispatch import solve
 
 @pytest.fixture(scope="module")
 def front():
-    graph = decoder(4)
+    graph = decoder(8)
     costs = decoder_costs(graph)
     return graph, costs, lowtide.frontier(graph, costs, points=7)
 
@@ -98,6 +98,7 @@ def test_with_a_disk_it_reaches_further_down_and_lies_below(moving):
         assert point.plan.bound_ms <= point.step_ms
 
 
+@pytest.mark.thorough
 def test_the_trade_off_draws_moves_where_links_are_known(moving, tmp_path):
     graph, costs, _ = moving
 
