@@ -28,11 +28,27 @@ def compiled_decoder(**options):
 
 
 def test_a_budget_holds_as_read_and_gradients_are_those_of_plain_compiled_layers():
-    model, compiled = compiled_decoder()
+    """In a loop that evaluates, and in the end calls the model twice: compiling again for each would take minutes."""
+    model = decoder(layers=2)
+    compiled = lowtide.compile(model, budget="60%", optimizer=torch.optim.AdamW(model.parameters()))
+    step_of(compiled, model)
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    assert compiled.plan.resident_bytes == pytest.approx(4 * parameter_bytes, rel=0.02)  # gradients, and AdamW's two
+    assert set(compiled.plan.layers.values()) != {"plain"}
     assert equal(step_of(compiled, model), reference(layers=2))
     measured = compiled.plan.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
     assert measured <= compiled.plan.predicted_peak_bytes <= compiled.plan.budget_bytes
     assert compiled.plan.predicted_peak_bytes == pytest.approx(measured, rel=0.005)
+
+    plain = Decoder(layers=2)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS[:, :5]), plain(IDS[:, :5]))
+    assert equal(step_of(compiled, model), reference(layers=2)) and compiled.reason == ""
+
+    with pytest.warns(UserWarning, match="several calls of the model ran before one backward"):
+        (compiled(IDS) + compiled(IDS.flip(0))).backward()
+    assert compiled.plan is None and "more than its budget" in compiled.reason
 
 
 @pytest.mark.thorough

@@ -67,7 +67,6 @@ def test_a_batch_that_cannot_be_divided_is_refused(capsys, model):
     assert code == 2 and "--global-batch 2 cannot be divided" in json.loads(capsys.readouterr().out)["error"]
 
 
-@pytest.mark.thorough
 def test_what_is_not_looked_at_is_not_faster(model, monkeypatch):
     everything = asked(model, 24 << 20, global_batch=8)
 

@@ -99,7 +99,6 @@ def test_the_step_of_a_diffusers_config_has_the_real_peak(tmp_path, kind):
     assert elements == sum(p.numel() for p in real.parameters())
 
 
-@pytest.mark.thorough
 def test_autocast_leaves_parameters_and_16_bits_change_them(tmp_path):
     subject = subject_named(written(tmp_path, UNET))
     sizes = {p: {x.itemsize for x in subject.facts(setup(precision=p)).parameters} for p in ("bf16-mixed", "bf16")}

@@ -92,7 +92,6 @@ def test_the_page_is_dark_where_the_reader_wants_it(page):
     assert laid_out(page, dark=True)["dark"] == "rgb(20, 24, 29)"
 
 
-@pytest.mark.thorough
 def test_the_page_prints(page, tmp_path):
     run(f"--print-to-pdf={tmp_path / 'report.pdf'}", f"file://{page}")
 
