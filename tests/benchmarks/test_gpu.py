@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
 from gpu_table import COLUMNS, NOBODY, gpu_table
@@ -63,11 +64,11 @@ def test_when_the_time_is_up_every_method_says_so(accelerator):
         (("--device", "cpu"), "this benchmark is for accelerators. On a CPU: make bench."),
     ],
 )  # fmt: skip
-def test_without_the_device_it_says_so(arguments, message):
+def test_without_the_device_it_says_so(arguments, message, monkeypatch, capsys):
     if torch.accelerator.is_available():
         pytest.skip("there is one")
-    ran = run(*arguments)
-    assert (ran.returncode, ran.stderr.strip()) == (2, message)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    assert (gpu.main(), capsys.readouterr().err.strip()) == (2, message)
 
 
 def test_the_page_says_that_nobody_has_measured_until_there_are_results():

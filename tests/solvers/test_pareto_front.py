@@ -15,7 +15,7 @@ from lowtide.solvers.dispatch import solve
 
 @pytest.fixture(scope="module")
 def front():
-    graph = decoder(8)
+    graph = decoder(6)
     costs = decoder_costs(graph)
     return graph, costs, lowtide.frontier(graph, costs, points=7)
 
