@@ -21,7 +21,7 @@ test-all: .venv/.ready  ## run every test, in the parts of .ci/parts.py
 	$(BIN)/python .ci/parts.py
 
 test-slowest: .venv/.ready  ## run the quick tests and write the slowest into CONTRIBUTING.md
-	$(BIN)/pytest -q -n 2 --quick --dist worksteal --report-slowest CONTRIBUTING.md
+	$(BIN)/pytest -q -n 2 --quick --dist worksteal --report-slowest=CONTRIBUTING.md
 
 test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++
 	$(BIN)/python .ci/parts.py --only accelerator

@@ -1,4 +1,4 @@
-"""``pytest --report-slowest CONTRIBUTING.md``: the slowest tests and the largest processes, written into a page."""
+"""``pytest --report-slowest=CONTRIBUTING.md``: the slowest tests and the largest processes, written into a page."""
 
 import os
 import resource
