@@ -1,15 +1,11 @@
 # Everything runs from .venv, which is brought up to date when its inputs change.
 PYTHON ?= python3.11
 BIN := .venv/bin
-# What is known to run with another default device (tests/support/not_on_the_accelerator.py).
-SWITCHED := tests/tracing tests/tape tests/graph tests/reports tests/simulation tests/api tests/runtime tests/measurement \
-	tests/inference tests/estimation tests/models tests/settings tests/test_long_sequences.py tests/foresight \
-	tests/solvers tests/doctor tests/docs tests/distributed tests/integrations tests/benchmarks tests/device tests/test_cli.py
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 ENVIRONMENT := sh tools/environment.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo figures clean
+.PHONY: help demo test test-all test-slowest test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,16 +13,18 @@ help:  ## show this list
 demo: .venv/.demo  ## train within half the memory on this machine, and see it measured; under two minutes
 	$(BIN)/lowtide demo
 
-test: .venv/.ready  ## run the tests, except those marked slow
-	$(BIN)/pytest -q -n 2 -m "accelerator and not slow"
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow"
+test: .venv/.ready  ## run the quick tests; under eight minutes
+	$(BIN)/pytest -q -n 2 --quick -m accelerator
+	$(BIN)/pytest -q -n 2 --quick --dist worksteal
 
-test-all: test-accelerator  ## run every test
-	$(BIN)/pytest -q -n 2 --dist worksteal
+test-all: .venv/.ready  ## run every test, in the parts of .ci/parts.py
+	$(BIN)/python .ci/parts.py
+
+test-slowest: .venv/.ready  ## run the quick tests and write the slowest into CONTRIBUTING.md
+	$(BIN)/pytest -q -n 2 --quick --dist worksteal --report-slowest=CONTRIBUTING.md
 
 test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++
-	$(BIN)/pytest -q -n 2 -m accelerator
-	$(BIN)/pytest -q -n 2 --device standin -m "not slow" $(SWITCHED)
+	$(BIN)/python .ci/parts.py --only accelerator
 
 test-triton: .venv/.ready  ## run the tests with Triton's interpreter; needs triton==3.9.0
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n 0 -rs tests/tape/test_triton_kernels.py

@@ -4,12 +4,15 @@ import importlib
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from accelerator.build import NoCompilerError
+from support import quick, slowest
 from support.garbage import ShortCollections
+from support.quick_planner import QuickPlanner
 from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
 from torch import nn
@@ -57,13 +60,29 @@ def accelerator() -> ModuleType:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="what make test runs (tests/support/quick.py)")
+    parser.addoption("--report-slowest", metavar="FILE", help="write the slowest tests into a page between two marks")
     parser.addoption("--device", help="run with this default device: standin (tests/accelerator/README.md)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ShortCollections())
+    quick.choose(config)
+    if quick.is_quick():
+        config.pluginmanager.register(QuickPlanner())
+    if config.getoption("--report-slowest"):
+        config.pluginmanager.register(slowest.SlowestTests(config.getoption("--report-slowest")))
     if config.getoption("--device"):
         config.pluginmanager.register(Switched(switch_to(config.getoption("--device"))))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where the accelerator's tests run alone, files that do not speak of it are not imported: ten seconds less."""
+    asked = config.option.markexpr.lstrip("(")
+    alone = asked.startswith("accelerator") and " or " not in asked
+    if alone and collection_path.suffix == ".py" and "accelerator" not in str(collection_path):
+        return "accelerator" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

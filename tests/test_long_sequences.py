@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from support.quick import thorough_but
 from torch import nn
 
 import lowtide
@@ -48,7 +49,7 @@ def assert_near(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("options", [{"chunk_loss": True}, {"tile_mlp": 4}, {"tile_mlp": "auto", "chunk_loss": True}])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("name", thorough_but(("Llama",), ["Llama", "Qwen3"]))
 def test_the_numbers_are_near_the_plain_models(name, options):
     model, batch = causal_model(name), batch_of()
     expected = gradients(model, batch)
@@ -105,6 +106,7 @@ def test_logits_never_exist_in_training_and_do_without_gradients_or_labels():
         assert model(**batch).logits.shape == (2, 512, 1024)
 
 
+@pytest.mark.thorough
 def test_tiles_let_a_plan_go_lower_than_a_layers_own_transients():
     model, batch = causal_model(), batch_of(512)
 

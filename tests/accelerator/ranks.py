@@ -80,3 +80,12 @@ def planned_gradients(rank: int) -> dict[str, Any]:
         graph = lowtide.trace(model, (batch,))
     found["gathered in backward"] = sum(op.backward for op in graph.ops if op.name == NAME)
     return found
+
+
+def everything(rank: int) -> dict[str, Any]:
+    return {
+        "gradients": gradients(rank),
+        "sum": a_sum(rank, True),
+        "sum without waiting": a_sum(rank, False),
+        "planned gradients": planned_gradients(rank),
+    }

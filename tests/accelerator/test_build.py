@@ -63,9 +63,11 @@ def test_an_error_of_the_compiler_is_told_and_nothing_is_left(compiler, monkeypa
 @pytest.mark.parametrize(
     "where, options, told",
     [
-        ({}, [], "SKIPPED"),
+        pytest.param({}, [], "SKIPPED", marks=pytest.mark.thorough),
         ({"CI": "true"}, [], "NoCompilerError"),
-        ({}, ["--device", "standin"], "ERROR: --device standin: no C++ compiler"),
+        pytest.param(
+            {}, ["--device", "standin"], "ERROR: --device standin: no C++ compiler", marks=pytest.mark.thorough
+        ),
     ],
     ids=["here", "where CI is set", "with the default device switched"],
 )

@@ -5,6 +5,7 @@ Attention is eager: the accelerator has no fused kernel where CUDA has one, and 
 
 import pytest
 import torch
+from support.quick import thorough_but
 
 import lowtide
 from lowtide.hollow.memory import hollow
@@ -59,7 +60,7 @@ def step_on(device, autocast):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", thorough_but(("llama", "t5"), CONFIGS))
 def test_the_foreseen_peak_is_the_one_that_the_device_counts(device, name, autocast):
     foreseen = lowtide.trace(model(name).to("meta"), batch(name, "meta"), device="cuda", step=step_on("cuda", autocast))
     plan = lowtide.solve(foreseen, lowtide.Costs((1.0,) * len(foreseen.ops)), method="none")

@@ -7,6 +7,7 @@ from itertools import pairwise
 import cases
 import pytest
 import torch
+from support.quick import thorough_but
 from support.training_steps import differing, drop_everything, mlp, outcome, plain, planned
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -27,6 +28,7 @@ from lowtide.tracing.tracer import run_step
 MIB = 2**20
 make_room = Releaser.make_room
 NO_HOST = lowtide.Offload(host_budget=None)
+QUICK_CASES = ("unet", "vit", "autocast", "decoder8_512")
 WITH_RESTS = ("decoder32", "minilm")  # cases with large blocks at their peak that are not full
 
 
@@ -74,7 +76,7 @@ def on_the_accelerator(name):
 @pytest.mark.parametrize(
     "expandable", [pytest.param(False, id="segments"), pytest.param(True, id="expandable", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", thorough_but(QUICK_CASES, cases.CASES))
 def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device, name, expandable):
     model, batch, step = on_the_accelerator(name)
     with device.expandable_segments(expandable), device.schedule(LATE, LATE):
@@ -86,9 +88,7 @@ def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device
             assert proof.mismatched_ops == proof.unplanned_ops == 0
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in WITH_RESTS else pytest.param(name, marks=pytest.mark.slow) for name in cases.CASES]
-)
+@pytest.mark.parametrize("name", thorough_but(("decoder32",), cases.CASES))
 def test_the_statistics_of_steps_under_a_plan_are_the_predicted_peaks(device, name):
     """By what a user sees, without ``verify``."""
     model, batch, step = on_the_accelerator(name)
@@ -112,7 +112,12 @@ def test_the_statistics_of_steps_under_a_plan_are_the_predicted_peaks(device, na
     assert (plan.predicted_counted_peak_bytes > plan.predicted_peak_bytes) is (name in WITH_RESTS)
 
 
-@pytest.mark.parametrize(("widths", "rows"), [((852, 925, 146, 594, 1111), 1666), ((528, 822, 832, 322, 459), 1213)])
+@pytest.mark.parametrize(
+    ("widths", "rows"),
+    thorough_but(
+        [((528, 822, 832, 322, 459), 1213)], [((852, 925, 146, 594, 1111), 1666), ((528, 822, 832, 322, 459), 1213)]
+    ),
+)
 def test_weights_and_batches_in_large_blocks_leave_the_predicted_peak_exact(device, widths, rows):
     """Where they lie decides which blocks of the step are not full."""
     layers = [m for n, k in pairwise(widths) for m in (nn.Linear(n, k), nn.GELU())]
@@ -303,7 +308,7 @@ def test_memory_that_runs_out_in_a_rehearsal_is_answered_with_real_steps_and_lea
     assert torch.accelerator.memory_allocated() == before
 
 
-@pytest.mark.parametrize("what", ["trace", "measure"])
+@pytest.mark.parametrize("what", thorough_but(("trace",), ["trace", "measure"]))
 def test_a_stage_that_runs_out_of_memory_says_so_by_name_and_leaves_nothing(device, what):
     model, batch = residual(6, 128).to("standin"), batch_on(rows=2048, width=128)
     graph = lowtide.trace(model, batch)
@@ -350,7 +355,7 @@ def test_verify_compares_fewer_rows_where_the_plain_step_does_not_fit(device):
     assert proof.equal and "the plain step does not fit: compared on" in proof.note
 
 
-@pytest.mark.parametrize("free_mib", [48, 28])
+@pytest.mark.parametrize("free_mib", thorough_but((48,), [48, 28]))
 def test_an_automatic_budget_trains_where_memory_is_in_pieces(device, free_mib):
     model, batch = residual(6, 128).to("standin"), batch_on(rows=1024, width=128)
     kept = [torch.empty(6 * MIB, dtype=torch.uint8, device="standin") for _ in range(6)]

@@ -89,6 +89,7 @@ def test_gradients_buffers_and_generators_are_left_untouched(verb):
     assert same_state(batch, [x.detach(), x.grad, id(x.grad), x._version])
 
 
+@pytest.mark.thorough
 def test_the_first_fit_of_a_process_moves_no_generator():
     script = (
         "import random, numpy, torch, lowtide\n"

@@ -207,6 +207,7 @@ class Small(nn.Module):
         return F.nll_loss(logs, ids.flatten())
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_has_the_lower_peak_and_tells_when_somebody_holds_the_gradient():
     model, ids = Small(), torch.arange(128).reshape(4, 32) % 64
     compiled = lowtide.compile(model, layers=["inner.blocks.*"])

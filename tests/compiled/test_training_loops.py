@@ -28,13 +28,30 @@ def compiled_decoder(**options):
 
 
 def test_a_budget_holds_as_read_and_gradients_are_those_of_plain_compiled_layers():
-    model, compiled = compiled_decoder()
+    """In a loop that evaluates, and in the end calls the model twice: compiling again for each would take minutes."""
+    model = decoder(layers=2)
+    compiled = lowtide.compile(model, budget="60%", optimizer=torch.optim.AdamW(model.parameters()))
+    step_of(compiled, model)
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    assert compiled.plan.resident_bytes == pytest.approx(4 * parameter_bytes, rel=0.02)  # gradients, and AdamW's two
+    assert set(compiled.plan.layers.values()) != {"plain"}
     assert equal(step_of(compiled, model), reference(layers=2))
     measured = compiled.plan.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
     assert measured <= compiled.plan.predicted_peak_bytes <= compiled.plan.budget_bytes
     assert compiled.plan.predicted_peak_bytes == pytest.approx(measured, rel=0.005)
 
+    plain = Decoder(layers=2)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS[:, :5]), plain(IDS[:, :5]))
+    assert equal(step_of(compiled, model), reference(layers=2)) and compiled.reason == ""
 
+    with pytest.warns(UserWarning, match="several calls of the model ran before one backward"):
+        (compiled(IDS) + compiled(IDS.flip(0))).backward()
+    assert compiled.plan is None and "more than its budget" in compiled.reason
+
+
+@pytest.mark.thorough
 def test_evaluation_of_any_number_of_lengths_runs_between_steps():
     model, compiled = compiled_decoder()
     plain = Decoder(layers=2)
@@ -68,6 +85,7 @@ def test_a_budget_that_no_plan_fits_leaves_the_plan_in_force_and_nothing_is_comp
     assert len(compiled_now) == len(set(compiled_now)) > 2
 
 
+@pytest.mark.thorough
 def test_several_calls_before_one_backward_are_told_and_store_as_little_as_they_can():
     _, compiled = compiled_decoder()
     with pytest.warns(UserWarning, match="several calls of the model ran before one backward"):
@@ -223,6 +241,7 @@ class Grows(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.thorough
 def test_layers_that_run_later_and_cannot_be_compiled_end_no_run_but_a_first_step():
     torch.manual_seed(0)
     model = Grows()
@@ -313,6 +332,7 @@ def test_code_in_cpp_from_end_to_end_is_refused_by_the_name_of_the_setting():
             lowtide.compile(decoder(layers=2))(IDS)
 
 
+@pytest.mark.thorough
 def test_the_state_of_an_optimizer_lives_throughout():
     found = []
     for options in ({}, {"optimizer": torch.optim.AdamW}):

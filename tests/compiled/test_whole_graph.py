@@ -17,6 +17,7 @@ def measured_bytes(compiled):
     return compiled.plan.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
 
 
+@pytest.mark.thorough
 def test_a_whole_graphs_peak_is_solved_for_and_is_as_read():
     expected = decoder(layers=2, width=64)
     expected.compile(fullgraph=True, dynamic=False)

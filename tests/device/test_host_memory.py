@@ -34,6 +34,7 @@ def test_what_malloc_keeps_for_this_process_is_available(monkeypatch):
     assert available_host_bytes() > 2**50
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells")
 def test_malloc_tells_what_it_keeps_after_a_step():
     script = textwrap.dedent("""

@@ -3,19 +3,22 @@
 import pytest
 import torch
 from support import ranks, sharded_training
+from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
 from lowtide.tracing import data_parallel
 
+QUICK_WAYS = ("static graph", "no_sync")
+
 
 @pytest.fixture(scope="module")
 def trained():
-    return on_every_rank(ranks.all_ways)
+    return on_every_rank(ranks.all_ways, QUICK_WAYS if is_quick() else [*ranks.WAYS])
 
 
 @pytest.mark.parametrize("fitted", ["before", "after"])
-@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize("way", thorough_but(QUICK_WAYS, ranks.WAYS))
 def test_data_parallel_training_is_bitwise_the_same(way, fitted, trained):
     for told in trained:
         plain, ours = told[way, ""], told[way, fitted]
@@ -38,14 +41,26 @@ def test_ranks_may_have_different_plans():
         assert all(ours[what] == ours["plain"][what] for what in ("losses", "gradients", "weights"))
 
 
-@pytest.mark.parametrize("budgets", [ranks.budgets, sharded_training.with_a_budget], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        pytest.param(ranks.budgets, id="replicas", marks=pytest.mark.thorough),
+        pytest.param(sharded_training.with_a_budget, id="shards"),
+    ],
+)
 def test_a_budget_that_one_rank_cannot_keep_is_refused_on_all(budgets):
     first, second = on_every_rank(budgets, "90%", 1)
 
     assert first == second and int(first) > 1
 
 
-@pytest.mark.parametrize("fitted", [ranks.without_a_loss, sharded_training.without_a_loss], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    "fitted",
+    [
+        pytest.param(ranks.without_a_loss, id="replicas"),
+        pytest.param(sharded_training.without_a_loss, id="shards", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_rank_that_cannot_be_traced_stops_all(fitted):
     first, second = on_every_rank(fitted, 1)
 

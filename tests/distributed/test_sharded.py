@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import sharded_training
+from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
@@ -11,6 +12,18 @@ from lowtide.plan import RECOMPUTE
 # of what these small steps need.
 BUFFERS = 0.2
 WATCHED_ONCE = "the last step was watched, to plan the next"
+
+
+QUICK_WAYS = {
+    "fully sharded": ("mixed precision", "units in units", "accumulation", "uneven shards"),
+    "in parts": ("sequence parallel",),
+    "watched": ("units in units", "FSDP2, tensor parallel over one"),
+}
+
+
+def ways(kind, all_of_them):
+    """Those that this run has time for."""
+    return {way: all_of_them[way] for way in QUICK_WAYS[kind]} if is_quick() else all_of_them
 
 
 def check(way, trained):
@@ -25,20 +38,20 @@ def check(way, trained):
 
 @pytest.fixture(scope="module")
 def fully_sharded():
-    return on_every_rank(sharded_training.all_ways, sharded_training.WAYS)
+    return on_every_rank(sharded_training.all_ways, [*ways("fully sharded", sharded_training.WAYS)])
 
 
 @pytest.fixture(scope="module")
 def in_parts():
-    return on_every_rank(sharded_training.all_ways, sharded_training.IN_PARTS)
+    return on_every_rank(sharded_training.all_ways, [*ways("in parts", sharded_training.IN_PARTS)])
 
 
-@pytest.mark.parametrize("way", sharded_training.WAYS)
+@pytest.mark.parametrize("way", thorough_but(QUICK_WAYS["fully sharded"], sharded_training.WAYS))
 def test_fully_sharded_training_is_bitwise_the_same_and_sends_no_more(way, fully_sharded):
     check(way, fully_sharded)
 
 
-@pytest.mark.parametrize("way", sharded_training.IN_PARTS)
+@pytest.mark.parametrize("way", thorough_but(QUICK_WAYS["in parts"], sharded_training.IN_PARTS))
 def test_tensors_in_parts_train_bitwise_the_same_and_send_no_more(way, in_parts):
     check(way, in_parts)
 
@@ -49,10 +62,10 @@ def bitwise_the_same(ours, plain):
 
 @pytest.fixture(scope="module")
 def watched():
-    return on_every_rank(sharded_training.all_ways_watched)
+    return on_every_rank(sharded_training.all_ways_watched, [*ways("watched", sharded_training.WATCHED)])
 
 
-@pytest.mark.parametrize("way", sharded_training.WATCHED)
+@pytest.mark.parametrize("way", thorough_but(QUICK_WAYS["watched"], sharded_training.WATCHED))
 def test_real_steps_of_a_sharded_model_are_watched_and_planned(way, watched):
     for told in watched:
         plain, ours = told[way]
@@ -67,10 +80,10 @@ def test_real_steps_of_a_sharded_model_are_watched_and_planned(way, watched):
 
 @pytest.fixture(scope="module")
 def without_a_plan():
-    return on_every_rank(sharded_training.without_a_plan)
+    return on_every_rank(sharded_training.without_a_plan, [*ways("watched", sharded_training.WATCHED)])
 
 
-@pytest.mark.parametrize("way", sharded_training.WATCHED)
+@pytest.mark.parametrize("way", thorough_but(QUICK_WAYS["watched"], sharded_training.WATCHED))
 def test_steps_without_a_plan_keep_the_budget_from_the_first_on_and_send_no_more(way, without_a_plan):
     for told in without_a_plan:
         plain, ours, budget = told[way]
@@ -92,6 +105,7 @@ def test_a_model_that_is_sharded_after_fit_is_saved_whole_and_told():
         assert any("the model was sharded after fit. Fit it afterwards" in reason for reason in ours["reasons"])
 
 
+@pytest.mark.thorough
 def test_ranks_may_have_different_plans():
     told = on_every_rank(sharded_training.with_a_budget, "90%", "60%")
 
@@ -109,11 +123,12 @@ def check_stages(trained):
     assert trained[0][1]["plan"].decisions != trained[-1][1]["plan"].decisions
 
 
-@pytest.mark.parametrize("schedule", sharded_training.SCHEDULES)
+@pytest.mark.parametrize("schedule", thorough_but(("1F1B",), sharded_training.SCHEDULES))
 def test_pipeline_stages_train_bitwise_the_same_each_under_a_plan_of_its_own(schedule):
     check_stages(on_every_rank(sharded_training.in_stages, schedule))
 
 
+@pytest.mark.thorough
 def test_meshes_of_two_by_two_train_bitwise_the_same():
     trained = on_every_rank(sharded_training.on_four, world=4)
 

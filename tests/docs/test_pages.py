@@ -19,6 +19,7 @@ MARKS = r"(<!-- (?:continues|slow) -->\n)?"
 # What a block prints stands in a block of text after it, or behind its calls of print; "..." is any text.
 TEXT = r"(?:\n+```text\n(.*?)```)?"
 BLOCK = re.compile(rf"{MARKS}```python\n(.*?)```{TEXT}", re.DOTALL)
+SELDOM = ("offload",)  # its steps move hundreds of MiB; tests/tape/offload has the same in small
 COMMANDS = re.compile(rf"{MARKS}```sh\n((?:lowtide [^\n]*\n)+)```{TEXT}", re.DOTALL)
 
 
@@ -29,7 +30,11 @@ def name(page: Path) -> str:
 def pages_with(blocks: re.Pattern[str]) -> list:
     """Each page with such blocks; once more, marked slow, where some run in ``make test-all`` only."""
     found = sorted({(p, is_slow(p, mark)) for p in PAGES for mark, *_ in blocks.findall(p.read_text())})
-    return [pytest.param(p, slow, id=name(p), marks=pytest.mark.slow if slow else ()) for p, slow in found]
+    marks = {True: pytest.mark.slow, False: ()}
+    return [
+        pytest.param(p, slow, id=name(p), marks=pytest.mark.thorough if p.stem in SELDOM else marks[slow])
+        for p, slow in found
+    ]
 
 
 def is_slow(page: Path, mark: str) -> bool:
@@ -121,6 +126,7 @@ def test_every_file_that_a_page_names_exists(page):
     assert missing == []
 
 
+@pytest.mark.thorough
 def test_the_site_builds_without_a_warning(tmp_path):
     if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
         pytest.fail("mkdocs is not installed: pip install -e '.[docs]'")

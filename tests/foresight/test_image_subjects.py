@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.quick import thorough_but
 from torch import nn
 
 import lowtide
@@ -82,7 +83,7 @@ def timm(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", made)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thorough_but(("unet of text", "dit"), KINDS))
 def test_the_step_of_a_diffusers_config_has_the_real_peak(tmp_path, kind):
     subject = subject_named(written(tmp_path, KINDS[kind]))
     real = subject.model().train()

@@ -11,6 +11,7 @@ from itertools import zip_longest
 import pytest
 from hypothesis import given, settings
 from support.case_graphs import load_case
+from support.quick import examples
 from support.strategies import linked_decoder, small_graphs
 from support.toy_graphs import chain, decoder, unit_costs
 
@@ -79,7 +80,7 @@ def differences(graph):
     return [name for name, value in walked.items() if value != getattr(facts, name)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(graph=small_graphs(most_ops=8))
 def test_facts_agree_with_a_plain_walk(graph):
     assert differences(graph) == []

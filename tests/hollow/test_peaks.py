@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.quick import thorough_but
 from torch import nn
 from zoo import architectures
 from zoo.batches import loss_of
@@ -17,6 +18,7 @@ KINDS = [
     (LANGUAGE, "mixtral"), (LANGUAGE, "deepseek_v3"), ("masked language", "bert"), (BOTH, "t5"), (IMAGE, "vit"),
     (IMAGE, "resnet"), ("speech to text", "whisper"), ("speech recognition (CTC)", "wav2vec2"),
 ]  # fmt: skip
+QUICK_KINDS = ((LANGUAGE, "llama"), (LANGUAGE, "mixtral"), (BOTH, "t5"), (IMAGE, "resnet"))
 
 
 def peak_bytes(graph):
@@ -32,7 +34,7 @@ def autocast_step(model, batch):
     "precision",
     ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("autocast", "bfloat16"))],
 )
-@pytest.mark.parametrize(("task", "kind"), KINDS)
+@pytest.mark.parametrize(("task", "kind"), thorough_but(QUICK_KINDS, KINDS))
 def test_the_peak_is_that_of_the_real_trace(task, kind, precision):
     made = architectures.build(task, kind)
     model, batch = made.model, made.batch
@@ -88,6 +90,7 @@ def test_a_configuration_needs_no_model():
     assert graph.provenance["model"] == "LlamaForCausalLM"
 
 
+@pytest.mark.thorough
 def test_memory_grows_by_the_same_with_each_layer():
     import transformers
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.quick import thorough_but
 from support.training_steps import is_clean
 from support.watched_training import Layered, resident_bytes
 from torch.utils.data import DataLoader
@@ -70,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough_but(("after prepare", "bf16, before prepare", "accumulated"), CASES))
 def test_training_is_bitwise_the_same_within_the_budget_and_under_a_plan(case):
     torch.manual_seed(0)
     plain = Layered(6)

@@ -1,32 +1,35 @@
 """Megatron-Core's GPT on the CPU, in a plain loop: bitwise what it is without lowtide, within the budget."""
 
+from importlib.util import find_spec
+
 import pytest
-
-pytest.importorskip("megatron.core", exc_type=ImportError)
-
 from support import megatron_training
+from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
 
+# Only the rank imports it, which takes seconds.
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+
+QUICK_WAYS, QUICK_RECOMPUTING = ("attention dropout",), ("full",)
+
 
 @pytest.fixture(scope="module")
-def trained():
-    return on_every_rank(megatron_training.all_ways, world=1)[0]
-
-
-@pytest.fixture(scope="module")
-def recomputing():
-    return on_every_rank(megatron_training.recomputing, world=1)[0]
+def alone():
+    """Both in one process, which imports Megatron once."""
+    ways = QUICK_WAYS if is_quick() else [*megatron_training.WAYS]
+    recomputing = QUICK_RECOMPUTING if is_quick() else [*megatron_training.RECOMPUTING]
+    return on_every_rank(megatron_training.alone, ways, recomputing, world=1)[0]
 
 
 def bitwise_the_same(a, b):
     return a["losses"] == b["losses"] and a["weights"] == b["weights"]
 
 
-@pytest.mark.parametrize("way", megatron_training.WAYS)
-def test_a_gpt_trains_the_same_within_the_budget(way, trained):
-    plain, ours = trained[way]
+@pytest.mark.parametrize("way", thorough_but(QUICK_WAYS, megatron_training.WAYS))
+def test_a_gpt_trains_the_same_within_the_budget(way, alone):
+    plain, ours = alone["trained", way]
 
     assert bitwise_the_same(ours, plain)
     assert ours["status"].in_force and ours["status"].planned_steps in (4, 5) and ours["mismatched"] == 0
@@ -34,9 +37,9 @@ def test_a_gpt_trains_the_same_within_the_budget(way, trained):
     assert max(ours["peaks"][2:]) <= ours["status"].budget_bytes < min(plain["peaks"])
 
 
-@pytest.mark.parametrize("way", megatron_training.RECOMPUTING)
-def test_megatrons_recomputation_is_off_while_the_model_is_fitted_and_back_afterwards(way, recomputing):
-    plain, ours, kept = recomputing[way]
+@pytest.mark.parametrize("way", thorough_but(QUICK_RECOMPUTING, megatron_training.RECOMPUTING))
+def test_megatrons_recomputation_is_off_while_the_model_is_fitted_and_back_afterwards(way, alone):
+    plain, ours, kept = alone["recomputing", way]
 
     assert bitwise_the_same(ours, plain)
     assert ours["was"] == (None, False) and ours["is"] == plain["is"] == (way, way == "selective")

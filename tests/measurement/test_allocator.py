@@ -77,6 +77,7 @@ print(mine, peak)
 """
 
 
+@pytest.mark.thorough
 def test_the_peak_of_a_training_step_agrees_with_the_torch_profiler():
     # In a process of its own: Kineto now and then hangs or crashes where compilers have run before.
     mine, peak = map(int, run(BOTH_PROFILERS).split()[-2:])

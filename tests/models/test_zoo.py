@@ -35,7 +35,11 @@ def test_an_architecture_trains_bitwise_as_plainly(task, kind):
 
 
 @pytest.mark.parametrize(
-    ("task", "kind"), [("causal language", "llama"), ("image classification", "vit")], ids=["llama", "vit"]
+    ("task", "kind"),
+    [
+        pytest.param("causal language", "llama", id="llama"),
+        pytest.param("image classification", "vit", id="vit", marks=pytest.mark.thorough),
+    ],
 )
 def test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half(task, kind):
     (line,) = examine(task, kind, variants=["dropout"])
@@ -45,6 +49,7 @@ def test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half(task,
     assert all(predicted == measured for predicted, measured in line["peaks"].values()), line["peaks"]
 
 
+@pytest.mark.thorough
 def test_the_tightest_budget_of_the_zoo_is_near_the_least_that_solve_names():
     architecture = architectures.build("causal language", "llama")
     model, step = prepare(architecture, "bfloat16 autocast")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from support.quick import thorough_but
 from support.toy_graphs import decoder, decoder_costs
 
 from lowtide.reports.html import html_report
@@ -35,7 +36,7 @@ document.title = JSON.stringify(seen);
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    graph = decoder()
+    graph = decoder(2)
     costs = decoder_costs(graph)
     front = trade_off(graph, costs, points=4)
     path = tmp_path_factory.mktemp("page") / "report.html"
@@ -65,7 +66,7 @@ def laid_out(page, *, width=1000, dark=False):
     return json.loads(re.search(r"<title>(.*?)</title>", found, re.DOTALL)[1])
 
 
-@pytest.mark.parametrize("width", [1000, 500])
+@pytest.mark.parametrize("width", thorough_but((500,), (1000, 500)))
 def test_the_page_fits_its_screen_and_its_charts_can_be_read(page, width):
     seen = laid_out(page, width=width)
 
@@ -74,7 +75,7 @@ def test_the_page_fits_its_screen_and_its_charts_can_be_read(page, width):
     assert seen["unreachable"] == 0
 
 
-@pytest.mark.parametrize("width", [1000, 500])
+@pytest.mark.parametrize("width", thorough_but((500,), (1000, 500)))
 def test_no_name_in_the_trade_off_lies_over_another(page, width):
     labels = laid_out(page, width=width)["labels"]
 

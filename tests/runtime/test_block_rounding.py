@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.watched_shapes import watched
 
 from lowtide.runtime.block_rounding import estimate_in_blocks
@@ -54,7 +55,7 @@ def test_an_empty_batch_is_an_example_like_others():
     assert found.least <= in_blocks(4096 * 30 + 1024) <= found.value  # two terms: one gives an empty batch nothing
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 10**6), st.sampled_from([0, 1, 2]),
     st.lists(st.integers(1, 3000), min_size=2, max_size=4, unique=True), st.integers(1, 6000),

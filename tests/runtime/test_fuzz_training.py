@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from support.quick import is_quick
 from support.random_programs import draw
 from support.training_steps import differing, outcome
 from torch import nn
@@ -80,10 +81,13 @@ def _everything_may_go(monkeypatch):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_no_random_program_trains_silently_wrong(length):
-    found = tally(range(length * 1000, length * 1000 + 12), length)
+    first = length * 1000
+    seeds = range(first + 4, first + 8) if is_quick() else range(first, first + 12)
+
+    found = tally(seeds, length)
 
     assert set(found) <= {EQUAL, REFUSED, SAME_ERROR, IDLE}, found
-    assert found[EQUAL] > 2
+    assert found[EQUAL] > (0 if is_quick() else 2)
 
 
 def no_inplace_ops_in_recipes(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.quick import thorough_but
 from support.watched_training import Layered, batch_of, reasons_of, resident_bytes, same, train
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -21,7 +22,7 @@ def loss_of(y):
     return y.square().mean()
 
 
-@pytest.fixture(params=["watched", "with a batch"])
+@pytest.fixture(params=thorough_but(("watched",), ("watched", "with a batch")))
 def fit(request, model, budget):
     """A fit of either kind, planned."""
     x = batch_of()

@@ -5,6 +5,7 @@ from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 
 from lowtide.runtime.interpolation import Interpolation, solve_exactly
 
@@ -98,7 +99,7 @@ grids = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(1, 10**6), min_size=1, max_size=3),
     grids,

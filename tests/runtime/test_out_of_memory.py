@@ -475,6 +475,7 @@ assert ("out of memory" in str(fit.status())) == (sys.argv[1] == "limited")
 """
 
 
+@pytest.mark.thorough
 def test_a_real_limit_of_memory_gives_the_same_bits():
     assert run(_LIMITED, "limited") == run(_LIMITED, "free")
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plan_transfer import plan_for
+from support.quick import examples
 from support.strategies import small_cases
 from support.toy_graphs import chain, decoder_costs, unit_costs
 from support.watched_shapes import decoder_family, decoder_of, model_of, watched
@@ -64,7 +65,7 @@ def test_other_ops_are_refused():
             plan_for(asked, unit_costs(asked), given_plan)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(small_cases(), st.floats(0.2, 1.0), st.data())
 def test_where_nothing_is_larger_the_peak_is_no_higher(case, share, data):
     graph, costs = case

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from support.quick import thorough_but
 from support.training_steps import is_clean
 from support.watched_training import Layered, reasons_of, resident_bytes, same
 from torch import nn
@@ -81,7 +82,11 @@ def budget_for(model, step, share):
     return resident, resident + int(share * peak_bytes(lambda: step(copied, X).backward()))
 
 
-@pytest.mark.parametrize("step", [parts, functional, called_parameters], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step",
+    thorough_but((functional, called_parameters), (parts, functional, called_parameters)),
+    ids=lambda step: step.__name__,
+)
 def test_a_step_that_never_calls_its_model_is_watched_and_planned_in_a_region(step):
     model = Parts()
     plain = copy.deepcopy(model)
@@ -102,6 +107,7 @@ def test_a_step_that_never_calls_its_model_is_watched_and_planned_in_a_region(st
     assert is_clean(model)
 
 
+@pytest.mark.thorough
 def test_a_model_that_calls_itself_in_its_region_is_one_call():
     model = Layered()
     plain = copy.deepcopy(model)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.toy_graphs import Step, chain, decoder, decoder_costs, unit_costs
 
 from lowtide.errors import GraphFormatError, PlanMismatchError
@@ -170,7 +171,7 @@ def decisions(draw):
     return graph, actions, Moves(draw(st.integers(0, 20_000)), at)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(drawn=decisions(), speed=st.floats(1e3, 1e12))
 def test_offloads_leave_nothing_behind_and_bytes_do_not_depend_on_the_links_speed(drawn, speed):
     graph, actions, moves = drawn

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.oracle import oracle
+from support.quick import examples
 from support.strategies import small_cases, small_graphs
 from support.toy_graphs import Step, chain, decoder, decoder_costs, linear_tanh, unit_costs
 
@@ -24,7 +25,7 @@ from lowtide.solvers.published.methods import BUDGETED
 from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=small_cases(), data=st.data())
 def test_exact_is_as_good_as_trying_everything(case, data):
     graph, costs = case
@@ -41,7 +42,7 @@ def test_exact_is_as_good_as_trying_everything(case, data):
     assert plan.status == "optimal"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(case=small_cases())
 def test_exact_is_as_good_as_trying_everything_with_up_to_two_replays_of_each_op(case):
     """Local search finds where twice is better, so this holds for graphs that are always the same ones."""
@@ -53,7 +54,7 @@ def test_exact_is_as_good_as_trying_everything_with_up_to_two_replays_of_each_op
         assert solve(graph, costs, budget).predicted_step_ms <= best[0] + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=small_cases())
 def test_the_least_peak_is_no_more_than_replaying_once_can_reach_and_asking_for_it_succeeds(case):
     graph, costs = case
@@ -93,7 +94,7 @@ def test_an_op_is_replayed_twice_where_that_is_cheaper_in_the_peak():
     assert max(d.replays for d in plan.decisions) == 2
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(case=small_cases())
 def test_more_budget_never_costs_more_time(case):
     graph, costs = case
@@ -105,7 +106,7 @@ def test_more_budget_never_costs_more_time(case):
     assert times[-1] == pytest.approx(costs.plain_step_ms)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(graph=small_graphs(most_ops=14), fraction=st.floats(0.3, 1.0))
 def test_a_plan_stays_within_its_budget_by_the_simulator(graph, fraction):
     costs = unit_costs(graph)
@@ -123,7 +124,7 @@ def test_a_plan_stays_within_its_budget_by_the_simulator(graph, fraction):
     assert line.step_ms == plan.predicted_step_ms >= plan.bound_ms
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=small_cases(), data=st.data())
 def test_grouped_ops_and_bursts_found_by_the_simulator_cost_little(case, data):
     """The way of large graphs, on small ones: never above the budget, never better than everything."""

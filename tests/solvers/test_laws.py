@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.quick import examples, thorough_but
 from support.strategies import small_cases
 from support.toy_graphs import decoder, decoder_costs
 
@@ -64,7 +65,7 @@ def test_what_storages_are_called_does_not_matter(case, data):
     assert told(other, costs, budget) == pytest.approx(told(graph, costs, budget))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=small_cases(), data=st.data(), factor=st.sampled_from([2, 3, 1000, 2**20]))
 def test_a_step_of_larger_bytes_is_planned_alike(case, data, factor):
     graph, costs = case
@@ -83,7 +84,7 @@ def test_a_step_of_larger_bytes_is_planned_alike(case, data, factor):
     assert bound_peak(larger) == pytest.approx(factor * bound_peak(graph), abs=factor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=small_cases(), data=st.data(), factor=st.sampled_from([0.001, 0.5, 7.0, 1e5]))
 def test_a_slower_machine_gets_the_same_plans(case, data, factor):
     graph, costs = case
@@ -106,7 +107,7 @@ def renamed(graph: StepGraph) -> StepGraph:
     return replace(graph, frames=paths, ops=tuple(replace(o, name=f"my.{i}") for i, o in enumerate(graph.ops)))
 
 
-@pytest.mark.parametrize("budget", ("60%", "30%"))
+@pytest.mark.parametrize("budget", thorough_but(("60%",), ("60%", "30%")))
 def test_what_modules_and_operators_are_called_does_not_matter(budget):
     graph = decoder(6)
     costs = decoder_costs(graph)
@@ -143,7 +144,12 @@ print(solve(*load_case(sys.argv[1]), sys.argv[2]).to_json())
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("toy", "25%"), ("chain48", "25%"), pytest.param("unet", "40%", marks=pytest.mark.slow)]
+    ("name", "budget"),
+    [
+        pytest.param("toy", "25%", marks=pytest.mark.thorough),
+        ("chain48", "25%"),
+        pytest.param("unet", "40%", marks=pytest.mark.slow),
+    ],
 )
 def test_another_process_finds_the_same_plan_byte_for_byte(name, budget):
     found = []

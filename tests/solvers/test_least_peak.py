@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.case_graphs import load_case
+from support.quick import thorough_but
 from support.toy_graphs import decoder, decoder_costs
 
 import lowtide
@@ -26,15 +27,21 @@ def least_of(graph, costs, budget=1, **options):
     return caught.value.least_bytes
 
 
-@pytest.mark.parametrize(
-    "name", ("toy", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "chain48", "decoder8_4096")))
-)
+def small_or(name):
+    """A decoder of two layers in bytes, or one of the cases."""
+    if name != "small":
+        return load_case(name)
+    graph = decoder(2)
+    return graph, decoder_costs(graph)
+
+
+@pytest.mark.parametrize("name", thorough_but(("small",), ("small", "toy", "resnet", "chain48", "decoder8_4096")))
 @pytest.mark.parametrize("time_limit_s", (30.0, 0.01), ids=("enough time", "no time"))
 def test_the_least_budget_succeeds_whatever_was_asked_before_and_however_little_time_there_is(name, time_limit_s):
-    graph, costs = load_case(name)
+    graph, costs = small_or(name)
     least = least_of(graph, costs, time_limit_s=time_limit_s)
 
-    again, other_costs = load_case(name)
+    again, other_costs = small_or(name)
     least_peak._least.clear()  # nothing remembered
     plan = solve(again, other_costs, least, time_limit_s=time_limit_s)
 
@@ -42,7 +49,9 @@ def test_the_least_budget_succeeds_whatever_was_asked_before_and_however_little_
     assert least_of(graph, costs, plan.resident_bytes + 1, time_limit_s=0.01) == least
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("resnet", 0.0), ("unet", 0.0), ("vit", 1e-3)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), thorough_but([("unet", 0.0)], [("resnet", 0.0), ("unet", 0.0), ("vit", 1e-3)])
+)
 def test_the_plan_for_the_least_needs_hardly_less(name, tolerance):
     """Nothing less where local search made both; where layers repeat, a choice of columns may come a little lower."""
     graph, costs = load_case(name)
@@ -58,18 +67,18 @@ def nothing_remembered():
     least_peak._least.clear()
 
 
-@pytest.mark.parametrize("name", ("toy", pytest.param("t5", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("name", thorough_but(("small",), ("small", "toy", "t5")))
 def test_the_least_is_the_same_whatever_ops_cost(name):
     """Told from op times, it was 5 % apart for the toy and 11 % for T5."""
-    graph, costs = load_case(name)
+    graph, costs = small_or(name)
     noise = random.Random(1)
     others = replace(costs, op_ms=tuple(ms * noise.lognormvariate(0, 0.5) for ms in costs.op_ms))
     least = least_of(graph, costs)
     least_peak._least.clear()
 
-    assert least_of(*load_case(name), graph.resident_bytes) == least
+    assert least_of(*small_or(name), graph.resident_bytes) == least
     least_peak._least.clear()
-    assert least_of(load_case(name)[0], others) == least
+    assert least_of(small_or(name)[0], others) == least
 
 
 def test_a_graph_that_is_traced_again_is_not_searched_again(monkeypatch):
@@ -97,6 +106,7 @@ def test_on_small_steps_the_least_found_is_the_least_there_is(name):
     assert caught.value.least_bytes - caught.value.proven_bytes <= 1e-3 * caught.value.least_bytes
 
 
+@pytest.mark.thorough
 def test_no_budget_clearly_below_the_least_of_a_decoder_has_a_plan():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -115,7 +125,7 @@ def test_no_budget_clearly_below_the_least_of_a_decoder_has_a_plan():
         assert least_of(graph, costs, int(share * least)) == least
 
 
-@pytest.mark.parametrize("name", ("toy", "resnet", "unet", "vit"))
+@pytest.mark.parametrize("name", thorough_but(("unet",), ("toy", "resnet", "unet", "vit")))
 def test_an_impossible_budget_is_told_after_a_bounded_search(monkeypatch, name):
     """Counted in simulated events, which take the same work on every machine."""
     graph, costs = load_case(name)
@@ -133,7 +143,9 @@ def test_an_impossible_budget_is_told_after_a_bounded_search(monkeypatch, name):
     assert 0 < sum(simulated) <= 1.5 * tuning.LEAST_PEAK_EVENTS
 
 
-@pytest.mark.parametrize(("name", "percent"), [("resnet", 24.5), ("unet", 36.5), ("decoder8_512", 15.9)])
+@pytest.mark.parametrize(
+    ("name", "percent"), thorough_but([("unet", 36.5)], [("resnet", 24.5), ("unet", 36.5), ("decoder8_512", 15.9)])
+)
 def test_replaying_more_often_needs_less_than_the_least_of_replaying_once(name, percent):
     """What the models alone had come down to, in percent of the plain step's activation memory."""
     graph, costs = load_case(name)
@@ -173,7 +185,7 @@ def test_a_target_ends_the_path_and_a_price_limits_it():
 
 
 def test_the_least_does_not_depend_on_what_the_search_has_learnt():
-    graph = decoder(6)
+    graph = decoder(3)
     costs = decoder_costs(graph)
     fresh, experienced = ExactSearch(graph, costs, Limits()), ExactSearch(graph, costs, Limits())
     for percent in (80, 50, 30):

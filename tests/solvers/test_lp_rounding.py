@@ -3,9 +3,11 @@
 import math
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.case_graphs import load_case
+from support.quick import examples
 from support.strategies import small_cases
 
 from lowtide.simulation.simulator import simulate, simulate_actions
@@ -16,7 +18,7 @@ from lowtide.solvers.lp_rounding import round_relaxation
 from lowtide.solvers.search_context import Limits
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=small_cases(), data=st.data())
 def test_what_is_found_is_within_the_budget_and_each_faster_than_the_one_before(case, data):
     graph, costs = case
@@ -49,6 +51,7 @@ def test_a_relaxation_is_rounded_to_a_plan_within_a_percent_of_the_bound(monkeyp
     assert round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=bound_ms) == []
 
 
+@pytest.mark.thorough
 def test_where_layers_planned_apart_stay_far_from_the_bound_exact_asks_its_relaxation(monkeypatch):
     graph, costs = load_case("autocast")
     budget = at_36_percent(graph, costs)

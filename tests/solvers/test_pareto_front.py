@@ -15,14 +15,14 @@ from lowtide.solvers.dispatch import solve
 
 @pytest.fixture(scope="module")
 def front():
-    graph = decoder(8)
+    graph = decoder(6)
     costs = decoder_costs(graph)
-    return graph, costs, lowtide.frontier(graph, costs, points=13)
+    return graph, costs, lowtide.frontier(graph, costs, points=7)
 
 
 def test_it_goes_from_the_least_peak_to_no_recompute(front):
     graph, costs, points = front
-    assert len(points) >= 12
+    assert len(points) >= 6
     assert points[-1].step_ms == costs.plain_step_ms
     assert points[-1].plan.keeps_everything
     with pytest.raises(lowtide.BudgetInfeasibleError) as caught:
@@ -82,12 +82,12 @@ def moving():
     stored = sum(graph.storages[s].bytes for s in graph.stored)
     rate = 4 * stored / costs.plain_step_ms * 1e3
     costs = replace(costs, links={"disk": Link(rate, rate)})
-    return graph, costs, lowtide.frontier(graph, costs, points=6, offload=("disk",))
+    return graph, costs, lowtide.frontier(graph, costs, points=4, offload=("disk",))
 
 
 def test_with_a_disk_it_reaches_further_down_and_lies_below(moving):
     graph, costs, points = moving
-    alone = lowtide.frontier(graph, costs, points=6)
+    alone = lowtide.frontier(graph, costs, points=4)
 
     assert points[0].peak_bytes < alone[0].peak_bytes and points[0].plan.tiers == {"disk"}
     for less, more in itertools.pairwise(points):
@@ -98,10 +98,11 @@ def test_with_a_disk_it_reaches_further_down_and_lies_below(moving):
         assert point.plan.bound_ms <= point.step_ms
 
 
+@pytest.mark.thorough
 def test_the_trade_off_draws_moves_where_links_are_known(moving, tmp_path):
     graph, costs, _ = moving
 
-    found = trade_off(graph, costs, points=3)
+    found = trade_off(graph, costs, points=2)
     plot_trade_off(found, tmp_path / "front.svg")
 
     body = found.as_json()

@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.strategies import small_graphs
 from support.toy_graphs import Step, chain, decoder, decoder_costs, unit_costs
 
@@ -67,7 +68,7 @@ def test_what_a_replay_brings_back_is_told_from_what_was_saved():
     assert graph.ops[held.op].backward and not held.replay
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graph=small_graphs(most_ops=8), data=st.data())
 def test_what_lives_at_the_peak_adds_up_to_the_peak(graph, data):
     free = sorted(recomputable(graph))
@@ -89,7 +90,7 @@ def test_what_lives_at_the_peak_adds_up_to_the_peak(graph, data):
 
 
 def test_the_price_is_the_bounds_and_a_gib_takes_off_no_more_than_there_is():
-    graph = decoder(layers=4)
+    graph = decoder(layers=2)
     costs = decoder_costs(graph)
     plan = solve(graph, costs, "50%")
 

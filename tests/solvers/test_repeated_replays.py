@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.strategies import small_graphs
 from support.toy_graphs import Step, chain, unit_costs
 from support.training_steps import drop_all, ran
@@ -115,7 +116,7 @@ def test_a_count_below_one_is_refused():
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graph=small_graphs(), data=st.data())
 def test_no_op_runs_more_often_than_planned_and_nothing_is_left(graph, data):
     costs = unit_costs(graph)

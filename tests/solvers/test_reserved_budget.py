@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.case_graphs import load_case
 from support.plan_transfer import plan_for
+from support.quick import thorough_but
 
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
 from lowtide.plan import Plan
@@ -34,12 +35,16 @@ def reserved(step, **options):
     return solve(*step, budget_kind="reserved", gap=0.05, **options)
 
 
-def test_a_plan_reserves_no_more_than_its_budget(step):
+@pytest.fixture(scope="module")
+def plan(step):
+    return reserved(step, budget=600 * MIB)
+
+
+def test_a_plan_reserves_no_more_than_its_budget(step, plan):
     graph, costs = step
     budget = 600 * MIB
 
     allocated = solve(graph, costs, budget, gap=0.05)
-    plan = reserved(step, budget=budget)
 
     assert allocated.predicted_peak_bytes <= budget < allocated.predicted_reserved_peak_bytes
     assert plan.predicted_reserved_peak_bytes <= budget
@@ -51,7 +56,7 @@ def test_a_plan_reserves_no_more_than_its_budget(step):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("share", ["60%", "85%"])
+@pytest.mark.parametrize("share", thorough_but(("60%",), ["60%", "85%"]))
 def test_a_budget_of_allocated_bytes_is_held_as_the_device_counts_them(step, monkeypatch, share):
     graph, costs = step
     plan = solve(graph, costs, share, gap=0.05)
@@ -201,9 +206,8 @@ def test_plans_tell_what_they_reserve(step):
     assert line in str(plan.explain()).splitlines()
 
 
-def test_a_plan_carried_over_is_held_to_what_it_reserves(step):
+def test_a_plan_carried_over_is_held_to_what_it_reserves(step, plan):
     graph, costs = step
-    plan = reserved(step, budget=600 * MIB)
     assert plan_for(graph, costs, plan).budget_kind == "reserved"
 
     between = (plan.predicted_peak_bytes + plan.predicted_reserved_peak_bytes) // 2
@@ -211,9 +215,9 @@ def test_a_plan_carried_over_is_held_to_what_it_reserves(step):
         plan_for(graph, costs, replace(plan, budget_bytes=between))
 
 
-def test_a_cached_plan_is_for_its_kind_of_budget_and_the_segments_it_was_made_for(step, tmp_path, monkeypatch):
+def test_a_cached_plan_is_for_its_kind_of_budget_and_the_segments_it_was_made_for(step, plan, tmp_path, monkeypatch):
     graph, costs = step
-    plan, cache = reserved(step, budget=600 * MIB), PlanCache(tmp_path)
+    cache = PlanCache(tmp_path)
     asked = PlanRequest(graph, costs, 600 * MIB, options={"budget_kind": "reserved"})
     cache.keep(asked, plan)
 

@@ -299,8 +299,18 @@ def without_a_plan(rank: int) -> tuple[dict, dict, int, list[set[str]]]:
     return plain, kept, budget, told
 
 
-def guards(rank: int) -> tuple[dict[str, str], dict[str, tuple[set[str], str]]]:
-    return guarded(rank), reasons_to_save(rank)
+def alone(rank: int, ways: tuple[str, ...]) -> dict[str, Any]:
+    """All that one rank is asked. DeepSpeed keeps what ``settings`` asks of its checkpointing: last."""
+    return {
+        "trained": all_ways(rank, ways),
+        "without a plan": without_a_plan(rank),
+        "partitioned after fit": partitioned_after_fit(rank),
+        "rehearsed": rehearsed(rank),
+        "guarded": guarded(rank),
+        "reasons to save": reasons_to_save(rank),
+        "diagnosed": diagnosed(rank),
+        "settings": settings(rank),
+    }
 
 
 def planned(rank: int, model: nn.Module, budget: str = "50%") -> tuple[Any, lowtide.Fit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,18 +26,17 @@ RECOMPUTING: dict[str, dict[str, Any]] = {
 }
 
 
-def all_ways(rank: int) -> dict[str, tuple[dict, dict]]:
+def alone(rank: int, ways: Collection[str], recomputing: Collection[str]) -> dict[tuple[str, str], tuple[dict, ...]]:
+    """Plain and fitted; with Megatron's own recomputation on: plain, fitted, and fitted beside it."""
     use_megatron()
-    return {way: (train(**settings), train(budget="60%", **settings)) for way, settings in WAYS.items()}
-
-
-def recomputing(rank: int) -> dict[str, tuple[dict, dict, dict]]:
-    """With Megatron's own recomputation on: plain, fitted, and fitted beside it."""
-    use_megatron()
-    return {
-        way: (train(**how), train(budget="60%", **how), train(budget="90%", checkpointing="keep", steps=2, **how))
-        for way, how in RECOMPUTING.items()
-    }
+    told: dict[tuple[str, str], tuple[dict, ...]] = {}
+    for way in ways:
+        told["trained", way] = train(**WAYS[way]), train(budget="60%", **WAYS[way])
+    for way in recomputing:
+        how = RECOMPUTING[way]
+        kept = train(budget="90%", checkpointing="keep", steps=2, **how)
+        told["recomputing", way] = train(**how), train(budget="60%", **how), kept
+    return told
 
 
 def train(*, budget: Any = None, steps: int = 6, checkpointing: str = "replace", **settings: Any) -> dict:

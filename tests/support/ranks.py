@@ -7,12 +7,13 @@ import gc
 import hashlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support import quick, quick_planner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,7 @@ def on_every_rank(run: Callable[..., Any], *args: Any, world: int = WORLD) -> li
     The processes are forked from one that has torch and has run no backward: autograd refuses to go on in others.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["support.ranks", "support.sharded_training"])
+    context.set_forkserver_preload(["support.ranks", "support.sharded_training", "lowtide.api"])
     ends = [context.Pipe(duplex=False) for _ in range(world)]
     device = torch.get_default_device().type
     port = 20_000 + os.getpid() % 20_000
@@ -77,6 +78,8 @@ def _rank(
     rank: int, world: int, port: int, device: str, run: Callable[..., Any], args: tuple[Any, ...], end: Any
 ) -> None:
     torch.set_num_threads(1)
+    if quick.is_quick():
+        quick_planner.take_less_effort()
     gc.freeze()  # what was imported is no garbage, and looking through it takes longer than a step
     try:
         with _default_device(device):
@@ -121,10 +124,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def all_ways(rank: int) -> dict[tuple[str, str], dict]:
+def all_ways(rank: int, ways: Collection[str]) -> dict[tuple[str, str], dict]:
     """The training in each way, without lowtide and fitted before or after the model is wrapped."""
     return {
-        (way, fitted): train(rank, fitted=fitted, **WAYS[way]) for way in WAYS for fitted in ("", "before", "after")
+        (way, fitted): train(rank, fitted=fitted, **WAYS[way]) for way in ways for fitted in ("", "before", "after")
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -166,26 +166,27 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 ON_FOUR = {"FSDP2 and sequence parallel": {"shard": both, "shape": (2, 2), "parallel": sequences}}
 
 
-def all_ways(rank: int, ways: dict[str, dict[str, Any]]) -> dict[str, tuple[dict, dict]]:
-    return {way: (train(rank, **how), train(rank, budget="70%", **how)) for way, how in ways.items()}
+def all_ways(rank: int, ways: Collection[str]) -> dict[str, tuple[dict, dict]]:
+    named = {way: how for way, how in (WAYS | IN_PARTS | ON_FOUR).items() if way in ways}
+    return {way: (train(rank, **how), train(rank, budget="70%", **how)) for way, how in named.items()}
 
 
-WATCHED = (
+WATCHED = dict.fromkeys((
     "resharded after forward", "mixed precision", "units in units", "accumulation", "tensor parallel",
     "FSDP2, tensor parallel over one",
-)  # fmt: skip
+))  # fmt: skip
 
 
-def all_ways_watched(rank: int) -> dict[str, tuple[dict, dict]]:
+def all_ways_watched(rank: int, ways: Collection[str]) -> dict[str, tuple[dict, dict]]:
     """As ``all_ways``, with no batch for ``fit``."""
-    ways = {way: how for way, how in (WAYS | IN_PARTS).items() if way in WATCHED}
-    return {way: _watched(rank, **how) for way, how in ways.items()}
+    named = {way: how for way, how in (WAYS | IN_PARTS).items() if way in ways}
+    return {way: _watched(rank, **how) for way, how in named.items()}
 
 
-def without_a_plan(rank: int) -> dict[str, tuple[dict, dict, int]]:
+def without_a_plan(rank: int, ways: Collection[str]) -> dict[str, tuple[dict, dict, int]]:
     """Two steps that no plan is there for, plain and within so many bytes."""
-    ways = {way: how for way, how in (WAYS | IN_PARTS).items() if way in WATCHED}
-    return {way: _within_bytes(rank, **how) for way, how in ways.items()}
+    named = {way: how for way, how in (WAYS | IN_PARTS).items() if way in ways}
+    return {way: _within_bytes(rank, **how) for way, how in named.items()}
 
 
 def _within_bytes(rank: int, *, share: float = 0.65, **how: Any) -> tuple[dict, dict, int]:

@@ -175,6 +175,7 @@ def test_compiled_layers_run_again_within_a_budget_and_bitwise(autocast):
     assert 0.99 * predicted <= max(ours_peaks[1:]) <= 1.005 * predicted < 0.65 * max(peaks)
 
 
+@pytest.mark.thorough
 def test_code_that_compiles_anew_in_mid_run_keeps_its_bits():
     """Other lengths, and a compiler that has forgotten everything: between two steps, and between two halves of one."""
     rows = (512, 512, 384, 512, 384)

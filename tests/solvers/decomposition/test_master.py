@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.case_graphs import load_case
+from support.quick import examples, thorough_but
 from support.strategies import small_graphs
 from support.toy_graphs import decoder, decoder_costs, linear_tanh, unit_costs
 
@@ -68,7 +69,7 @@ def test_a_subgraph_peaks_where_the_step_does(graph):
     assert_windows_agree(graph, costs, found, source)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(graph=small_graphs(most_ops=6), data=st.data())
 def test_a_subgraph_of_any_segments_peaks_where_the_step_does(graph, data):
     ops = [op.id for op in graph.forward_ops]
@@ -112,7 +113,7 @@ def test_equal_layers_are_planned_once():
     assert priced[1] <= 1.5 * priced[0]
 
 
-@pytest.mark.parametrize("fraction", [0.6, 0.35])
+@pytest.mark.parametrize("fraction", thorough_but((0.6,), (0.6, 0.35)))
 def test_decomposed_segments_are_as_good_as_one_model(fraction, monkeypatch):
     graph = decoder(5)
     costs = decoder_costs(graph)
@@ -193,6 +194,7 @@ def test_two_layers_a_segment_find_what_one_cannot():
     assert both.best_ms <= 1.005 * bound_ms
 
 
+@pytest.mark.thorough
 def test_runs_are_longer_where_backward_has_released_more():
     """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
     graph, costs = load_case("decoder126")

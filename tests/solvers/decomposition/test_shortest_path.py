@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.shortest_path import Arcs, fastest_path, least_budget
@@ -57,7 +58,7 @@ def cost(stages, ways, picks, budget):
     return ms
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(row=rows(), budget=st.integers(0, 60))
 def test_no_way_within_the_budget_is_faster(row, budget):
     stages, ways = row
@@ -69,7 +70,7 @@ def test_no_way_within_the_budget_is_faster(row, budget):
         assert picks is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(row=rows())
 def test_the_least_budget_has_a_way_and_one_byte_less_has_none(row):
     stages, ways = row

@@ -8,6 +8,7 @@ from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from support.case_graphs import load_case
 from support.oracle import oracle, random_plans
+from support.quick import examples, thorough_but
 from support.strategies import small_cases, small_graphs
 from support.toy_graphs import Step, chain, decoder, decoder_costs, linear_tanh, unit_costs
 
@@ -34,7 +35,7 @@ def violations(graph, costs, found):
 
 
 @pytest.mark.parametrize("tiny", (0, 10_000), ids=("two slots", "all stages"))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=small_cases(), record_us=st.sampled_from([0.0, 700.0]), replay_us=st.sampled_from([0.0, 400.0]))
 def test_no_plan_of_a_small_graph_beats_the_bounds(tiny, case, record_us, replay_us):
     graph, costs = case
@@ -45,7 +46,7 @@ def test_no_plan_of_a_small_graph_beats_the_bounds(tiny, case, record_us, replay
         assert violations(graph, costs, oracle(graph, costs)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(graph=small_graphs(most_ops=14), data=st.data())
 def test_no_random_actions_with_any_number_of_replays_beat_the_bounds(graph, data):
     costs = unit_costs(graph, record_us=300.0)
@@ -53,7 +54,7 @@ def test_no_random_actions_with_any_number_of_replays_beat_the_bounds(graph, dat
     assert violations(graph, costs, random_plans(graph, costs, data)) == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(case=small_cases())
 def test_the_bound_falls_as_the_budget_grows_at_no_less_than_its_price(case):
     graph, costs = case
@@ -110,7 +111,7 @@ def small_decoder():
     return graph, decoder_costs(graph)
 
 
-@pytest.mark.parametrize("budget", ("70%", "50%", "36%", "30%"))
+@pytest.mark.parametrize("budget", thorough_but(("50%",), ("70%", "50%", "36%", "30%")))
 def test_exact_is_never_below_the_bound_and_near_it(small_decoder, budget):
     graph, costs = small_decoder
     plan = solve(graph, costs, budget)
@@ -247,7 +248,7 @@ def test_a_wrong_idea_of_what_is_certain_is_caught(monkeypatch, mutation):
         law()
 
 
-@pytest.mark.parametrize("name", ("toy", "decoder8_512", "minilm"))
+@pytest.mark.parametrize("name", thorough_but(("decoder8_512",), ("toy", "decoder8_512", "minilm")))
 @pytest.mark.parametrize("budget", ("50%", "25%"))
 def test_on_real_steps_exact_is_within_a_percent_of_it(name, budget):
     graph, costs = load_case(name)
@@ -259,7 +260,7 @@ def test_on_real_steps_exact_is_within_a_percent_of_it(name, budget):
     assert 0 <= plan.gap <= 0.01
 
 
-@pytest.mark.parametrize("name", ("toy", "chain48", "autocast"))
+@pytest.mark.parametrize("name", thorough_but(("chain48",), ("toy", "chain48", "autocast")))
 def test_no_published_method_is_below_it_on_real_steps(name):
     graph, costs = load_case(name)
     least = bound_peak(graph)
@@ -317,7 +318,7 @@ def test_an_impossible_budget_tells_what_is_proven_from_what_was_found(small_dec
 # Rows that come in late
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_lazy_rows_give_the_optimum_of_all_rows(data):
     number = st.integers(-5, 5)

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.strategies import linked_decoder, small_graphs
 from support.toy_graphs import chain, unit_costs
 
@@ -51,7 +52,7 @@ def linked(graph, data):
     return unit_costs(graph, record_us=300.0, dispatch_us=50.0, replay_us=100.0, links=links)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graph=small_graphs(most_ops=10), data=st.data())
 def test_no_plan_that_moves_and_replays_as_it_comes_beats_the_bound(graph, data):
     costs = linked(graph, data)
@@ -88,6 +89,7 @@ def test_a_link_that_carries_next_to_nothing_leaves_the_bound_of_recomputing_alo
     assert costs.plain_step_ms < joint.step_ms <= alone.step_ms and joint.step_ms > 0.99 * alone.step_ms
 
 
+@pytest.mark.thorough
 def test_the_bound_rises_as_links_slow_down_and_as_less_may_be_moved():
     budgets = "45%"
     times = []

@@ -7,6 +7,7 @@ from math import comb, inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 
 from lowtide.solvers.published.chain import ALL, BACKWARD, CK, EMPTY, Stage, Step
 from lowtide.solvers.published.revolve import extra_steps, repetitions, revolve_schedule
@@ -198,7 +199,7 @@ def chains(draw):
     return stages
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(stages=chains(), data=st.data())
 def test_rotor_is_the_best_persistent_schedule_and_plays_as_told(stages, data):
     table = tabulate(stages, 40)
@@ -210,7 +211,7 @@ def test_rotor_is_the_best_persistent_schedule_and_plays_as_told(stages, data):
         assert ms == table.least_ms(limit) and peak <= limit
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(stages=chains())
 def test_rotor_in_coarse_units_never_claims_what_does_not_fit(stages):
     exact, coarse = tabulate(stages, 60), tabulate(stages, 20, 3)

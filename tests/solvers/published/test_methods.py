@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.strategies import small_graphs
 from support.toy_graphs import Step, chain, decoder, decoder_costs, unit_costs
 
@@ -122,7 +123,7 @@ def test_a_chain_promises_no_less_memory_and_time_than_the_step_takes(case, smal
     assert promised > 50
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=layered_cases())
 def test_a_candidate_is_carried_out_within_its_time_and_not_below_its_floor(case):
     graph, costs = case
@@ -217,7 +218,7 @@ def best_value(weights, values, capacity):
     return max(sum(v for v, yes in zip(values, s) if yes) for s in fitting)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_dp_and_ilp_find_the_best_and_greedy_stays_within_the_capacity(data):
     count = data.draw(st.integers(1, 8))
@@ -386,7 +387,7 @@ def test_below_what_replaying_once_can_reach_exact_takes_their_schedules(method)
     assert ours.predicted_step_ms <= theirs.predicted_step_ms
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=layered_cases(), percent=st.sampled_from([95, 80, 60, 50, 40]))
 def test_exact_is_at_least_as_fast_as_every_classic_on_layers(case, percent):
     graph, costs = case
@@ -394,7 +395,7 @@ def test_exact_is_at_least_as_fast_as_every_classic_on_layers(case, percent):
     assert list(slower_than(graph, costs, f"{percent}%", PUBLISHED)) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(graph=small_graphs(), percent=st.sampled_from([95, 80, 60, 50]))
 def test_exact_is_at_least_as_fast_as_every_classic_without_layers(graph, percent):
     if simulate(graph, unit_costs(graph), {}).peak_bytes > 1:
