@@ -30,6 +30,7 @@ def test_changes_that_cannot_be_the_cheapest_are_not_simulated(simulated, monkey
     graph, costs = load_case("vit")
     context = SearchContext(graph, costs)
     start = context.evaluate(complete_actions(graph, graph.stored))
+    simulated.clear()
     path = list(descent(context, start, target_bytes=start.peak_bytes - 1, events=10**9))
     num_simulated = len(simulated)
     simulated.clear()
@@ -48,16 +49,10 @@ def test_a_descent_that_is_expected_to_end_above_its_limit_is_not_begun(simulate
     target, limit_ms = start.peak_bytes // 2, 1.1 * start.timeline.step_ms
     price = 0.2 * start.timeline.step_ms / (start.peak_bytes - target)
 
-    given_up = list(
-        descent(
-            context,
-            start,
-            target_bytes=target,
-            max_ms=limit_ms,
-            least_ms_per_byte=price,
-            events=10**6,
-        )
-    )
+    simulated.clear()
+
+    limits = {"target_bytes": target, "max_ms": limit_ms, "least_ms_per_byte": price, "events": 10**6}
+    given_up = list(descent(context, start, **limits))
 
     assert given_up == [start] and not simulated
     assert len(list(descent(context, start, target_bytes=target, max_ms=math.inf, events=10**6))) > 1

@@ -34,7 +34,7 @@ def build_plan(
     Raises:
         LowtideError: the candidate's simulated peak is above the budget.
     """
-    graph, costs, timeline = context.graph, context.costs, context.simulate(candidate)
+    graph, costs, timeline = context.graph, context.costs, context.simulated(candidate).timeline
     if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
         raise LowtideError(
             f"method={method!r} came with a plan of {timeline.peak_bytes} bytes for a budget of {budget_bytes} bytes.\n"

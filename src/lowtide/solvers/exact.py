@@ -20,6 +20,7 @@ peak of large graphs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
@@ -129,7 +130,7 @@ class ExactSearch:
                 best = self.decomposed.by_single_segments(budget_bytes).best
                 found += [] if best is None else [best]
         if not found and (lean := self._least.found_within(budget_bytes)):  # an error has said that this is the least
-            found = [self.context.evaluate(lean.actions, lean.replays)]
+            found = [self.context.simulated(lean.candidate)]
         elif not found and near_least and budget_bytes >= bound_peak(self.graph):
             found = self._chain_within(budget_bytes)
             # With a schedule at hand, only what is found without a descent; where the step is one model, not even that.
@@ -161,10 +162,8 @@ class ExactSearch:
         """
         lean = self._least.within(budget_bytes)
         if lean is None:
-            least = self._least.least
-            candidate = Candidate(least.actions, replays=least.replays)
-            raise infeasible_error(self.context, budget_bytes, candidate, method="exact")
-        known = [self.context.evaluate(lean.actions, lean.replays)]
+            raise infeasible_error(self.context, budget_bytes, self._least.least.candidate, method="exact")
+        known = [self.context.simulated(lean.candidate)]
         known += [e for e in self.published if e.peak_bytes <= budget_bytes]
         for path in self._descents:
             known += _first_within(budget_bytes, path)
@@ -180,7 +179,7 @@ class ExactSearch:
     def _chain_within(self, budget_bytes: int) -> list[Evaluated]:
         """The fastest schedule of the chain methods within the budget, if there is one."""
         chain = fastest_within(self.context, self._chain_schedules, budget_bytes)
-        return [] if chain is None else [self.context.evaluate(chain.actions, chain.replays)]
+        return [] if chain is None else [self.context.simulated(chain)]
 
     @cached_property
     def _chain_schedules(self) -> list[LazyCandidate]:
@@ -195,8 +194,7 @@ class ExactSearch:
     @cached_property
     def min_peak(self) -> Evaluated:
         """The least peak found, the same for all costs."""
-        least = self._least.least
-        return self.context.evaluate(least.actions, least.replays)
+        return self.context.simulated(self._least.least.candidate)
 
     @cached_property
     def _least(self) -> LeastPeakSearch:
@@ -214,7 +212,7 @@ class ExactSearch:
 
     def _candidate(self, evaluated: Evaluated, status: str, bound_ms: float) -> Candidate:
         solver = {"solver": f"HiGHS {highspy.Highs().version()}"}
-        return Candidate(evaluated.actions, status, bound_ms, solver, evaluated.replays)
+        return replace(evaluated.candidate, status=status, bound_ms=bound_ms, provenance=solver)
 
 
 def _first_within(budget_bytes: int, path: Iterable[Evaluated]) -> list[Evaluated]:

@@ -51,8 +51,6 @@ def improving_plans(graph: StepGraph, costs: Costs, budget: int | str) -> Iterat
     if plan is not None:
         yield plan
     with gc_disabled():
-        candidate = search.within(budget_bytes)
-        if first is not None and context.simulate(first).step_ms < context.simulate(candidate).step_ms:
-            candidate = first
-        plan = planned(candidate, tighten=True)
+        found = [candidate for candidate in (search.within(budget_bytes), first) if candidate is not None]
+        plan = planned(min(found, key=lambda c: context.simulated(c).timeline.step_ms), tighten=True)
     yield plan

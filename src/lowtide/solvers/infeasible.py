@@ -51,7 +51,7 @@ def infeasible_error(
         offload: Whether the method may offload storages: then the bound for plans that offload nothing is not quoted.
         way_out: What to do besides raising the budget; by default to reduce the batch, or to use ``exact``.
     """
-    graph, timeline = context.graph, context.simulate(least)
+    graph, timeline = context.graph, context.simulated(least).timeline
     asked, found = format_bytes(budget_bytes), _both(timeline.peak_bytes)
     proven = 0 if method != "exact" else bound_peak_with_offload(graph) if offload else bound_peak(graph)
     lines = [f"no plan fits budget={asked}: method={method!r} needs at least {found}."]

@@ -18,6 +18,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import SAVE
 from lowtide.solvers import tuning
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.graph_queries import choices, complete_actions, recomputable
 from lowtide.solvers.local_search import LazyPath, changes
@@ -28,10 +29,9 @@ from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
 class LeanPlan(NamedTuple):
-    """Actions and replays of one candidate, and its simulated peak."""
+    """A candidate, and its simulated peak."""
 
-    actions: dict[int, str]
-    replays: dict[int, int]
+    candidate: Candidate
     peak_bytes: int
 
 
@@ -45,7 +45,7 @@ class LeastPeakSearch:
     def __init__(self, graph: StepGraph) -> None:
         self._graph, self._context = graph, SearchContext(graph, Costs((1.0,) * len(graph.ops)))
         self._events = tuning.LEAST_PEAK_EVENTS
-        self._path = LazyPath(LeanPlan(e.actions, e.replays, e.peak_bytes) for e in self._search())
+        self._path = LazyPath(LeanPlan(e.candidate, e.peak_bytes) for e in self._search())
 
     def within(self, budget_bytes: int) -> LeanPlan | None:
         """One that needs no more than ``budget_bytes``; None where none is found."""
@@ -100,7 +100,7 @@ class LeastPeakSearch:
         graph, evaluate = self._graph, self._context.evaluate
         chain = least_peak(self._context, chain_schedules(self._context))
         if chain is not None:
-            yield evaluate(chain.actions, chain.replays)
+            yield self._context.simulated(chain)
         else:
             yield min(map(evaluate, fixed_actions(graph)), key=lambda e: (e.peak_bytes, *e.rank))
         if (columns := ColumnGeneration.of(self._context)) is not None:

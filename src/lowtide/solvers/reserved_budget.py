@@ -43,7 +43,7 @@ def within_reserved(context: SearchContext, budget_bytes: int, within: Callable[
             candidate = within(limit_bytes)
         except BudgetInfeasibleError:
             break
-        timeline = context.simulate(candidate)
+        timeline = context.simulated(candidate).timeline
         over_bytes = _reserved(timeline) - budget_bytes
         smallest_step = max(1, int(_LEAST_LOWERED_BY * (timeline.peak_bytes - resident_bytes)))
         if over_bytes <= 0:
@@ -64,7 +64,7 @@ def within_reserved(context: SearchContext, budget_bytes: int, within: Callable[
         leanest, proven_bytes = within(resident_bytes), 0
     except BudgetInfeasibleError as error:
         leanest, proven_bytes = within(error.least_bytes), error.proven_bytes
-    timeline = context.simulate(leanest)
+    timeline = context.simulated(leanest).timeline
     least_bytes = _reserved(timeline)
     if least_bytes <= budget_bytes:
         return leanest
@@ -95,7 +95,7 @@ def within_counted(context: SearchContext, budget_bytes: int, within: Callable[[
         return fastest
     limit_bytes = budget_bytes
     for _ in range(_COUNTED_ROUNDS):
-        timeline = context.simulate(candidate)
+        timeline = context.simulated(candidate).timeline
         over_bytes = (timeline.counted_peak_bytes or 0) - budget_bytes
         if over_bytes <= 0:
             return candidate
@@ -106,7 +106,7 @@ def within_counted(context: SearchContext, budget_bytes: int, within: Callable[[
             return fastest
         if candidate.status == "optimal":  # for fewer bytes than there are
             candidate = replace(candidate, status="feasible")
-    counted = context.simulate(candidate).counted_peak_bytes or 0
+    counted = context.simulated(candidate).timeline.counted_peak_bytes or 0
     return candidate if counted <= budget_bytes else fastest
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -38,11 +38,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A candidate and what the simulator says of it; ``replays`` as in ``simulate_actions``."""
+    """A candidate and the simulated step."""
 
-    actions: dict[int, str]
+    candidate: Candidate
     timeline: Timeline
-    replays: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def actions(self) -> dict[int, str]:
+        return self.candidate.actions
+
+    @property
+    def replays(self) -> dict[int, int]:
+        return self.candidate.replays
 
     @property
     def peak_bytes(self) -> int:
@@ -50,8 +57,9 @@ class Evaluated:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Faster is better; of equally fast ones the one with the lower peak."""
-        return self.timeline.step_ms, self.timeline.peak_bytes
+        """Lower is better: faster, of about equally fast ones with fewer transfers, of equal ones the lower peak."""
+        busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
+        return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -89,20 +97,19 @@ class SearchContext:
         """Step time without replays under a plan that recomputes or offloads: the tape watches all of forward."""
         return self.costs.plain_step_ms + self.costs.dispatch_us / 1e3 * len(self.graph.forward_ops)
 
-    def simulate(self, candidate: Candidate) -> Timeline:
-        return simulate_actions(self.graph, self.costs, candidate.actions, candidate.replays, candidate.moves)
+    def simulated(self, candidate: Candidate, limit_bytes: float = math.inf) -> Evaluated:
+        """``candidate`` with its timeline; ``limit_bytes`` as for ``simulate_actions``."""
+        line = simulate_actions(
+            self.graph, self.costs, candidate.actions, candidate.replays, candidate.moves, limit_bytes
+        )
+        return Evaluated(candidate, line)
 
     def evaluate(
         self, actions: dict[int, str], replays: Mapping[int, int] | None = None, limit_bytes: float = math.inf
     ) -> Evaluated:
-        """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped.
-
-        Args:
-            limit_bytes: As for ``simulate_actions``.
-        """
+        """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped."""
         again = {s: count for s, count in (replays or {}).items() if actions.get(s) == RECOMPUTE and count > 1}
-        line = simulate_actions(self.graph, self.costs, actions, again, limit_bytes=limit_bytes)
-        return Evaluated(actions, line, again)
+        return self.simulated(Candidate(actions, replays=again), limit_bytes)
 
     def event_times(self, replays: Iterable[Replay] = ()) -> list[float]:
         """Milliseconds from the start of the step to each event and to the end; ``replays`` included, no waits."""

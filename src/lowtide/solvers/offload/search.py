@@ -27,8 +27,8 @@ from lowtide.solvers.graph_queries import choices, complete_actions, movable
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.offload.rewrite import rewrite_without_tiers
-from lowtide.solvers.offload.transfer_schedule import Scheduled, schedule_transfers
-from lowtide.solvers.search_context import Limits, SearchContext
+from lowtide.solvers.offload.transfer_schedule import schedule_transfers
+from lowtide.solvers.search_context import Evaluated, Limits, SearchContext
 
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
 
@@ -63,10 +63,10 @@ class OffloadSearch:
     def _within(self, budget_bytes: int) -> Candidate:
         if self.context.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
-        evaluated: list[Scheduled] = []
+        evaluated: list[Evaluated] = []
         tried: set[frozenset[tuple[int, str]]] = {frozenset()}
 
-        def attempt(storages: list[int], base: Scheduled, load: float) -> None:
+        def attempt(storages: list[int], base: Evaluated, load: float) -> None:
             """Offload what of ``storages`` the links carry at ``load``, beside the replays of ``base``."""
             offloaded = self._carried(storages, load, base.timeline)
             if frozenset(offloaded.items()) not in tried:
@@ -75,20 +75,20 @@ class OffloadSearch:
 
         loads = tuning.LINK_LOADS
         try:
-            base = self._evaluate(self.search.within(budget_bytes, allow_fallback=False))
+            base = self.context.simulated(self.search.within(budget_bytes, allow_fallback=False))
             evaluated.append(base)
         except BudgetInfeasibleError:
             if self._least_peak.peak_bytes > budget_bytes:
                 return self._leanest(budget_bytes)
             leanest = min(self.search.published, key=lambda e: e.peak_bytes)
-            base, loads = self._evaluate(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
+            base, loads = leanest, tuning.HEAVY_LINK_LOADS
         for load in loads:
             attempt(self._saved_by(base), base, load)
         for load in loads[1:]:
             attempt(self.worth_moving, base, load)
         if loads is tuning.HEAVY_LINK_LOADS and (not evaluated or _stalls_long(evaluated)):
             # Slower to find, but this plan saves little, so there is little to offload.
-            base = self._least_by_recompute
+            base = self.search.min_peak
             for load in loads:
                 attempt(self._saved_by(base), base, load)
         if not evaluated:
@@ -111,11 +111,11 @@ class OffloadSearch:
             try:
                 return self.search.within(budget_bytes)
             except BudgetInfeasibleError:
-                found.append(self._least_by_recompute)
+                found.append(self.search.min_peak)
         least = min(found, key=lambda e: e.peak_bytes).candidate
         raise infeasible_error(self.context, budget_bytes, least, method="exact", offload=True)
 
-    def _improved(self, best: Scheduled, budget_bytes: int) -> Scheduled:
+    def _improved(self, best: Evaluated, budget_bytes: int) -> Evaluated:
         """``best`` after local search: groups of storages get another action, as long as that makes a faster plan.
 
         It finds what choosing offloads before replays misses (``benchmarks/LOG.md``). The number of tries is limited by
@@ -157,17 +157,12 @@ class OffloadSearch:
         """Most bytes that plans may offload, by tier."""
         return {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
 
-    def _saved_by(self, base: Scheduled) -> list[int]:
+    def _saved_by(self, base: Evaluated) -> list[int]:
         """Storages worth moving that ``base`` does not recompute."""
         return [s for s in self.worth_moving if base.candidate.actions.get(s, SAVE) != RECOMPUTE]
 
     @cached_property
-    def _least_by_recompute(self) -> Scheduled:
-        least = self.search.min_peak
-        return self._evaluate(Candidate(least.actions, replays=least.replays))
-
-    @cached_property
-    def _least_peak(self) -> Scheduled:
+    def _least_peak(self) -> Evaluated:
         """The plan with the least peak found: all that is worth moving is offloaded. It does not depend on a budget."""
         offloaded = self._assign_tiers(self.worth_moving)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **offloaded}
@@ -178,16 +173,13 @@ class OffloadSearch:
             Candidate({**self._of_graph(least.actions), **offloaded}, "feasible", replays=least.replays, moves=moves),
             Candidate(actions, moves=moves),
         ]
-        return min(map(self._evaluate, candidates), key=lambda e: (e.peak_bytes, e.timeline.step_ms))
-
-    def _evaluate(self, candidate: Candidate) -> Scheduled:
-        return Scheduled(candidate, self.context.simulate(candidate))
+        return min(map(self.context.simulated, candidates), key=lambda e: (e.peak_bytes, e.timeline.step_ms))
 
     def _of_graph(self, actions: Mapping[int, str]) -> dict[int, str]:
         """``actions`` without those for storages that only the rewritten graph has."""
         return {s: action for s, action in actions.items() if s < len(self.graph.storages)}
 
-    def _plan_with(self, offloaded: dict[int, str], base: Scheduled, budget_bytes: int) -> list[Scheduled]:
+    def _plan_with(self, offloaded: dict[int, str], base: Evaluated, budget_bytes: int) -> list[Evaluated]:
         """The fastest plan found that offloads ``offloaded``; empty if none is within the budget."""
         # Fetches are scheduled beside the replays of the plan that this one starts from.
         beside = replace(base.candidate, actions={**base.candidate.actions, **offloaded})
@@ -252,7 +244,7 @@ def exact_search(context: SearchContext, capacities: Mapping[str, int | None]) -
     return OffloadSearch(context, capacities) if capacities else ExactSearch(context)
 
 
-def _stalls_long(evaluated: list[Scheduled]) -> bool:
+def _stalls_long(evaluated: list[Evaluated]) -> bool:
     """The best plan so far spends a good part of its time waiting for links."""
     best = min(evaluated, key=lambda e: e.rank).timeline
     return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms

@@ -7,7 +7,7 @@ starts keep little memory in flight. A link that is then too late costs time, wh
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
@@ -16,28 +16,10 @@ from lowtide.simulation.simulator import Timeline
 from lowtide.simulation.transfers import FETCH
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.search_context import SearchContext
+from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """A candidate with its moves, and the simulated step."""
-
-    candidate: Candidate
-    timeline: Timeline
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.timeline.peak_bytes
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Lower is better: faster plans, and of about equally fast ones those with fewer transfers."""
-        busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
-        return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.peak_bytes
-
-
-def schedule_transfers(context: SearchContext, candidate: Candidate, budget_bytes: int) -> Scheduled:
+def schedule_transfers(context: SearchContext, candidate: Candidate, budget_bytes: int) -> Evaluated:
     """``candidate`` with the moves that wait as little as ``budget_bytes`` allows.
 
     Returns:
@@ -45,11 +27,10 @@ def schedule_transfers(context: SearchContext, candidate: Candidate, budget_byte
     """
     graph, actions = context.graph, candidate.actions
     largest = max((graph.storages[s].bytes for s, a in actions.items() if a in TIER_OF), default=0)
-    schedules: list[Scheduled] = []
+    schedules: list[Evaluated] = []
 
-    def schedule(moves: Moves) -> Scheduled:
-        moving = replace(candidate, moves=moves)
-        schedules.append(Scheduled(moving, context.simulate(moving)))
+    def schedule(moves: Moves) -> Evaluated:
+        schedules.append(context.simulated(replace(candidate, moves=moves)))
         return schedules[-1]
 
     if not largest:

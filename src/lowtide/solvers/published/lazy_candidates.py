@@ -53,7 +53,7 @@ def fastest_within(
             return lazy.candidate()
         if lazy.floor_bytes <= budget_bytes:
             candidate = lazy.candidate()
-            if context.simulate(candidate).peak_bytes <= budget_bytes:
+            if context.simulated(candidate).peak_bytes <= budget_bytes:
                 return candidate
     return None
 
@@ -64,7 +64,7 @@ def least_peak(context: SearchContext, candidates: Sequence[LazyCandidate]) -> C
     for lazy in sorted(candidates, key=lambda c: c.floor_bytes):
         if least is None or lazy.floor_bytes < least[0]:
             candidate = lazy.candidate()
-            peak_bytes = context.simulate(candidate).peak_bytes
+            peak_bytes = context.simulated(candidate).peak_bytes
             if least is None or peak_bytes < least[0]:
                 least = peak_bytes, candidate
     return None if least is None else least[1]
