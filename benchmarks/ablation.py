@@ -204,9 +204,9 @@ def rounded_columns(self: Any, prices: Any, deadline: float) -> float:
     if not len(relaxed.values) or not math.isfinite(relaxed.objective):
         return 0.0
     for share in (0.25, 0.5, 0.75):
-        self.add(self.column(complete_actions(self.subgraph.graph, *model.choice(relaxed.values, share))))
+        self.add(self.column(complete_actions(self.context.graph, *model.choice(relaxed.values, share))))
     bound = max(relaxed.objective - model.objective_slack, 0.0) * model.ms_unit
-    bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.subgraph.graph.resident_bytes
+    bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.context.graph.resident_bytes
     return bound + prices.kept_ms * self.fixed_bytes[0] + prices.forward_end_ms * self.fixed_bytes[1]
 
 
@@ -288,9 +288,7 @@ PARTS: dict[str, Part] = {
         telling=False,
         least=True,
     ),
-    "local search for the least peak": Part(
-        {"exact:descent": lambda graph, costs, start, **_: iter([start])}, least=True
-    ),
+    "local search for the least peak": Part({"exact:descent": lambda context, start, **_: iter([start])}, least=True),
     # Of the model
     "ops grouped for replay": Part(
         {"tuning:MERGE_SHARE": math.inf}, ("milp.coarsening:CoarseGraph._groups",), telling=False, later=1
@@ -311,7 +309,7 @@ PARTS: dict[str, Part] = {
         {"tuning:ALL_BURSTS_SIZE": math.inf}, ("milp.peak_model:PeakModel._columns",), telling=False, later=1
     ),
     # Of the bound
-    "tightened bound": Part({"build_plan:tighten_bound": lambda graph, costs, budget, known, bound: bound}),
+    "tightened bound": Part({"build_plan:tighten_bound": lambda context, budget, known, bound: bound}),
     "tightened bound: further slots": Part({"lower_bound.tighten_bound:violated_stages": none_found}),
     "bound: what a replay needs": Part(
         {"lower_bound.relaxation:Relaxation._memory_of_replays": nothing}, telling=False, later=1

@@ -20,6 +20,7 @@ from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.search_context import SearchContext
 from lowtide.tape import backward_entry
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
@@ -76,7 +77,7 @@ def _fitted(model: nn.Module, x: torch.Tensor, num_layers: int) -> lowtide.Fit:
         where = {s: graph.frames[graph.ops[op].frame].path for s, op in makers.items() if op is not None}
         chosen = [s for s, path in where.items() if path.startswith(paths)]
         candidate = Candidate(complete_actions(graph, chosen))
-        plan = build_plan(graph, fit.costs, candidate, method="layers", budget_bytes=None, start_s=0.0)
+        plan = build_plan(SearchContext(graph, fit.costs), candidate, method="layers")
         tape = Tape(program_of(plan), model)
         fit._watcher.put(PlannedStep(plan, graph, fit.costs, shapes_of_graph(graph.calls), tape))
     return fit

@@ -48,6 +48,7 @@ from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.search_context import SearchContext
 from lowtide.tape.recipes import Recipe
 
 HERE = Path(__file__).parent
@@ -208,11 +209,10 @@ def difference_us(expected: Sequence[float], measured: Sequence[float]) -> float
 def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
     graph = lowtide.trace(model, inputs, step=lambda m, batch: as_loss(m(**batch)))
     costs = lowtide.Costs((1.0,) * len(graph.ops))
-    kept = build_plan(
-        graph, costs, Candidate(complete_actions(graph, ())), method="none", budget_bytes=None, start_s=0.0
-    )
+    context = SearchContext(graph, costs)
+    kept = build_plan(context, Candidate(complete_actions(graph, ())), method="none")
     actions = complete_actions(graph, graph.stored)
-    all_of_it = build_plan(graph, costs, Candidate(actions), method="all", budget_bytes=None, start_s=0.0)
+    all_of_it = build_plan(context, Candidate(actions), method="all")
     replays = len(simulate_actions(graph, costs, actions).replays)
     aten = torch.ops.aten
 
@@ -304,9 +304,8 @@ def long_chain(length: int) -> dict:
     model, x = Chain(length), torch.randn(8)
     graph = lowtide.trace(model, {"x": x}, step=lambda m, batch: m(**batch))
     costs = lowtide.Costs((1.0,) * len(graph.ops))
-    plan = build_plan(
-        graph, costs, Candidate(complete_actions(graph, graph.stored)), method="all", budget_bytes=None, start_s=0.0
-    )
+    everything = Candidate(complete_actions(graph, graph.stored))
+    plan = build_plan(SearchContext(graph, costs), everything, method="all")
     again = replayed(model, {"x": x}, plan)
     plain, taped = Method("plain", nullcontext), Method("taped", partial(lowtide.apply, model, plan))
     spent = [min(timed(method, partial(model, x=x)) for _ in range(3)) for method in (plain, taped)]

@@ -37,9 +37,9 @@ from lowtide.foresight import parallel_model
 from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.pipeline import waiting_bytes
 from lowtide.foresight.rank_memory import rank_memory
-from lowtide.foresight.setup import PRECISIONS as TYPES
-from lowtide.foresight.setup import Setup
 from lowtide.foresight.subjects import Subject
+from lowtide.foresight.training_setup import PRECISIONS as TYPES
+from lowtide.foresight.training_setup import TrainingSetup
 from lowtide.graph.costs import Costs
 
 WORLD = 2
@@ -75,7 +75,7 @@ def jobs_of(model: str) -> list[Job]:
 @cache
 def foreseen(path: str, way: str, precision: str, shape: tuple[int, int], stage: int) -> tuple[int, int]:
     """Bytes of one rank: at the peak, and before the step."""
-    setup = Setup(
+    setup = TrainingSetup(
         device_named("cpu"), batch_size=shape[0], seq_len=shape[1], precision=precision, optimizer="none", **WAYS[way]
     )
     if setup.pipeline_parallel > 1:
@@ -103,7 +103,7 @@ def _model(path: str, options: dict, precision: str) -> torch.nn.Module:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     dtype = getattr(torch, TYPES[precision][0])
-    setup = Setup(device_named("cpu"), precision=precision, **options)
+    setup = TrainingSetup(device_named("cpu"), precision=precision, **options)
     if setup.sequence_parallel or setup.pipeline_parallel > 1:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         parallel_model.wrap(model, replace(setup, stage=dist.get_rank() if setup.pipeline_parallel > 1 else None))

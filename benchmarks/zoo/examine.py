@@ -31,7 +31,7 @@ from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.peak_report import bottleneck
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import Limits, SearchContext
 from zoo import architectures
 from zoo.batches import loss_of
 
@@ -160,7 +160,7 @@ def compare(model: nn.Module, batch: dict, step: Callable, *, searched: bool, pu
 def plans_without_search(graph: lowtide.StepGraph, costs: lowtide.Costs, *, published: bool) -> dict[str, lowtide.Plan]:
     """Plans of methods that take no budget, by name."""
     everything = Candidate(complete_actions(graph, graph.stored))
-    plans = {"all replayed": build_plan(graph, costs, everything, method="all", budget_bytes=None, start_s=0.0)}
+    plans = {"all replayed": build_plan(SearchContext(graph, costs), everything, method="all")}
     if published:
         with contextlib.suppress(ValueError):  # no layer repeats
             plans["full"] = lowtide.solve(graph, costs, method="full")
@@ -172,9 +172,10 @@ def plans_searched(
     graph: lowtide.StepGraph, costs: lowtide.Costs
 ) -> tuple[dict[str, lowtide.Plan], dict[str, float | str]]:
     """The exact method's plans at its tightest budget and at half; if half cannot be reached, facts that say why."""
-    search = ExactSearch(graph, costs, QUICKLY)
+    context = SearchContext(graph, costs, QUICKLY)
+    search = ExactSearch(context)
     with patch.multiple(tuning, **FEW_EVENTS):
-        least, span_bytes = search.min_peak, search.plain.peak_bytes - graph.resident_bytes
+        least, span_bytes = search.min_peak, context.plain.peak_bytes - graph.resident_bytes
         half_bytes = graph.resident_bytes + span_bytes // 2
         half = search.within(half_bytes) if least.peak_bytes <= half_bytes else None
     candidates = {"least": Candidate(least.actions, "feasible", replays=least.replays)}
@@ -186,10 +187,7 @@ def plans_searched(
             "floor": round((bound_peak(graph) - graph.resident_bytes) / span_bytes, 4),
             "in_the_way": bottleneck(graph, candidates["least"], least.timeline),
         }
-    plans = {
-        name: build_plan(graph, costs, candidate, method="exact", budget_bytes=None, start_s=0.0)
-        for name, candidate in candidates.items()
-    }
+    plans = {name: build_plan(context, candidate, method="exact") for name, candidate in candidates.items()}
     return plans, obstacle
 
 

@@ -19,7 +19,8 @@ from lowtide.solvers.arguments import check_budget_kind
 from lowtide.solvers.dispatch import check_method
 from lowtide.tape.offload.open_tiers import usable
 from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.tracer import Step, device_of
+from lowtide.tracing.model_facts import ModelFacts
+from lowtide.tracing.tracer import Step
 from lowtide.tracing.whole_modules import matching
 
 logger = logging.getLogger("lowtide")
@@ -101,10 +102,11 @@ def fit(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
     check_arguments(model, batch, budget, step, optimizer)
+    facts = ModelFacts(model)
     options: dict[str, Any] = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
     given = {name: value for name, value in options.items() if value is not None}
     check_method(method, given)
-    check_budget_kind(budget, budget_kind, device_of(model).type)
+    check_budget_kind(budget, budget_kind, facts.device.type)
     paths = tuple(matching(model, opaque)) if opaque else ()
     if budget_kind != ALLOCATED:
         given["budget_kind"] = budget_kind
@@ -114,7 +116,7 @@ def fit(
         raise ValueError(f"checkpointing={checkpointing!r} is not known. Use {REPLACE!r} or {KEEP!r}.")
     if max_plans < 1:
         raise ValueError(f"max_plans={max_plans}: no plan could be kept. Ask for 1 or more.")
-    capacities = usable(device_of(model).type, policy)
+    capacities = usable(facts.device.type, policy)
     check_method(method, {"offload": policy} if capacities else {})
     asked = FitOptions(
         budget, optimizer, step, method, given, policy, max_plans, checkpointing, chunk_loss, tile_mlp, paths
@@ -123,7 +125,7 @@ def fit(
     if hint:
         logger.warning("lowtide: %s", hint)
     try:
-        return Fit(model, asked, capacities, batch, prepare=long_sequences.prepare)
+        return Fit(facts, asked, capacities, batch, prepare=long_sequences.prepare)
     except BudgetInfeasibleError as error:
         if hint:
             error.args = (f"{error}\n{hint}",)

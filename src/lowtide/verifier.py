@@ -26,9 +26,10 @@ from lowtide.tape.program import program_of
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.restore import versions
 from lowtide.tracing.subclasses import wrapped_parameters
-from lowtide.tracing.tracer import Step, device_of, record
+from lowtide.tracing.tracer import Step, record
 from lowtide.units import format_bytes
 
 

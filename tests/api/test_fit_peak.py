@@ -17,7 +17,8 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime import rehearsal
 from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.tape.tape import Tape
-from lowtide.tracing.tracer import device_of, resident_bytes
+from lowtide.tracing.model_facts import device_of
+from lowtide.tracing.tracer import resident_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

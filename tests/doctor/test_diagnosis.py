@@ -18,7 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import lowtide
 from lowtide.cli import main
 from lowtide.doctor.registry import all_checks
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.doctor.value_proof import prove
 from lowtide.errors import StepError
 from lowtide.integrations.pytest_doctor import assert_healthy
@@ -56,7 +56,7 @@ def test_a_look_leaves_everything_as_it_was(case):
 def test_the_proof_names_the_first_operator_that_gave_other_bits_and_its_line():
     case = jitter("python")
 
-    proof = prove(Setup(case.model, case.batch))
+    proof = prove(StepUnderTest(case.model, case.batch))
 
     assert not proof.equal and proof.distance > 1e-3
     assert proof.divergence.call.path == "layers.0"
@@ -101,7 +101,7 @@ class Keeps(nn.Linear):
 def test_the_proof_of_a_healthy_step_is_equal_to_the_last_bit():
     case = Case(Stack(lambda: mlp(0.3)))
 
-    proof = prove(Setup(case.model, case.batch))
+    proof = prove(StepUnderTest(case.model, case.batch))
 
     assert proof.equal and proof.distance == 0 and proof.divergence is None
 

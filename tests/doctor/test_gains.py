@@ -9,9 +9,9 @@ from support.sick_setups import SICK, TOKENS, Case, Flagged, Router, Stack, diag
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.doctor import setup
+from lowtide.doctor import step_under_test
 from lowtide.doctor.finding import Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 MIB = 2**20
 
@@ -25,7 +25,7 @@ def _by_work(fn, calls, device, now):
 @pytest.fixture
 def _works_time(monkeypatch):
     """Floating-point operations are the time of a step: no neighbour slows them down."""
-    monkeypatch.setattr(setup, "calls_ms", _by_work)
+    monkeypatch.setattr(step_under_test, "calls_ms", _by_work)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_what_a_mend_gains_is_measured_on_the_step(code, less_memory):
 def test_time_is_a_gain_where_every_turn_says_so(last_turn, gained, monkeypatch):
     turns = [(9, 9), (10, 8), (12, 9), (10, 8), (9, 8), last_turn]  # without the mend, and with it
     clock = iter([ms for i, turn in enumerate(turns) for ms in (turn if i % 2 else reversed(turn))])
-    monkeypatch.setattr(setup, "calls_ms", lambda *_: next(clock))
+    monkeypatch.setattr(step_under_test, "calls_ms", lambda *_: next(clock))
     case = SICK["LT201"][0]()
 
-    assert Setup(case.model, case.batch).gain(nullcontext).ms == gained
+    assert StepUnderTest(case.model, case.batch).gain(nullcontext).ms == gained
 
 
 @pytest.mark.usefixtures("_works_time")
@@ -130,7 +130,7 @@ def test_a_policy_that_names_no_operator_has_no_mended_twin():
 @pytest.mark.parametrize(("ms_without", "speaks"), [(98.0, True), (99.5, False)])
 def test_a_kv_cache_that_costs_time_alone_is_told(ms_without, speaks, monkeypatch):
     model = llama(2, vocab_size=4096, use_cache=True)  # logits set the peak: no byte of it is the cache's
-    monkeypatch.setattr(setup, "calls_ms", lambda *_: 100.0 if model.config.use_cache else ms_without)
+    monkeypatch.setattr(step_under_test, "calls_ms", lambda *_: 100.0 if model.config.use_cache else ms_without)
 
     found = diagnosed(Case(model, TOKENS), "LT205")
 
@@ -181,7 +181,7 @@ def test_what_takes_all_ranks_is_not_measured_in_one():
 def test_a_plan_that_is_not_in_force_gains_what_the_budget_leaves_out():
     case = SICK["LT303"][0]()  # within 60 %
     case.batch = torch.randn(256, 64)
-    plain_bytes = Setup(case.model, case.batch).measured.peak_bytes
+    plain_bytes = StepUnderTest(case.model, case.batch).measured.peak_bytes
 
     (found,) = diagnosed(case, "LT303")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.doctor.value_proof import prove
 
 
@@ -86,7 +86,7 @@ def test_call_by_call_is_the_comparison_at_once():
     whole, _ = model(4 * 32, False)
     parts, _ = model(2 * 32, False)
 
-    one, other = prove(Setup(whole, ROWS)), prove(Setup(parts, ROWS))
+    one, other = prove(StepUnderTest(whole, ROWS)), prove(StepUnderTest(parts, ROWS))
 
     assert str(one.divergence) == str(other.divergence)
     assert set(other.differing) <= set(one.differing) and "gradient of layers.0.inner.0.weight" in other.differing

@@ -10,9 +10,9 @@ from lowtide.estimation.device_table import device_named
 from lowtide.foresight import advice as advice_module
 from lowtide.foresight import subjects
 from lowtide.foresight.advice import advise
-from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.forecaster import Forecaster
 from lowtide.foresight.named_subjects import subject_named
-from lowtide.foresight.setup import Setup
+from lowtide.foresight.training_setup import TrainingSetup
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 512,
@@ -80,7 +80,7 @@ def test_what_is_not_looked_at_is_not_faster(model, monkeypatch):
 def test_a_deep_model_is_forecast_from_a_few_of_its_layers(model, tmp_path, monkeypatch):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 12}))
-    setup = Setup(device_named("h100"), seq_len=64)
+    setup = TrainingSetup(device_named("h100"), seq_len=64)
     repeated = subject_named(model).trace(setup)
 
     monkeypatch.setattr(subjects, "_DEEP", 100)

@@ -15,7 +15,7 @@ import lowtide
 from lowtide.cli import main
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight.named_subjects import subject_named
-from lowtide.foresight.setup import Setup, SetupError
+from lowtide.foresight.training_setup import SetupError, TrainingSetup
 
 UNET = {
     "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [32, 64], "norm_num_groups": 8,
@@ -54,7 +54,7 @@ def written(folder, config):
 
 
 def setup(**options):
-    return Setup(device_named("rtx4090"), seq_len=1, batch_size=3, **options)
+    return TrainingSetup(device_named("rtx4090"), seq_len=1, batch_size=3, **options)
 
 
 def plain_peak(graph):

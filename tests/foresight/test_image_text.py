@@ -7,7 +7,7 @@ import transformers as t
 import lowtide
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight.named_subjects import subject_named
-from lowtide.foresight.setup import Setup, SetupError
+from lowtide.foresight.training_setup import SetupError, TrainingSetup
 from lowtide.graph.step_graph import StepGraph
 
 TEXT = dict(
@@ -36,8 +36,8 @@ CONFIGS = {
 TOKENS = {"llava": 16, "qwen2 vl": 256, "gemma3": 4, "paligemma": 16}
 
 
-def setup(seq_len: int = 280) -> Setup:
-    return Setup(device_named("h100"), seq_len=seq_len, batch_size=2, precision="fp32")
+def setup(seq_len: int = 280) -> TrainingSetup:
+    return TrainingSetup(device_named("h100"), seq_len=seq_len, batch_size=2, precision="fp32")
 
 
 def patches(graph: StepGraph) -> list[str]:
@@ -58,7 +58,7 @@ def test_an_image_is_looked_at_in_each_sequence(tmp_path, name):
 def test_the_peak_is_that_of_a_real_step(tmp_path):
     CONFIGS["llava"]().save_pretrained(tmp_path)
     subject = subject_named(str(tmp_path))
-    foreseen = subject.trace(Setup(device_named("cpu"), seq_len=64, batch_size=2, precision="fp32"))
+    foreseen = subject.trace(TrainingSetup(device_named("cpu"), seq_len=64, batch_size=2, precision="fp32"))
     model = t.AutoModelForImageTextToText.from_config(CONFIGS["llava"]()).train()
     ids = torch.zeros(2, 64, dtype=torch.long)
     labels = ids.clone()

@@ -13,12 +13,12 @@ from lowtide import cli
 from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight import parallel_model
-from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.forecaster import Forecaster
 from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.pipeline import waiting_bytes
 from lowtide.foresight.rank_memory import rank_memory
-from lowtide.foresight.setup import Setup, SetupError
 from lowtide.foresight.step_time import collective_bytes
+from lowtide.foresight.training_setup import SetupError, TrainingSetup
 from lowtide.hollow.memory import UNKNOWN, origin_of
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.ranks import fake_ranks
@@ -48,7 +48,7 @@ def written(folder, config):
 
 
 def setup(**options):
-    return Setup(H100, seq_len=64, **options)
+    return TrainingSetup(H100, seq_len=64, **options)
 
 
 def collectives(graph):
@@ -179,7 +179,7 @@ def test_each_micro_batch_that_waits_adds_what_its_forward_leaves(llama):
 
 
 def test_a_pipeline_with_little_memory_recomputes_where_micro_batches_wait(llama):
-    divided = Setup(H100, seq_len=256, batch_size=8, pipeline_parallel=5, accumulate=8)
+    divided = TrainingSetup(H100, seq_len=256, batch_size=8, pipeline_parallel=5, accumulate=8)
     plain = Forecaster(llama).forecast(replace(divided, stage=0), budget=None)
     beside = H100.usable_bytes - plain.by_part["micro_batches_that_wait"] // 2
     tight = replace(divided, device=replace(H100, usable_bytes=plain.peak_bytes.high - (H100.usable_bytes - beside)))

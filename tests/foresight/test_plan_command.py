@@ -11,10 +11,10 @@ import lowtide
 from lowtide import cli
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight import rank_memory as rank_memory_module
-from lowtide.foresight.forecast import Forecaster
+from lowtide.foresight.forecaster import Forecaster
 from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.rank_memory import rank_memory
-from lowtide.foresight.setup import Setup, SetupError, degrees
+from lowtide.foresight.training_setup import SetupError, TrainingSetup, degrees
 from lowtide.hollow.devices import target_of
 from lowtide.models.shipped import model_facts
 
@@ -56,7 +56,7 @@ def test_the_answer_has_every_field_and_its_parts_add_up(capsys, model):
 def test_the_largest_batch_fits_and_one_more_does_not(model):
     from lowtide.foresight import limits
 
-    forecaster, setup = Forecaster(subject_named(model)), Setup(small(24 << 20), seq_len=256)
+    forecaster, setup = Forecaster(subject_named(model)), TrainingSetup(small(24 << 20), seq_len=256)
     most = limits.max_batch_size(forecaster, setup)
 
     assert most > 1
@@ -69,7 +69,7 @@ def test_what_does_not_fit_says_what_would(model):
     from lowtide.foresight import changes
 
     forecaster = Forecaster(subject_named(model))
-    setup = Setup(small(12 << 20), seq_len=256, batch_size=8)
+    setup = TrainingSetup(small(12 << 20), seq_len=256, batch_size=8)
     forecast = forecaster.forecast(setup)
     helping = changes.helpful_changes(forecaster, setup)
 
@@ -80,7 +80,7 @@ def test_what_does_not_fit_says_what_would(model):
 def test_what_is_resident_alone_is_refused_without_a_trace(model, monkeypatch):
     subject = subject_named(model)
     monkeypatch.setattr(subject, "trace", None)  # would fail
-    forecast = Forecaster(subject).forecast(Setup(small(1 << 20), seq_len=256))
+    forecast = Forecaster(subject).forecast(TrainingSetup(small(1 << 20), seq_len=256))
 
     assert forecast.verdict == "does not fit" and not forecast.traced and forecast.step_ms is None
     assert forecast.by_part["parameters"] > 1 << 19
@@ -100,7 +100,7 @@ def test_trace_takes_names_of_the_device_table(model):
 
 
 def parts(model, **options):
-    setup = Setup(H100, seq_len=256, **options)
+    setup = TrainingSetup(H100, seq_len=256, **options)
     return rank_memory(subject_named(model).facts(setup), setup)
 
 
@@ -119,7 +119,7 @@ def test_each_rank_holds_its_part(model):
 
 
 def test_a_tensor_parallel_rank_runs_a_part_of_the_heads(model):
-    setup = Setup(H100, seq_len=64, tensor_parallel=2)
+    setup = TrainingSetup(H100, seq_len=64, tensor_parallel=2)
     subject = subject_named(model)
     whole = subject.trace(replace(setup, tensor_parallel=1))
     part = subject.trace(setup)
@@ -150,7 +150,9 @@ def test_muon_is_for_hidden_matrices_and_master_weights_are_float32(model):
 
 def test_setups_of_one_subject_keep_their_precision(model):
     subject = subject_named(model)
-    sizes = [subject.facts(Setup(H100, seq_len=64, precision=p)).parameters[0].itemsize for p in ("fp32", "bf16")]
+    sizes = [
+        subject.facts(TrainingSetup(H100, seq_len=64, precision=p)).parameters[0].itemsize for p in ("fp32", "bf16")
+    ]
 
     assert sizes == [4, 2]
 
@@ -218,7 +220,7 @@ def test_bad_usage_is_json_with_the_error_and_exit_two(capsys, model, args, word
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5-0.5b", "bert-base-uncased", "whisper-large-v3"])
 def test_models_have_their_published_number_of_parameters_embeddings_tied(name):
-    facts = subject_named(name).facts(Setup(H100, seq_len=64))
+    facts = subject_named(name).facts(TrainingSetup(H100, seq_len=64))
     assert sum(p.elements for p in facts.parameters) == pytest.approx(model_facts(name)["parameters"], rel=0.001)
 
 
@@ -256,7 +258,7 @@ def test_a_package_that_asks_once_for_cuda_sees_what_is_here(capsys, tmp_path, m
 
 def test_adapters_of_a_model_without_memory_take_none(model):
     subject = subject_named(model)
-    setup = Setup(H100, seq_len=64, lora_rank=4)
+    setup = TrainingSetup(H100, seq_len=64, lora_rank=4)
     with subject._without_memory(target_of(H100)):
         built, _, _ = subject.build(setup)
 

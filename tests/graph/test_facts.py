@@ -22,6 +22,7 @@ from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK
 from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.dispatch import METHODS, solve
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_peak_with_offload, bound_time
+from lowtide.solvers.search_context import SearchContext
 
 
 def events_of(graph, *kinds, storage=None, saved=None, op=None):
@@ -143,7 +144,7 @@ def test_nothing_that_solving_remembers_keeps_a_graph_alive(method):
         solve(graph, costs, "60%", method=method)
     for bound in (bound_peak, bound_peak_with_offload):
         bound(graph)
-    bound_time(graph, costs, graph.resident_bytes + 10_000)
+    bound_time(SearchContext(graph, costs), graph.resident_bytes + 10_000)
     dead = weakref.ref(graph)
 
     del graph

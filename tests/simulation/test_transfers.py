@@ -18,6 +18,7 @@ from lowtide.simulation.simulator import simulate, simulate_actions
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.search_context import SearchContext
 
 FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)
 BYTE_A_MS = Link(store_bytes_per_s=1e3, fetch_bytes_per_s=1e3)
@@ -197,7 +198,7 @@ def test_offloads_leave_nothing_behind_and_bytes_do_not_depend_on_the_links_spee
 
 def hand_made(graph, actions, moves=None, link=FAST):
     candidate = Candidate(actions, moves=moves or Moves())
-    return build_plan(graph, linked(graph, link), candidate, method="none", budget_bytes=None, start_s=0)
+    return build_plan(SearchContext(graph, linked(graph, link)), candidate, method="none")
 
 
 def test_a_plan_with_offloads_survives_json():

@@ -22,7 +22,7 @@ from lowtide.solvers.graph_queries import complete_actions, layers
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.full import full
 from lowtide.solvers.published.methods import BUDGETED
-from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
+from lowtide.solvers.search_context import SearchContext, SearchResult
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -188,7 +188,7 @@ def test_exact_is_at_least_as_fast_as_each_classic_at_that_ones_peak(small_decod
 def test_exact_takes_a_classic_that_is_faster_than_what_its_models_find(small_decoder, monkeypatch):
     graph, costs = small_decoder
     budget_bytes = solve(graph, costs, method="none").predicted_peak_bytes - 1
-    fitting = [e for e in ExactSearch(graph, costs, Limits()).published if e.peak_bytes <= budget_bytes]
+    fitting = [e for e in ExactSearch(SearchContext(graph, costs)).published if e.peak_bytes <= budget_bytes]
     slowest = max(fitting, key=lambda e: e.timeline.step_ms)
     monkeypatch.setattr(ExactSearch, "fastest", lambda self, budget_bytes: SearchResult(slowest, False, 0.0))
     monkeypatch.setattr(SearchContext, "save_what_fits", lambda self, evaluated, budget_bytes: evaluated)
@@ -220,7 +220,7 @@ def test_the_same_problem_gets_the_same_plan(small_decoder):
 
 def test_nothing_is_recomputed_that_the_budget_has_room_for(small_decoder):
     graph, costs = small_decoder
-    search = ExactSearch(graph, costs, Limits())
+    search = ExactSearch(SearchContext(graph, costs))
     wasteful = search.context.evaluate(full(graph))
     budget = graph.resident_bytes + 2 * (wasteful.peak_bytes - graph.resident_bytes)
 
@@ -415,4 +415,4 @@ def test_a_candidate_above_its_budget_becomes_no_plan():
     plain = simulate(graph, unit_costs(graph), {}).peak_bytes
 
     with pytest.raises(LowtideError, match=f"'exact' came with a plan of {plain} bytes for a budget of {plain - 1}"):
-        build_plan(graph, unit_costs(graph), Candidate({}), method="exact", budget_bytes=plain - 1, start_s=0.0)
+        build_plan(SearchContext(graph, unit_costs(graph)), Candidate({}), method="exact", budget_bytes=plain - 1)

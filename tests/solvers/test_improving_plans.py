@@ -1,5 +1,6 @@
 """A good plan at once, from relaxations alone, and then the plan of ``solve``."""
 
+from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,11 @@ from support.toy_graphs import unit_costs
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulation.simulator import simulate, simulate_actions
+from lowtide.solvers import least_peak
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.improving_plans import improving_plans
+from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.highs import LinearProgram
 
 CASES = ("vit", "decoder8_512", "toy")
@@ -107,3 +110,47 @@ def test_costs_of_another_graph_and_impossible_budgets_are_refused_as_solve_refu
         next(improving_plans(other, costs, "50%"))
     with pytest.raises(BudgetInfeasibleError):
         next(improving_plans(*load_case("unet"), other.resident_bytes))
+
+
+@pytest.mark.parametrize("budget", ("50%", "25%"))
+def test_the_first_effort_gives_the_first_plan_without_a_bound(budget):
+    first = solve(*load_case("vit"), budget, effort="first")
+
+    assert first.decisions == next(improving_plans(*load_case("vit"), budget)).decisions
+    assert first.bound_ms is None and first.predicted_peak_bytes <= first.budget_bytes
+
+
+def test_near_the_least_peak_the_first_effort_refuses_and_names_what_it_can_do(monkeypatch):
+    monkeypatch.setattr(least_peak, "_least", OrderedDict())  # what an earlier search found is known at once
+    graph, costs = load_case("vit")
+    proven = bound_peak(graph)
+
+    with pytest.raises(BudgetInfeasibleError, match='or use effort="full"') as caught:
+        solve(graph, costs, proven, effort="first")
+
+    assert caught.value.proven_bytes == proven < caught.value.least_bytes
+    plan = solve(graph, costs, caught.value.least_bytes, effort="first")
+    assert plan.predicted_peak_bytes <= caught.value.least_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effort": "quick"}, "effort='quick' is not known. Use 'full' or 'first'."),
+        (
+            {"effort": "first", "offload": ("disk",)},
+            "effort='first' has no meaning with offload=('disk',). Leave one of them out.",
+        ),
+        (
+            {"effort": "first", "method": "full"},
+            "effort='first' has no meaning for method='full'. Leave it out, or use method=\"exact\".",
+        ),
+    ],
+)
+def test_an_effort_without_a_meaning_is_refused(options, message):
+    graph, costs = load_case("toy")
+
+    with pytest.raises(ValueError) as caught:
+        solve(graph, costs, "50%", **options)
+
+    assert str(caught.value) == message

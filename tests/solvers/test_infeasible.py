@@ -13,7 +13,7 @@ from lowtide.solvers.dispatch import solve
 
 def test_a_budget_below_the_residents_is_refused_without_a_search(monkeypatch):
     graph, costs = load_case("decoder126")
-    monkeypatch.setattr(dispatch, "_search", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(dispatch, "_best_plans", lambda *_: pytest.fail("searched"))
 
     with pytest.raises(BudgetInfeasibleError) as caught:
         solve(graph, costs, graph.resident_bytes - 1)

@@ -17,6 +17,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import FREE, StepGraph
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.lower_bound.bound import bound_time
+from lowtide.solvers.search_context import SearchContext
 
 MIB = 2**20
 ROWS = 2 * 256
@@ -72,7 +73,7 @@ def test_the_toy_reaches_the_known_numbers_and_nothing_can_be_below_them(mib, pe
     budget_bytes = graph.resident_bytes + int(mib * MIB)
 
     plan = solve(graph, costs, budget_bytes, gap=0.0, time_limit_s=600)
-    bound_ms = bound_time(graph, costs, budget_bytes).step_ms
+    bound_ms = bound_time(SearchContext(graph, costs), budget_bytes).step_ms
 
     assert plan.predicted_peak_bytes <= budget_bytes
     assert round(100 * plan.predicted_overhead, 1) == percent

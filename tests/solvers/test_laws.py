@@ -21,6 +21,7 @@ from lowtide.graph.step_graph import FREE, StepGraph
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_time
+from lowtide.solvers.search_context import SearchContext
 
 
 def told(graph, costs, budget):
@@ -94,8 +95,8 @@ def test_a_slower_machine_gets_the_same_plans(case, data, factor):
 
     assert told(graph, slower, budget) == (ms if ms == "least" else pytest.approx(factor * ms), peak)
     if ms != "least":
-        assert bound_time(graph, slower, budget).step_ms == pytest.approx(
-            factor * bound_time(graph, costs, budget).step_ms
+        assert bound_time(SearchContext(graph, slower), budget).step_ms == pytest.approx(
+            factor * bound_time(SearchContext(graph, costs), budget).step_ms
         )
 
 
@@ -119,7 +120,7 @@ def test_what_modules_and_operators_are_called_does_not_matter(budget):
     assert max(plan.predicted_peak_bytes, other.predicted_peak_bytes) <= plan.budget_bytes
     # The plan that is known says how near a bound is looked for.
     assert other.bound_ms == pytest.approx(plan.bound_ms, rel=2e-3)
-    bounds = [bound_time(step, costs, plan.budget_bytes).step_ms for step in (graph, renamed(graph))]
+    bounds = [bound_time(SearchContext(step, costs), plan.budget_bytes).step_ms for step in (graph, renamed(graph))]
     assert bounds[0] == bounds[1] <= plan.bound_ms
 
 
@@ -139,6 +140,7 @@ import sys
 sys.path.insert(0, "tests")
 from support.case_graphs import load_case
 from lowtide.solvers.dispatch import solve
+from lowtide.solvers.search_context import SearchContext
 print(solve(*load_case(sys.argv[1]), sys.argv[2]).to_json())
 """
 

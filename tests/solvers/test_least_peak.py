@@ -16,9 +16,9 @@ from lowtide.solvers import least_peak, local_search, tuning
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.local_search import evaluate, reduce_peak
+from lowtide.solvers.local_search import descent
 from lowtide.solvers.lower_bound.bound import bound_peak
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import SearchContext
 
 
 def least_of(graph, costs, budget=1, **options):
@@ -160,9 +160,10 @@ def test_replaying_more_often_needs_less_than_the_least_of_replaying_once(name, 
 def test_each_way_on_the_path_is_leaner_than_the_last_and_what_it_says():
     graph = decoder(4)
     costs = decoder_costs(graph)
-    start = evaluate(graph, costs, complete_actions(graph, graph.stored))
+    context = SearchContext(graph, costs)
+    start = context.evaluate(complete_actions(graph, graph.stored))
 
-    path = reduce_peak(graph, costs, start, events=200_000)
+    path = list(descent(context, start, events=200_000))
 
     peaks = [way.peak_bytes for way in path]
     assert path[0] is start and peaks == sorted(set(peaks), reverse=True) and len(path) > 3
@@ -173,23 +174,24 @@ def test_each_way_on_the_path_is_leaner_than_the_last_and_what_it_says():
 def test_a_target_ends_the_path_and_a_price_limits_it():
     graph = decoder(4)
     costs = decoder_costs(graph)
-    start = evaluate(graph, costs, complete_actions(graph, ()))
-    whole = reduce_peak(graph, costs, start, events=200_000)
+    context = SearchContext(graph, costs)
+    start = context.evaluate(complete_actions(graph, ()))
+    whole = list(descent(context, start, events=200_000))
     target = whole[len(whole) // 2].peak_bytes
 
-    part = reduce_peak(graph, costs, start, target_bytes=target, events=200_000)
+    part = list(descent(context, start, target_bytes=target, events=200_000))
 
     assert part == whole[: len(part)] and part[-1].peak_bytes <= target < part[-2].peak_bytes
-    assert reduce_peak(graph, costs, start, max_ms_per_byte=-1.0, events=200_000) == [start]
-    assert reduce_peak(graph, costs, start, events=0) == [start]
+    assert list(descent(context, start, max_ms_per_byte=-1.0, events=200_000)) == [start]
+    assert list(descent(context, start, events=0)) == [start]
 
 
 def test_the_least_does_not_depend_on_what_the_search_has_learnt():
     graph = decoder(3)
     costs = decoder_costs(graph)
-    fresh, experienced = ExactSearch(graph, costs, Limits()), ExactSearch(graph, costs, Limits())
+    fresh, experienced = ExactSearch(SearchContext(graph, costs)), ExactSearch(SearchContext(graph, costs))
     for percent in (80, 50, 30):
-        experienced.within(graph.resident_bytes + fresh.plain.peak_bytes * percent // 100)
+        experienced.within(graph.resident_bytes + fresh.context.plain.peak_bytes * percent // 100)
 
     least = fresh.min_peak
     least_peak._least.clear()

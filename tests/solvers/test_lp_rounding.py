@@ -15,7 +15,7 @@ from lowtide.solvers import tuning
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import SearchContext
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -25,12 +25,14 @@ def test_what_is_found_is_within_the_budget_and_each_faster_than_the_one_before(
     peak = simulate(graph, costs, {}).peak_bytes
     budget = data.draw(st.integers(0, peak))
 
-    found = round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=0.0)
+    found = round_relaxation(SearchContext(graph, costs), budget, most_ms=math.inf, enough_ms=0.0)
 
     for evaluated in found:
         line = simulate_actions(graph, costs, evaluated.actions, evaluated.replays)
         assert line.peak_bytes == evaluated.peak_bytes <= budget
-        assert line.step_ms == evaluated.timeline.step_ms >= bound_time(graph, costs, budget).step_ms - 1e-6
+        assert (
+            line.step_ms == evaluated.timeline.step_ms >= bound_time(SearchContext(graph, costs), budget).step_ms - 1e-6
+        )
     assert all(after.timeline.step_ms < before.timeline.step_ms for before, after in pairwise(found))
 
 
@@ -42,23 +44,23 @@ def at_36_percent(graph, costs):
 def test_a_relaxation_is_rounded_to_a_plan_within_a_percent_of_the_bound(monkeypatch):
     graph, costs = load_case("autocast")
     budget = at_36_percent(graph, costs)
-    bound_ms = bound_time(graph, costs, budget).step_ms
+    bound_ms = bound_time(SearchContext(graph, costs), budget).step_ms
 
-    found = round_relaxation(graph, costs, budget, most_ms=1.05 * bound_ms, enough_ms=1.01 * bound_ms)
+    found = round_relaxation(SearchContext(graph, costs), budget, most_ms=1.05 * bound_ms, enough_ms=1.01 * bound_ms)
 
     assert found and found[-1].timeline.step_ms <= 1.01 * bound_ms and found[-1].peak_bytes <= budget
     monkeypatch.setattr(tuning, "LP_ROUNDING_OPS", len(graph.ops) - 1)
-    assert round_relaxation(graph, costs, budget, most_ms=math.inf, enough_ms=bound_ms) == []
+    assert round_relaxation(SearchContext(graph, costs), budget, most_ms=math.inf, enough_ms=bound_ms) == []
 
 
 @pytest.mark.thorough
 def test_where_layers_planned_apart_stay_far_from_the_bound_exact_asks_its_relaxation(monkeypatch):
     graph, costs = load_case("autocast")
     budget = at_36_percent(graph, costs)
-    alone = ExactSearch(graph, costs, Limits()).within(budget)
+    alone = ExactSearch(SearchContext(graph, costs)).within(budget)
     monkeypatch.setattr(tuning, "FAR_FROM_BOUND", tuning.NEAR_BOUND)
 
-    search = ExactSearch(graph, costs, Limits())
+    search = ExactSearch(SearchContext(graph, costs))
     asked = search.within(budget)
 
     times = [

@@ -22,6 +22,7 @@ from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.lower_bound.bound import bound_time
+from lowtide.solvers.search_context import SearchContext
 
 
 def two_blocks():
@@ -96,7 +97,7 @@ def test_the_price_is_the_bounds_and_a_gib_takes_off_no_more_than_there_is():
 
     told = plan.explain()
 
-    assert told.ms_per_byte == bound_time(graph, costs, plan.budget_bytes).ms_per_byte > 0
+    assert told.ms_per_byte == bound_time(SearchContext(graph, costs), plan.budget_bytes).ms_per_byte > 0
     assert told.ms_per_gib == pytest.approx(plan.predicted_step_ms - plan.plain_step_ms)
     assert solve(graph, costs, method="full").explain().ms_per_byte is None
 

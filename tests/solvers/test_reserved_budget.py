@@ -64,7 +64,7 @@ def test_a_budget_of_allocated_bytes_is_held_as_the_device_counts_them(step, mon
     assert plan.predicted_counted_peak_bytes == simulate(graph, costs, plan).counted_peak_bytes
     assert plan.status == "feasible"  # the search was for fewer bytes
 
-    monkeypatch.setattr("lowtide.solvers.dispatch.within_counted", lambda graph, costs, budget, within: within(budget))
+    monkeypatch.setattr("lowtide.solvers.dispatch.within_counted", lambda context, budget, within: within(budget))
     unheld = solve(graph, costs, share, gap=0.05)
     assert unheld.predicted_peak_bytes <= unheld.budget_bytes < unheld.predicted_counted_peak_bytes
 

@@ -14,6 +14,7 @@ from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, Moves, Plan
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.search_context import SearchContext
 
 FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)
 
@@ -38,7 +39,7 @@ def moving(
     costs = Costs((1.0,) * len(graph.ops), links={DISK: link, HOST: link})
     actions = {**complete_actions(graph, recomputed), **dict.fromkeys(storages, action)}
     candidate = Candidate(actions, moves=Moves(max_inflight_bytes, fetch_at or {}))
-    return build_plan(graph, costs, candidate, method="none", budget_bytes=None, start_s=0)
+    return build_plan(SearchContext(graph, costs), candidate, method="none")
 
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.search_context import SearchContext
 from lowtide.units import format_bytes
 
 
@@ -38,7 +39,7 @@ def plan_for(graph: StepGraph, costs: Costs, plan: Plan) -> Plan:
         provenance={"transferred": f"from graph {plan.graph_fingerprint}"},
     )
     # Without a budget: a bound would take longer than all the rest.
-    found = build_plan(graph, costs, candidate, method=plan.method, budget_bytes=None, start_s=start_s)
+    found = build_plan(SearchContext(graph, costs), candidate, method=plan.method, start_s=start_s)
     found = replace(found, budget_bytes=plan.budget_bytes, budget_kind=plan.budget_kind)
     if plan.budget_bytes is not None and found.budgeted_peak_bytes > plan.budget_bytes:
         raise PlanMismatchError(

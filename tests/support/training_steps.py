@@ -27,6 +27,7 @@ from lowtide.simulation.simulator import Timeline
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.search_context import SearchContext
 from lowtide.tape.recipes import Recipe
 from lowtide.tracing import module_calls
 from lowtide.tracing.restore import same_bits
@@ -36,14 +37,8 @@ from lowtide.tracing.tracer import run_step
 def drop_everything(graph: StepGraph) -> Plan:
     """Every storage that may be recomputed is: the plan with the most ways to go wrong."""
     costs = Costs(op_ms=(1.0,) * len(graph.ops))
-    return build_plan(
-        graph,
-        costs,
-        Candidate(complete_actions(graph, sorted(graph.stored))),
-        method="full",
-        budget_bytes=None,
-        start_s=0,
-    )
+    everything = Candidate(complete_actions(graph, sorted(graph.stored)))
+    return build_plan(SearchContext(graph, costs), everything, method="full")
 
 
 def build_for_drops(graph: StepGraph, chosen: Callable[[str], bool]) -> Plan:
@@ -55,7 +50,7 @@ def build_for_drops(graph: StepGraph, chosen: Callable[[str], bool]) -> Plan:
 
     actions = complete_actions(graph, [s for s in sorted(graph.stored) if chosen(path(s))])
     costs = Costs(op_ms=(1.0,) * len(graph.ops))
-    return build_plan(graph, costs, Candidate(actions), method="full", budget_bytes=None, start_s=0)
+    return build_plan(SearchContext(graph, costs), Candidate(actions), method="full")
 
 
 def harshest(model: nn.Module, batch: Any, step: Any = None) -> Plan:
@@ -219,7 +214,7 @@ def run(script: str, *args: str) -> str:
 
 def counted(graph: StepGraph, actions: dict[int, str], counts: dict[int, int]) -> Plan:
     costs = Costs(op_ms=(1.0,) * len(graph.ops))
-    return build_plan(graph, costs, Candidate(actions, replays=counts), method="full", budget_bytes=None, start_s=0)
+    return build_plan(SearchContext(graph, costs), Candidate(actions, replays=counts), method="full")
 
 
 def drop_all(graph: StepGraph, count: int) -> Plan:

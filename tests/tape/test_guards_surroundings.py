@@ -40,6 +40,7 @@ from lowtide.runtime import rehearsal
 from lowtide.tape import values
 from lowtide.tape.program import program_of
 from lowtide.tracing import operators, recorder
+from lowtide.tracing.model_facts import ModelFacts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -431,10 +432,9 @@ def test_a_subclass_that_only_appears_in_the_step_is_refused_by_name():
 
 
 def test_without_the_refusal_a_subclass_weight_is_taped(monkeypatch):
-    from lowtide.tracing import tracer
 
     monkeypatch.setattr(recorder, "PLAIN_TYPES", (*operators.PLAIN_TYPES, Wrapped))
-    monkeypatch.setattr(tracer, "check_supported", lambda model: None)
+    monkeypatch.setattr(ModelFacts, "check_supported", lambda facts: None)
 
     graph = lowtide.trace(subclass_weight(), torch.randn(4, 16))
 

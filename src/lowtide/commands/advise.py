@@ -12,8 +12,8 @@ from lowtide.scripts import BadUsageError
 if TYPE_CHECKING:
     from lowtide.foresight.advice import Advice
     from lowtide.foresight.forecast import Forecast
-    from lowtide.foresight.setup import Setup
     from lowtide.foresight.subjects import Subject
+    from lowtide.foresight.training_setup import TrainingSetup
 
 
 def add_parser(verbs: Any) -> None:
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb; 1 where nothing that was tried fits."""
     from lowtide.estimation.device_table import device_named
     from lowtide.foresight.advice import NOT_TRIED, advise
-    from lowtide.foresight.forecast import Forecaster
+    from lowtide.foresight.forecaster import Forecaster
     from lowtide.foresight.named_subjects import subject_named
-    from lowtide.foresight.setup import degrees
+    from lowtide.foresight.training_setup import degrees
     from lowtide.reports.progress import counting
 
     device = device_named(args.device)
@@ -131,7 +131,7 @@ def _row(unit: str, words: str, forecast: Forecast) -> str:
     return f"  {rate:>22}  {format_bytes(forecast.peak_bytes.expected):>10}  {words}{overhead}"
 
 
-def _words(setup: Setup) -> str:
+def _words(setup: TrainingSetup) -> str:
     parts = [setup.precision, f"micro-batch {setup.batch_size} x {setup.accumulate}"]
     if setup.data_parallel > 1:
         parts.append(f"{setup.data_parallel} ranks {'replicated' if setup.sharding == 'none' else setup.sharding}")

@@ -16,8 +16,8 @@ from lowtide.scripts import BadUsageError
 if TYPE_CHECKING:
     from lowtide.foresight.changes import Change
     from lowtide.foresight.forecast import Forecast
-    from lowtide.foresight.setup import Setup
     from lowtide.foresight.subjects import Subject
+    from lowtide.foresight.training_setup import TrainingSetup
 
 _EPILOG = """\
 Nothing is computed and no weights are loaded: the model's own code runs on tensors without memory.
@@ -76,7 +76,8 @@ def add_setup_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb; 1 where it does not fit for sure, or got worse."""
     from lowtide.foresight import changes, check, limits
-    from lowtide.foresight.forecast import Forecaster, as_json
+    from lowtide.foresight.forecast_json import as_json
+    from lowtide.foresight.forecaster import Forecaster
     from lowtide.foresight.named_subjects import subject_named
 
     setup, budget = _setup(args), _budget(args.budget)
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     return code, text, body
 
 
-def _parameters(subject: Subject, setup: Setup) -> int:
+def _parameters(subject: Subject, setup: TrainingSetup) -> int:
     """Of the whole model."""
     whole = replace(setup, tensor_parallel=1, sequence_parallel=False, expert_parallel=1, pipeline_parallel=1)
     if whole.sharding != "none" and whole.data_parallel == 1:
@@ -126,12 +127,12 @@ def _parameters(subject: Subject, setup: Setup) -> int:
     return sum(p.elements for p in subject.facts(whole).parameters)
 
 
-def _setup(args: argparse.Namespace) -> Setup:
+def _setup(args: argparse.Namespace) -> TrainingSetup:
     from lowtide.estimation.device_table import device_named
-    from lowtide.foresight.setup import Setup, degrees
+    from lowtide.foresight.training_setup import TrainingSetup, degrees
 
     found = degrees(args.gpus, args.data_parallel, args.tensor_parallel, args.pipeline_parallel)
-    return Setup(
+    return TrainingSetup(
         device_named(args.device), seq_len=1 if args.seq_len is None else args.seq_len,
         batch_size=args.batch_size, accumulate=args.accumulate,
         optimizer=args.optimizer, precision=args.precision, master_weights=args.master_weights,
@@ -164,7 +165,7 @@ def _change_json(change: Change) -> dict[str, Any]:
 
 
 def _text(subject: Subject, forecast: Forecast, body: dict[str, Any], found: list[Change]) -> str:
-    from lowtide.foresight.forecast import worst_rank
+    from lowtide.foresight.forecast_json import worst_rank
     from lowtide.units import format_bytes
 
     setup, peak = forecast.setup, forecast.peak_bytes

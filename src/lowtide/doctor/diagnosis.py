@@ -7,7 +7,7 @@ from torch import nn
 
 from lowtide.doctor.finding import FAILING, SEVERITIES, Finding, wrapped
 from lowtide.doctor.registry import Registered, all_checks
-from lowtide.doctor.setup import Setup, checked
+from lowtide.doctor.step_under_test import StepUnderTest, checked
 from lowtide.tracing.tracer import Step
 
 
@@ -84,7 +84,7 @@ def diagnose(
     """
     looking = checks_named(only, skip)
     checked(model, batch, step)
-    setup = Setup(model, batch, step, arguments=arguments, optimizer=optimizer)
+    setup = StepUnderTest(model, batch, step, arguments=arguments, optimizer=optimizer)
     setup = setup.fitting()
     if setup.failure is not None:
         setup.plain  # noqa: B018 -- raises what the user's own step raises

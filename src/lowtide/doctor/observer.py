@@ -22,7 +22,7 @@ from lowtide.tracing.other_generators import HostGenerators
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
-_AROUND_THE_STEP = str(Path(__file__).parent / "setup.py")
+_AROUND_THE_STEP = str(Path(__file__).parent / "step_under_test.py")
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__
 # Recomputing makes them anew, or leaves them out, where the values are the same.
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from lowtide.doctor import checks
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 
 class Registered(NamedTuple):
     """A check and its look at a set-up."""
 
     check: Check
-    look: Callable[[Setup], Finding | None]
+    look: Callable[[StepUnderTest], Finding | None]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lowtide.doctor.observer import CheckpointCall, SeenOp
 from lowtide.doctor.outcome import distance
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ValueProof:
     why_not: str = ""
 
 
-def prove(setup: Setup) -> ValueProof:
+def prove(setup: StepUnderTest) -> ValueProof:
     """Compare the step with its plain twin. Restores everything it touches."""
     if setup.is_compiled:
         return ValueProof(
@@ -84,7 +84,7 @@ def prove(setup: Setup) -> ValueProof:
     )  # fmt: skip
 
 
-def first_divergence(setup: Setup) -> Divergence | None:
+def first_divergence(setup: StepUnderTest) -> Divergence | None:
     """In the order of forward."""
     for call in setup.calls:
         if (found := call.divergence) is not None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from lowtide.errors import LowtideError
 from lowtide.estimation.device_table import Device
 from lowtide.foresight.changes import Change, helpful_changes, toggles
-from lowtide.foresight.forecast import Forecast, Forecaster
-from lowtide.foresight.setup import Setup, SetupError
+from lowtide.foresight.forecast import Forecast
+from lowtide.foresight.forecaster import Forecaster
+from lowtide.foresight.training_setup import SetupError, TrainingSetup
 
 _TOKENS = (1, 8192, 32768)  # of one micro-batch: about so many fill a device
 RANKED = 8
@@ -66,7 +67,7 @@ def advise(
     Raises:
         SetupError: nothing can be tried: the global batch is smaller than the number of ranks needs.
     """
-    base = Setup(device, seq_len=seq_len, optimizer=optimizer, lora_rank=lora_rank, quantized=quantized)
+    base = TrainingSetup(device, seq_len=seq_len, optimizer=optimizer, lora_rank=lora_rank, quantized=quantized)
     forecaster.subject.check(base)
     precisions = [precision] if precision else _precisions(device)
     around = list(_around(forecaster, base, gpus, global_batch, precisions))
@@ -74,7 +75,7 @@ def advise(
         raise SetupError(
             f"--global-batch {global_batch} cannot be divided among --gpus {gpus}. Pass a multiple of {gpus}."
         )
-    candidates: list[tuple[float, Setup]] = []
+    candidates: list[tuple[float, TrainingSetup]] = []
     for done, setup in enumerate(around, start=1):
         candidates += [(_best_rate(forecaster, c), c) for c in _micro_batches(forecaster, setup, global_batch)]
         if progress is not None:
@@ -104,8 +105,8 @@ def _precisions(device: Device) -> list[str]:
 
 
 def _around(
-    forecaster: Forecaster, base: Setup, gpus: int, global_batch: int, precisions: list[str]
-) -> Iterator[Setup]:
+    forecaster: Forecaster, base: TrainingSetup, gpus: int, global_batch: int, precisions: list[str]
+) -> Iterator[TrainingSetup]:
     """What surrounds the step; those whose resident memory fits first, all on the device before what is on the host."""
     for offload in (False, True):
         for precision in precisions:
@@ -132,7 +133,7 @@ def _shardings(data: int, tensor: int) -> tuple[str, ...]:
     return _SHARDINGS if tensor == 1 else ("none", "fsdp")
 
 
-def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> Iterator[Setup]:
+def _micro_batches(forecaster: Forecaster, setup: TrainingSetup, global_batch: int) -> Iterator[TrainingSetup]:
     """From the largest micro-batch down, with the loss as it is and in chunks."""
     each = global_batch // setup.data_parallel
     sizes = {max(1, min(each, tokens // forecaster.subject.row_tokens(setup))) for tokens in _TOKENS}
@@ -147,14 +148,14 @@ def _micro_batches(forecaster: Forecaster, setup: Setup, global_batch: int) -> I
         yield replace(candidate, chunk_loss=True)
 
 
-def _best_rate(forecaster: Forecaster, setup: Setup) -> float:
+def _best_rate(forecaster: Forecaster, setup: TrainingSetup) -> float:
     try:
         return forecaster.best_rate(setup)
     except LowtideError:  # the model has no such choice
         return 0.0
 
 
-def _forecast(forecaster: Forecaster, setup: Setup) -> Forecast | None:
+def _forecast(forecaster: Forecaster, setup: TrainingSetup) -> Forecast | None:
     try:
         return forecaster.forecast(setup, thorough=False)
     except LowtideError:  # the model has no such choice
@@ -173,7 +174,7 @@ def _toggles(forecaster: Forecaster, best: Forecast) -> list[Change]:
     return found
 
 
-def _back(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
+def _back(setup: TrainingSetup) -> Iterator[tuple[str, str, TrainingSetup]]:
     """What the best setup would be without what it has chosen."""
     if setup.chunk_loss:
         yield "without --chunk-loss", "logits whole", replace(setup, chunk_loss=False)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.errors import LowtideError
-from lowtide.foresight.forecast import DOES_NOT_FIT, UNCERTAIN, Forecast, Forecaster
+from lowtide.foresight.device_peak import DOES_NOT_FIT, UNCERTAIN
+from lowtide.foresight.forecast import Forecast
+from lowtide.foresight.forecaster import Forecaster
 from lowtide.foresight.parallel_model import is_divided
-from lowtide.foresight.setup import Setup, SetupError
+from lowtide.foresight.training_setup import SetupError, TrainingSetup
 
 _RANKS = (2, 4, 8, 16, 32, 64)
 
@@ -26,7 +28,7 @@ class Change:
     forecast: Forecast
 
 
-def toggles(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
+def toggles(setup: TrainingSetup) -> Iterator[tuple[str, str, TrainingSetup]]:
     """(option, meaning, setup) of each change that may help; those that keep the numbers of training come first."""
     if setup.batch_size > 1:
         more = setup.batch_size * setup.accumulate
@@ -83,7 +85,7 @@ def toggles(setup: Setup) -> Iterator[tuple[str, str, Setup]]:
         )
 
 
-def helpful_changes(forecaster: Forecaster, setup: Setup, *, most: int = 6, trace: bool = True) -> list[Change]:
+def helpful_changes(forecaster: Forecaster, setup: TrainingSetup, *, most: int = 6, trace: bool = True) -> list[Change]:
     """The first changes under which the setup fits; where none does, those that bring it nearest.
 
     Args:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lowtide.errors import LowtideError
-from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
 from lowtide.foresight.subjects import Subject, in_autocast
+from lowtide.foresight.training_setup import PRECISIONS, SetupError, TrainingSetup
 from lowtide.hollow.devices import target_of
 from lowtide.models.shipped import UnknownModelError
 from lowtide.options import did_you_mean
@@ -26,7 +26,7 @@ class ImageSubject(Subject):
 
     unit = "images"
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: TrainingSetup) -> None:
         for option, given in (
             ("--tensor-parallel", setup.tensor_parallel > 1), ("--expert-parallel", setup.expert_parallel > 1),
             ("--pipeline-parallel", setup.pipeline_parallel > 1), ("--lora", setup.lora_rank > 0),
@@ -35,7 +35,7 @@ class ImageSubject(Subject):
             if given:
                 raise SetupError(f"{option} is for models of transformers. Use SCRIPT.py:FUNCTION for {self.name}.")
 
-    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    def build(self, setup: TrainingSetup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         dtype, autocast = PRECISIONS[setup.precision]
         made = getattr(torch, dtype)
         model = nn.Module.to(self.model(), made).train()  # diffusers' own warns of what from_pretrained does

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.foresight.setup import SetupError
+from lowtide.foresight.training_setup import SetupError
 from lowtide.hollow.models import hollow_batch
 
 _SIDE = 448  # pixels, of models that take any size

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.errors import LowtideError
-from lowtide.foresight.forecast import Forecaster, Room
-from lowtide.foresight.setup import Setup
+from lowtide.foresight.forecaster import Forecaster, Room
+from lowtide.foresight.training_setup import TrainingSetup
 
 SEQ_LEN_STEP = 128
 _MOST_TRACES = 5
 _MOST = 1 << 22
 
 
-def max_batch_size(forecaster: Forecaster, setup: Setup, *, plain: bool = False) -> int:
+def max_batch_size(forecaster: Forecaster, setup: TrainingSetup, *, plain: bool = False) -> int:
     """Sequences of one micro-batch of one rank; 0: not one."""
     if forecaster.refuses(setup):
         return 0
     return _largest(lambda n: forecaster.room(replace(setup, batch_size=n), plain=plain), setup.batch_size, _MOST)
 
 
-def max_seq_len(forecaster: Forecaster, setup: Setup, *, plain: bool = False) -> int:
+def max_seq_len(forecaster: Forecaster, setup: TrainingSetup, *, plain: bool = False) -> int:
     """Tokens of each sequence, a multiple of 128 (or as many as asked for); 0: none."""
     if forecaster.refuses(setup):
         return 0

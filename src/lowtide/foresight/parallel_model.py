@@ -21,20 +21,20 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.foresight import sequence_parallel
-from lowtide.foresight.setup import Setup, SetupError
+from lowtide.foresight.training_setup import SetupError, TrainingSetup
 from lowtide.hollow.ranks import fake_ranks, is_shared
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def is_divided(setup: Setup) -> bool:
+def is_divided(setup: TrainingSetup) -> bool:
     """Whether a rank has a part of the model's code to run."""
     return max(setup.tensor_parallel, setup.expert_parallel, setup.pipeline_parallel) > 1
 
 
 @contextmanager
-def one_rank(name: str, setup: Setup) -> Iterator[None]:
+def one_rank(name: str, setup: TrainingSetup) -> Iterator[None]:
     """Inside, this process is a rank of the stage that is asked about, among those that run the same micro-batch.
 
     Raises:
@@ -58,7 +58,7 @@ def one_rank(name: str, setup: Setup) -> Iterator[None]:
             ) from error
 
 
-def check(name: str, text: Any, setup: Setup) -> None:
+def check(name: str, text: Any, setup: TrainingSetup) -> None:
     """Raises: SetupError: the sizes of configuration ``text`` cannot be divided so, or transformers has no plan."""
     if setup.tensor_parallel > 1:
         _check_tensor(name, text, setup.tensor_parallel)
@@ -70,7 +70,7 @@ def check(name: str, text: Any, setup: Setup) -> None:
         _check_stages(name, text, setup.pipeline_parallel)
 
 
-def wrap(model: Any, setup: Setup) -> None:
+def wrap(model: Any, setup: TrainingSetup) -> None:
     """Leave of ``model`` what one rank has; to be called in ``one_rank`` and under a ``HollowMode``.
 
     Raises:
@@ -125,7 +125,7 @@ def expert_names(model: Any) -> set[str]:
     return {n for n, _ in model.named_parameters() if replace_layer_number_by_wildcard(n) in names}
 
 
-def whole_gradients(model: Any, setup: Setup) -> dict[str, int]:
+def whole_gradients(model: Any, setup: TrainingSetup) -> dict[str, int]:
     """Elements of gradients that are larger than this rank's part of the parameter.
 
     DTensor leaves that of an embedding divided along the vocabulary whole on each rank. It is asked: embedding and head
@@ -144,7 +144,7 @@ def whole_gradients(model: Any, setup: Setup) -> dict[str, int]:
     return {name: local.numel() for name, p in model.named_parameters() if p is embedding.weight}
 
 
-def _degrees(setup: Setup) -> str:
+def _degrees(setup: TrainingSetup) -> str:
     """As they are passed."""
     asked = [
         f"--{name.replace('_', '-')} {degree}"
@@ -154,7 +154,7 @@ def _degrees(setup: Setup) -> str:
     return " ".join([*asked, *(["--sequence-parallel"] if setup.sequence_parallel else [])])
 
 
-def _of_a_stage(setup: Setup) -> int:
+def _of_a_stage(setup: TrainingSetup) -> int:
     return max(setup.tensor_parallel, setup.expert_parallel)
 
 
@@ -179,7 +179,7 @@ def _check_tensor(name: str, text: Any, degree: int) -> None:
         _check_divides("--tensor-parallel", degree, getattr(text, field, None), field.removeprefix("num_"), name)
 
 
-def _check_tokens(setup: Setup) -> None:
+def _check_tokens(setup: TrainingSetup) -> None:
     if setup.seq_len % setup.tensor_parallel:
         raise SetupError(
             f"--sequence-parallel: --tensor-parallel {setup.tensor_parallel} does not divide --seq-len "

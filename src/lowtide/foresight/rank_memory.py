@@ -33,8 +33,8 @@ from functools import cached_property
 
 import torch
 
-from lowtide.foresight.setup import PRECISIONS, Setup
 from lowtide.foresight.subjects import Facts, Parameter
+from lowtide.foresight.training_setup import PRECISIONS, TrainingSetup
 from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.memory import hollow
 from lowtide.hollow.mode import HollowMode
@@ -83,7 +83,7 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.gathered
 
 
-def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
+def rank_memory(facts: Facts, setup: TrainingSetup) -> RankMemory:
     """Return what the rank that holds most keeps under ``setup``."""
     count, kind = setup.data_parallel, setup.sharding
     trained = [p for p in facts.parameters if p.trains]
@@ -126,21 +126,21 @@ def rank_memory(facts: Facts, setup: Setup) -> RankMemory:
     return RankMemory(parameters, gradients, state, facts.buffer_bytes, gathered, step, host, rule)
 
 
-def replicas(parameter: Parameter, setup: Setup) -> int:
+def replicas(parameter: Parameter, setup: TrainingSetup) -> int:
     """How many ranks have the same part of it, and may divide that among themselves."""
     if parameter.expert:
         return setup.data_parallel * setup.tensor_parallel // setup.expert_parallel
     return setup.data_parallel
 
 
-def _by_replicas(parameters: Iterable[Parameter], setup: Setup) -> dict[int, list[Parameter]]:
+def _by_replicas(parameters: Iterable[Parameter], setup: TrainingSetup) -> dict[int, list[Parameter]]:
     found: dict[int, list[Parameter]] = defaultdict(list)
     for p in parameters:
         found[replicas(p, setup)].append(p)
     return found
 
 
-def _divided_words(setup: Setup) -> list[str]:
+def _divided_words(setup: TrainingSetup) -> list[str]:
     words = []
     if setup.tensor_parallel > 1:
         head = "; the head is whole, its loss goes in chunks" if setup.chunk_loss else ""
@@ -168,7 +168,7 @@ def _shard(parameter: Parameter, count: int, kind: str) -> Parameter:
     return Parameter(parameter.name, shape, parameter.itemsize, parameter.trains, parameter.quantized)
 
 
-def _gathered_by_fsdp(parameters: Iterable[Parameter], setup: Setup) -> tuple[int, int]:
+def _gathered_by_fsdp(parameters: Iterable[Parameter], setup: TrainingSetup) -> tuple[int, int]:
     """(bytes that are whole at a time, number of units) of FSDP2."""
     units: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     own: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -184,7 +184,7 @@ def _gathered_by_fsdp(parameters: Iterable[Parameter], setup: Setup) -> tuple[in
     return sum(root) + 2 * sum(largest) + copies, len(units)
 
 
-def _optimizer_bytes(trained: Sequence[Parameter], setup: Setup, *, is_divided: bool) -> tuple[int, int]:
+def _optimizer_bytes(trained: Sequence[Parameter], setup: TrainingSetup, *, is_divided: bool) -> tuple[int, int]:
     """(state, temporaries of ``step()``) of one rank, of what it holds; of a part of that where ``is_divided``."""
     if setup.optimizer == "none" or not trained:
         return 0, 0
@@ -259,7 +259,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def precision_words(setup: Setup) -> str:
+def precision_words(setup: TrainingSetup) -> str:
     """How numbers are held, in words."""
     dtype, autocast = PRECISIONS[setup.precision]
     words = f"parameters, gradients and optimizer state in {dtype}"

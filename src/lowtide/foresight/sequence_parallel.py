@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.foresight.setup import SetupError
+from lowtide.foresight.training_setup import SetupError
 
 _TOKENS = 1  # dimension
 _CHILD_OF_A_LAYER = re.compile(r"^.*\.\d+\.[^.]+$")

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from lowtide.estimation.device_table import Device
 from lowtide.estimation.roofline import LINK_SHARE
 from lowtide.foresight.rank_memory import RankMemory, parameter_bytes, replicas
-from lowtide.foresight.setup import Setup
 from lowtide.foresight.subjects import Facts
+from lowtide.foresight.training_setup import TrainingSetup
 from lowtide.graph.step_graph import StepGraph
 
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -31,7 +31,7 @@ _MEMORY_SHARE = 0.85
 _HOST_BYTES_PER_S = 50e9  # assumed: of an optimizer's step on the host
 
 
-def step_ms(setup: Setup, facts: Facts, rank: RankMemory, micro_ms: float, graph: StepGraph) -> float:
+def step_ms(setup: TrainingSetup, facts: Facts, rank: RankMemory, micro_ms: float, graph: StepGraph) -> float:
     """Milliseconds of one optimizer's step.
 
     Args:
@@ -46,7 +46,7 @@ def step_ms(setup: Setup, facts: Facts, rank: RankMemory, micro_ms: float, graph
     return max(rounds * (micro_ms + within), exchanged) + _optimizer_ms(setup, rank, device)
 
 
-def collective_bytes(graph: StepGraph, setup: Setup) -> list[float]:
+def collective_bytes(graph: StepGraph, setup: TrainingSetup) -> list[float]:
     """What one rank sends in each collective of ``graph``."""
     found = []
     for op in graph.ops:
@@ -58,7 +58,7 @@ def collective_bytes(graph: StepGraph, setup: Setup) -> list[float]:
     return found
 
 
-def _exchanged_bytes(setup: Setup, facts: Facts) -> dict[int, float]:
+def _exchanged_bytes(setup: TrainingSetup, facts: Facts) -> dict[int, float]:
     """By number of ranks that have the same parameters: among them, in one optimizer's step."""
     found: dict[int, float] = {}
     for p in facts.parameters:
@@ -78,7 +78,7 @@ def _moved_ms(device: Device, size: float) -> float:
     return 1e3 * size / (LINK_SHARE * device.peer_link_bytes_per_s)
 
 
-def _optimizer_ms(setup: Setup, rank: RankMemory, device: Device) -> float:
+def _optimizer_ms(setup: TrainingSetup, rank: RankMemory, device: Device) -> float:
     """Reads and writes state and parameters, and reads gradients."""
     if setup.optimizer == "none":
         return 0.0

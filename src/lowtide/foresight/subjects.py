@@ -20,7 +20,7 @@ from lowtide import long_sequences
 from lowtide.errors import LowtideError
 from lowtide.foresight import parallel_model, pipeline
 from lowtide.foresight.image_text import image_batch, image_form
-from lowtide.foresight.setup import PRECISIONS, Setup, SetupError
+from lowtide.foresight.training_setup import PRECISIONS, SetupError, TrainingSetup
 from lowtide.graph.repeated_layers import SHALLOW_LAYERS, with_layers
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.cuda_scripts import cuda_means_cpu
@@ -97,26 +97,26 @@ class Subject:
             raise SetupError(f"--seq-len {asked}: {self.name} takes {self.unit}, not sequences. Leave it out.")
         return 1
 
-    def row_tokens(self, setup: Setup) -> int:
+    def row_tokens(self, setup: TrainingSetup) -> int:
         """About so many tokens is one row of a batch."""
         return setup.seq_len if self.unit == "tokens" else _IMAGE_TOKENS
 
-    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    def build(self, setup: TrainingSetup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         """(model, batch, step); to be called under a ``HollowMode``."""
         raise NotImplementedError
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: TrainingSetup) -> None:
         """Raises: SetupError: the model cannot be trained so."""
 
     def size_words(self, rows: int, seq_len: int) -> str:
         """Of a batch."""
         return f"{rows} {self.unit}" if self.unit != "tokens" else f"{rows} x {seq_len} tokens"
 
-    def stage_layers(self, setup: Setup) -> range:
+    def stage_layers(self, setup: TrainingSetup) -> range:
         """Layers of the stage that is asked about."""
         raise NotImplementedError
 
-    def facts(self, setup: Setup) -> Facts:
+    def facts(self, setup: TrainingSetup) -> Facts:
         """Parameters as the setup has them; nothing runs."""
         key = _model_key(setup)
         if key not in self._facts:
@@ -140,7 +140,7 @@ class Subject:
                 )
         return self._facts[key]
 
-    def trace(self, setup: Setup) -> StepGraph:
+    def trace(self, setup: TrainingSetup) -> StepGraph:
         """The step of one rank, its optimizer left out."""
         key = (*_model_key(setup)[:-1], setup.batch_size, setup.seq_len, setup.attention, setup.chunk_loss)
         if key not in self._graphs:
@@ -150,7 +150,7 @@ class Subject:
             self._graphs[key] = replace(graph, provenance={**graph.provenance, "assumed": "\n".join(told)})
         return self._graphs[key]
 
-    def _trace(self, setup: Setup) -> StepGraph:
+    def _trace(self, setup: TrainingSetup) -> StepGraph:
         target = target_of(setup.device)
         with parallel_model.one_rank(self.name, setup):
             with self._without_memory(target) as mode:
@@ -190,7 +190,7 @@ class ConfigSubject(Subject):
                 return task
         raise UnknownModelError(f"transformers has no model that trains for a {type(self.config).__name__}.")
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: TrainingSetup) -> None:
         most = self.seq_len_most
         if most is not None and setup.seq_len > most:
             raise SetupError(
@@ -201,10 +201,10 @@ class ConfigSubject(Subject):
         if setup.chunk_loss and self.task != "CAUSAL_LM":
             raise SetupError(f"--chunk-loss is for causal language models; {self.name} is none.")
 
-    def stage_layers(self, setup: Setup) -> range:
+    def stage_layers(self, setup: TrainingSetup) -> range:
         return pipeline.layers_of(setup.stage or 0, setup.pipeline_parallel, self._text.num_hidden_layers)
 
-    def _trace(self, setup: Setup) -> StepGraph:
+    def _trace(self, setup: TrainingSetup) -> StepGraph:
         """That of a few layers, one of which is repeated; all of them where they are not alike."""
         layers = getattr(self._text, "num_hidden_layers", 0)
         deep = self.task == "CAUSAL_LM" and layers >= _DEEP * SHALLOW_LAYERS and setup.pipeline_parallel == 1
@@ -220,7 +220,7 @@ class ConfigSubject(Subject):
             self._layers_alike = False
         return super()._trace(setup)
 
-    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    def build(self, setup: TrainingSetup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         import transformers
 
         dtype, autocast = PRECISIONS[setup.precision]
@@ -255,7 +255,7 @@ class ConfigSubject(Subject):
             step = pipeline.stage_step
         return model, batch, in_autocast(target_of(setup.device), autocast, step or _loss) if autocast else step
 
-    def _batch(self, setup: Setup, dtype: torch.dtype, model: nn.Module) -> dict[str, torch.Tensor]:
+    def _batch(self, setup: TrainingSetup, dtype: torch.dtype, model: nn.Module) -> dict[str, torch.Tensor]:
         rows, tokens = setup.batch_size, setup.seq_len
         if self.task == "IMAGE_CLASSIFICATION":
             side, channels = getattr(self.config, "image_size", 224), getattr(self.config, "num_channels", 3)
@@ -281,7 +281,7 @@ class ScriptSubject(Subject):
         super().__init__()
         self.name = target
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: TrainingSetup) -> None:
         for option, given in (("--tensor-parallel", setup.tensor_parallel > 1),
                               ("--expert-parallel", setup.expert_parallel > 1),
                               ("--pipeline-parallel", setup.pipeline_parallel > 1), ("--lora", setup.lora_rank > 0),
@@ -289,12 +289,12 @@ class ScriptSubject(Subject):
             if given:
                 raise SetupError(f"{option} is for models by configuration. Do it in {self.name} itself.")
 
-    def build(self, setup: Setup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    def build(self, setup: TrainingSetup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         model, batch, step = load_step(self.name)
         return model, batch, step
 
 
-def _model_key(setup: Setup) -> tuple:
+def _model_key(setup: TrainingSetup) -> tuple:
     """What decides over the parameters; last what is only how they are stored."""
     divided = (setup.tensor_parallel, setup.sequence_parallel, setup.expert_parallel, setup.pipeline_parallel,
                setup.stage or 0, setup.chunk_loss and setup.tensor_parallel > 1)  # fmt: skip

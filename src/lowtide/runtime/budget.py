@@ -14,10 +14,10 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.runtime.reserved_memory import bytes_for_segments
 from lowtide.solvers.arguments import absolute_bytes
+from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
 from lowtide.tracing.sharding.zero3 import shards_of
 from lowtide.tracing.subclasses import plain_tensors
-from lowtide.tracing.tracer import device_of
 from lowtide.units import format_bytes, parse_budget
 
 AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates

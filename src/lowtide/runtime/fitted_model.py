@@ -31,8 +31,8 @@ from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tape import backward_entry
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors, call_of
-from lowtide.tracing.subclasses import wrapped_parameters
-from lowtide.tracing.tracer import Step, check_supported, device_of
+from lowtide.tracing.model_facts import ModelFacts
+from lowtide.tracing.tracer import Step
 from lowtide.tracing.whole_modules import called_whole
 from lowtide.verifier import Verification, suspended, verify_in
 
@@ -51,9 +51,10 @@ class Fit:
     """
 
     def __init__(
-        self, model: nn.Module, options: FitOptions, capacities: dict[str, int], batch: Any = None, *, prepare: Prepare
+        self, facts: ModelFacts, options: FitOptions, capacities: dict[str, int], batch: Any = None, *, prepare: Prepare
     ) -> None:
-        check_supported(model)
+        facts.check_supported()
+        model = facts.model
         self._model = weakref.ref(model)
         self._options = options
         self._budget = StepBudget(model, options.budget, options.optimizer, options.budget_kind)
@@ -62,8 +63,8 @@ class Fit:
         self._first: PlannedStep | None = None
         self._verification: Verification | None = None
         self._reasons = Reasons()
-        tiers = SharedTiers(device_of(model).type, options.offload, capacities, self._reasons.say)
-        self._watcher = StepWatcher(model, options, self._budget, self._planner, tiers, self._reasons)
+        tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)
+        self._watcher = StepWatcher(facts, options, self._budget, self._planner, tiers, self._reasons)
         self._recovery = Recovery(model, self._budget, self._watcher)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         called = ExitStack()
@@ -71,10 +72,10 @@ class Fit:
         if options.opaque:
             shown = ", ".join(options.opaque[:3]) + (", ..." if len(options.opaque) > 3 else "")
             self._reasons.say(f"{shown}: run again as a whole where a plan says so, their forward hooks too")
-        compiled = [path for path in module_calls.compiled_parts(model) if path]
-        if compiled and not wrapped_parameters(model):
+        compiled = [path for path in facts.compiled if path]
+        if compiled and not facts.is_wrapped:
             shown = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
-            inside = "; lowtide.compile plans inside of them" if device_of(model).type == "cpu" else ""
+            inside = "; lowtide.compile plans inside of them" if facts.device.type == "cpu" else ""
             self._reasons.say(
                 f"each call of compiled code is one op, which is kept or runs again as a whole: {shown}{inside}"
             )
@@ -82,7 +83,7 @@ class Fit:
         try:
             self._watcher.checkpointing.switch_off()
             tiers.measure_ahead()
-            if batch is None or not self._plan_first(model, batch):
+            if batch is None or not self._plan_first(facts, batch):
                 self._budget.check()
                 self._planner.start()
         except BaseException:
@@ -97,12 +98,12 @@ class Fit:
             module_calls.install(model, self._watcher),
         ]
 
-    def _plan_first(self, model: nn.Module, batch: Any) -> bool:
+    def _plan_first(self, facts: ModelFacts, batch: Any) -> bool:
         """Plan for ``batch``; False: there is no memory to rehearse it, and the real steps have to be watched."""
         try:
             first = self._first = self._rehearsal.planned(batch, self._options.step)
         except RehearsalMemoryError as error:
-            if group_of(model) is not None:  # the others have a plan, or raise
+            if group_of(facts.model) is not None:  # the others have a plan, or raise
                 raise
             self._reasons.say(f"not rehearsed, planned from real steps instead: {str(error).splitlines()[0]}")
             return False
@@ -110,12 +111,12 @@ class Fit:
         size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
         self._batch = batch if size < _HELD_BATCH * first.plan.plain_peak_bytes else None
         say = self._reasons.say
-        if not model.training:
+        if not facts.model.training:
             off = "dropout and BatchNorm are off in this plan"
             say(f"the model is in eval mode: {off}. Call model.train() first to train")
         if not first.shapes:
             say("the step never calls the model itself: only what runs inside fit.step_region() is taped")
-        if module_calls.is_compiled(model):
+        if "" in facts.compiled:
             say("the model is compiled as a whole: it runs as it is, and all that it stores is saved")
         return True
 

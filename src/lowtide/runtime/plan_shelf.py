@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -32,8 +30,7 @@ from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
-from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.subclasses import wrapped_parameters
+from lowtide.tracing.model_facts import ModelFacts
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
@@ -65,13 +62,13 @@ class PlanShelf:
 
     def __init__(
         self,
-        model: nn.Module,
+        facts: ModelFacts,
         options: FitOptions,
         planner: PlannerProcess,
         tiers: SharedTiers,
         reasons: Reasons,
     ) -> None:
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(facts.model)
         self._options, self._planner, self._tiers, self._reasons = options, planner, tiers, reasons
         self.plans: list[PlannedStep] = []
         self.seen: set[CallShape] = set()
@@ -79,7 +76,7 @@ class PlanShelf:
         self.least_bytes: dict[CallShape, int] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
-        self.is_sharded = bool(wrapped_parameters(model)) or is_partitioned(model.parameters())
+        self.is_sharded = facts.is_wrapped or facts.is_partitioned
         # Of the last planned steps of each pattern: did they run other ops?
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time

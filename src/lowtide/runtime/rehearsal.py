@@ -30,10 +30,11 @@ from lowtide.tape import attach
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.batches import without_history
+from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.restore import Gradients, preserve_training_state, versions
 from lowtide.tracing.subclasses import wrapped_parameters
-from lowtide.tracing.tracer import Step, device_of, record, run_step
+from lowtide.tracing.tracer import Step, record, run_step
 from lowtide.units import format_bytes, parse_budget
 
 _KNOWN = frozenset({"aten", "prims"})  # operators whose schemas are checked by the list and at first sight

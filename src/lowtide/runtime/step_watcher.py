@@ -46,6 +46,7 @@ from lowtide.tracing import module_calls, whole_modules
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.kinds_of_calls import ANEW
+from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.sharding.units import is_gathered_once
 from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
@@ -76,18 +77,19 @@ class StepWatcher:
 
     def __init__(
         self,
-        model: nn.Module,
+        facts: ModelFacts,
         options: FitOptions,
         budget: StepBudget,
         planner: PlannerProcess,
         tiers: SharedTiers,
         reasons: Reasons,
     ) -> None:
-        self._compiled = module_calls.compiled_call_of(model)
+        model = facts.model
+        self._compiled = module_calls.CompiledCall(model, "") if "" in facts.compiled else None
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self.options, self._budget = weakref.ref(model), options, budget
         self._reasons, self._say = reasons, reasons.say
-        self.shelf = PlanShelf(model, options, planner, tiers, reasons)
+        self.shelf = PlanShelf(facts, options, planner, tiers, reasons)
         self._was_sharded = self.shelf.is_sharded
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()

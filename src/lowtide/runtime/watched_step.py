@@ -34,13 +34,14 @@ from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
+from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.optimizer_state import existing_state_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.sharding.zero3 import has_gathered
 from lowtide.tracing.subclasses import plain_tensors
-from lowtide.tracing.tracer import add_residents, device_of, finished_graph, resident_bytes
+from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
 from lowtide.tracing.whole_modules import calls_compiled_code
 
 _NOTHING = nullcontext()

@@ -18,6 +18,7 @@ from lowtide.settings.description import Description
 from lowtide.settings.frameworks import describe
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.dispatch import solve
+from lowtide.solvers.search_context import SearchContext
 from lowtide.tracing.sources import trace
 from lowtide.tracing.tracer import Step
 
@@ -86,7 +87,7 @@ def plan_of(graph: StepGraph, costs: Costs, description: Description) -> Setting
     else:
         candidate, findings = candidate_of(graph, costs, description)
         description = with_findings(description, findings)
-        plan = build_plan(graph, costs, candidate, method="settings", budget_bytes=None, start_s=start_s)
+        plan = build_plan(SearchContext(graph, costs), candidate, method="settings", start_s=start_s)
     plan.provenance["settings"] = description.summary
     plan.provenance["settings_findings"] = "\n".join(map(str, description.findings))
     return SettingsPlan(plan, description, graph, costs)

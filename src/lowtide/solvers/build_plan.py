@@ -3,25 +3,22 @@
 import time
 
 from lowtide.errors import LowtideError
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ALLOCATED, RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import HOLDS_FOR, MOVES_HOLD_FOR, bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
 from lowtide.solvers.peak_report import evidence
+from lowtide.solvers.search_context import SearchContext
 
 
 def build_plan(
-    graph: StepGraph,
-    costs: Costs,
+    context: SearchContext,
     candidate: Candidate,
     *,
     method: str,
-    budget_bytes: int | None,
+    budget_bytes: int | None = None,
     budget_kind: str = ALLOCATED,
-    start_s: float,
+    start_s: float | None = None,
     tighten: bool = False,
     bounded: bool = True,
 ) -> Plan:
@@ -30,14 +27,14 @@ def build_plan(
     Args:
         budget_kind: What the budget is stated in. Reserved bytes are never fewer than allocated ones, so the bound for
             the same number of allocated bytes holds.
-        start_s: ``time.perf_counter()`` when solving began.
+        start_s: ``time.perf_counter()`` when solving began; None where nothing was solved.
         tighten: Whether to spend time on a tighter bound where the gap is large.
         bounded: Whether to spend time on a bound at all.
 
     Raises:
         LowtideError: the candidate's simulated peak is above the budget.
     """
-    timeline = simulate_actions(graph, costs, candidate.actions, candidate.replays, candidate.moves)
+    graph, costs, timeline = context.graph, context.costs, context.simulated(candidate).timeline
     if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
         raise LowtideError(
             f"method={method!r} came with a plan of {timeline.peak_bytes} bytes for a budget of {budget_bytes} bytes.\n"
@@ -62,11 +59,11 @@ def build_plan(
         # An op that others finish counts their reads as its own, and does not get them itself.
         reads = 0 if op.id in finished else sum(candidate.actions.get(s, SAVE) != SAVE for s in op.reads)
         ops.append(PlannedOp(op.name, op.frame, op.dynamic, completes, reads))
-    bound = (
-        None if budget_bytes is None or not bounded else bound_time(graph, costs, budget_bytes, candidate.capacities)
-    )
-    if tighten and bound is not None and budget_bytes is not None and not candidate.capacities:
-        bound = tighten_bound(graph, costs, budget_bytes, timeline.step_ms, bound)
+    bound = None
+    if budget_bytes is not None and bounded:
+        bound = bound_time(context, budget_bytes, candidate.capacities)
+        if tighten and not candidate.capacities:
+            bound = tighten_bound(context, budget_bytes, timeline.step_ms, bound)
     searched = {}
     if candidate.bound_ms is not None:
         searched["search_bound"] = f"{candidate.bound_ms:.3f} ms for the plans that method {method} looks at"
@@ -81,20 +78,20 @@ def build_plan(
         graph_fingerprint=graph.fingerprint,
         budget_bytes=budget_bytes,
         predicted_peak_bytes=timeline.peak_bytes,
-        plain_peak_bytes=simulate_actions(graph, costs, {}).peak_bytes,
+        plain_peak_bytes=context.plain.peak_bytes,
         resident_bytes=graph.resident_bytes,
         predicted_step_ms=timeline.step_ms,
         plain_step_ms=costs.plain_step_ms,
         # The bound is a float from another sum of the same terms.
         bound_ms=None if bound is None else min(bound.step_ms, timeline.step_ms),
         status=candidate.status,
-        solve_s=time.perf_counter() - start_s,
+        solve_s=0.0 if start_s is None else time.perf_counter() - start_s,
         device=graph.device,
         calls=graph.calls,
         region=graph.region,
         bound_model="" if bound is None else MOVES_HOLD_FOR if candidate.capacities else HOLDS_FOR,
         max_inflight_bytes=candidate.moves.max_inflight_bytes,
         written_parameters=graph.written_parameters,
-        evidence=evidence(graph, costs, candidate, timeline, None if bound is None else bound.ms_per_byte),
+        evidence=evidence(context, candidate, timeline, None if bound is None else bound.ms_per_byte),
         provenance={**graph.provenance, **candidate.provenance, **searched},
     )

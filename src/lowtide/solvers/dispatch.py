@@ -16,15 +16,16 @@ from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.infeasible import infeasible_error, residents_error
-from lowtide.solvers.offload.search import OffloadSearch
+from lowtide.solvers.offload.search import exact_search
 from lowtide.solvers.published.lazy_candidates import fastest_within, least_peak
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
 from lowtide.solvers.reserved_budget import within_counted, within_reserved
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import Limits, SearchContext
 
 METHODS = ("exact", *PUBLISHED)
 _USERS = {"n": ("every_n", "revolve"), "ratio": ("knapsack",)}  # methods that take an option
-_USERS |= dict.fromkeys(("gap", "time_limit_s", "node_limit", "offload"), ("exact",))
+_USERS |= dict.fromkeys(("gap", "time_limit_s", "node_limit", "offload", "effort"), ("exact",))
+FULL, FIRST = EFFORTS = "full", "first"
 
 
 def check_method(method: str, options: Mapping[str, Any]) -> None:
@@ -61,6 +62,7 @@ def solve(
     node_limit: int = Limits.node_limit,
     gap: float | None = Limits.gap,
     offload: TierLimits = (),
+    effort: str = FULL,
 ) -> Plan:
     """Decide for every stored storage whether to save, recompute or move it, so that the step fits and is fastest.
 
@@ -79,18 +81,24 @@ def solve(
         offload: Tiers that storages may be moved to (``host``, ``disk``), or how much of each may be used:
             ``{"disk": "20GiB"}``, None for any amount. ``costs`` has to know their links. For ``exact`` only.
         gap: Tolerated excess of the recompute time over the bound; by default 0 on tiny graphs and 1 % on others.
+        effort: ``first``: the first good plan, in about a tenth of the time and without a bound. Near the least peak,
+            where that takes longest, it is not looked for. For ``exact`` only, without ``offload``.
 
     Returns:
         A plan whose simulated peak, of the kind that the budget is stated in, is within the budget.
 
     Raises:
         BudgetInfeasibleError: the method has no plan that small; ``least_bytes`` is what would do.
-        ValueError: ``budget``, ``budget_kind``, ``method``, ``n``, ``ratio`` or ``offload`` makes no sense, or
-            ``method`` needs repeated layers and there are none.
+        ValueError: ``budget``, ``budget_kind``, ``method``, ``n``, ``ratio``, ``offload`` or ``effort`` makes no
+            sense, or ``method`` needs repeated layers and there are none.
         TypeError: ``budget`` is neither an int nor a string.
     """
     start_s = time.perf_counter()
-    given = {"n": n, "ratio": ratio, "offload": offload or None}
+    if effort not in EFFORTS:
+        raise ValueError(f"effort={effort!r} is not known. Use {FULL!r} or {FIRST!r}.")
+    if effort == FIRST and offload:
+        raise ValueError(f"effort={effort!r} has no meaning with offload={offload!r}. Leave one of them out.")
+    given = {"n": n, "ratio": ratio, "offload": offload or None, "effort": None if effort == FULL else effort}
     check_method(method, {name: value for name, value in given.items() if value is not None})
     capacities = offload_capacities(costs, offload)
     check_costs(graph, costs)
@@ -101,15 +109,26 @@ def solve(
         instead = f", or {option}=" if option else ""
         raise ValueError(f'budget=None: method="{method}" needs one. Pass bytes, "6GiB" or "40%"{instead}.')
 
-    def search() -> Plan:
-        return _search(
-            graph, costs, budget_bytes, budget_kind, method, n, ratio, Limits(time_limit_s, node_limit, gap),
-            capacities, start_s,
-        )  # fmt: skip
+    context = SearchContext(graph, costs, Limits(time_limit_s, node_limit, gap))
+
+    def plan() -> Plan:
+        with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
+            within = _first_plans(context) if effort == FIRST else _best_plans(context, method, n, ratio, capacities)
+            if budget_kind == RESERVED:
+                assert budget_bytes is not None
+                candidate = within_reserved(context, budget_bytes, within)
+            elif budget_bytes is not None and effort == FULL:
+                candidate = within_counted(context, budget_bytes, within)
+            else:
+                candidate = within(budget_bytes)
+            return build_plan(
+                context, candidate, method=method, budget_bytes=budget_bytes, budget_kind=budget_kind, start_s=start_s,
+                tighten=method == "exact", bounded=effort == FULL,
+            )  # fmt: skip
 
     if budget_bytes is not None and budget_bytes < graph.resident_bytes:
-        raise residents_error(graph, budget_bytes, partial(_error_of, search))
-    return search()
+        raise residents_error(graph, budget_bytes, partial(_error_of, plan))
+    return plan()
 
 
 def _error_of(search: Callable[[], Plan]) -> BudgetInfeasibleError:
@@ -121,48 +140,34 @@ def _error_of(search: Callable[[], Plan]) -> BudgetInfeasibleError:
     raise AssertionError("a plan below what lives through the whole step")
 
 
-def _search(
-    graph: StepGraph,
-    costs: Costs,
-    budget_bytes: int | None,
-    budget_kind: str,
-    method: str,
-    n: int | None,
-    ratio: float | None,
-    limits: Limits,
-    capacities: dict[str, int | None],
-    start_s: float,
-) -> Plan:
-    """``solve``, its arguments checked."""
-    with gc_disabled():  # many small objects and hardly a cycle: looking for them was a tenth of the time
-        within: Callable[[int | None], Candidate]
-        if method == "exact":
-            search: ExactSearch | OffloadSearch = (
-                OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
-            )
+def _first_plans(context: SearchContext) -> Callable[[Any], Candidate]:
+    """By allocated bytes: the first good plan."""
+    search = ExactSearch(context)
 
-            def within(allocated_bytes: int | None) -> Candidate:
-                assert allocated_bytes is not None
-                return search.within(allocated_bytes)
-        else:
-            known = lazy_candidates(graph, costs, method, n=n, ratio=ratio)
+    def within(budget_bytes: int) -> Candidate:
+        found = search.first(budget_bytes, near_least=False)
+        if found is None:
+            leanest = Candidate(min(search.published, key=lambda e: e.peak_bytes).actions)
+            raise infeasible_error(context, budget_bytes, leanest, method="exact", way_out='use effort="full"')
+        return found
 
-            def within(allocated_bytes: int | None) -> Candidate:
-                found = fastest_within(graph, costs, known, allocated_bytes)
-                if found is None:
-                    least = least_peak(graph, costs, known)
-                    assert least is not None and allocated_bytes is not None
-                    raise infeasible_error(graph, costs, allocated_bytes, least, method=method)
-                return found
+    return within
 
-        if budget_kind == RESERVED:
-            assert budget_bytes is not None
-            candidate = within_reserved(graph, costs, budget_bytes, within)
-        elif budget_bytes is not None:
-            candidate = within_counted(graph, costs, budget_bytes, within)
-        else:
-            candidate = within(budget_bytes)
-        return build_plan(
-            graph, costs, candidate, method=method, budget_bytes=budget_bytes, budget_kind=budget_kind,
-            start_s=start_s, tighten=method == "exact",
-        )  # fmt: skip
+
+def _best_plans(
+    context: SearchContext, method: str, n: int | None, ratio: float | None, capacities: Mapping[str, int | None]
+) -> Callable[[Any], Candidate]:
+    """By allocated bytes, or None for any number: the fastest plan of the method."""
+    if method == "exact":
+        return exact_search(context, capacities).within
+    known = lazy_candidates(context, method, n=n, ratio=ratio)
+
+    def within(budget_bytes: int | None) -> Candidate:
+        found = fastest_within(context, known, budget_bytes)
+        if found is None:
+            least = least_peak(context, known)
+            assert least is not None and budget_bytes is not None
+            raise infeasible_error(context, budget_bytes, least, method=method)
+        return found
+
+    return within

@@ -19,62 +19,36 @@ peak of large graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
 import highspy
 
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
-from lowtide.solvers.decomposition.segments import segments, windows
+from lowtide.solvers.decomposition.segments import segments
 from lowtide.solvers.graph_queries import ops_worth_replaying
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.least_peak import LeastPeakSearch
-from lowtide.solvers.local_search import Evaluated, descent
+from lowtide.solvers.local_search import LazyPath, descent
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within
 from lowtide.solvers.published.methods import chain_schedules, fixed_actions
-from lowtide.solvers.search_context import Limits, SearchContext, SearchResult
-
-
-class _Descent:
-    """Candidates with ever lower peaks, searched for as far as somebody asks; the path is the same however it is."""
-
-    def __init__(self, path: Iterator[Evaluated]) -> None:
-        self._path = path
-        self._found: list[Evaluated] = []
-
-    def within(self, budget_bytes: int, most_steps: int | None = None) -> list[Evaluated]:
-        """The first that needs no more than ``budget_bytes``, if there is one among the first ``most_steps``."""
-        return list(islice((e for e in islice(self._all(), most_steps) if e.peak_bytes <= budget_bytes), 1))
-
-    @property
-    def last(self) -> Evaluated:
-        return list(self._all())[-1]
-
-    def _all(self) -> Iterator[Evaluated]:
-        yield from self._found
-        for evaluated in self._path:
-            self._found.append(evaluated)
-            yield evaluated
+from lowtide.solvers.search_context import Evaluated, SearchContext, SearchResult
 
 
 class ExactSearch:
     """The search on one step; searches for several budgets share what they learn."""
 
-    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits) -> None:
-        self._ops = ops_worth_replaying(graph)
-        self._segment_of = segments(graph, self._ops)
-        self.context = SearchContext(graph, costs, limits, per_op=len(self._ops) <= tuning.PER_OP_MODEL_OPS)
-        self.graph, self.costs, self.limits, self.plain = graph, costs, limits, self.context.plain
+    def __init__(self, context: SearchContext) -> None:
+        self.context, self.graph = context, context.graph
 
     @property
     def decomposed(self) -> DecomposedSearch | None:
@@ -89,9 +63,9 @@ class ExactSearch:
     @cached_property
     def _models(self) -> tuple[DecomposedSearch | None, MonolithicSearch | None]:
         """Built when first asked for: the least peak is found without them."""
-        coarse = (
-            CoarseGraph(self.graph, self.costs, self._segment_of) if len(self._ops) <= tuning.MONOLITHIC_OPS else None
-        )
+        coarse = None
+        if len(ops_worth_replaying(self.graph)) <= tuning.MONOLITHIC_OPS:
+            coarse = CoarseGraph(self.context, segments(self.graph))
         columns = None if coarse is not None and coarse.size <= tuning.MONOLITHIC_SIZE else self._columns(coarse)
         if columns is None and (coarse is None or coarse.size > tuning.MONOLITHIC_NO_REPEATS_SIZE):
             coarse = self._coarse_by_segment()
@@ -102,17 +76,16 @@ class ExactSearch:
 
     def _columns(self, coarse: CoarseGraph | None) -> ColumnGeneration | None:
         """Column generation for the step; None where decomposing is not possible or not worth it."""
-        found = windows(self.graph, self._segment_of)
-        if found is None or len(found) < tuning.MIN_SEGMENTS:
+        columns = ColumnGeneration.of(self.context)
+        if columns is None:
             return None
-        columns = ColumnGeneration(self.graph, self.costs, self._segment_of, found)
-        all_differ = len(columns.distinct_pools) == len(found)
+        all_differ = len(columns.distinct_pools) == len(columns.pools)
         small = coarse is not None and coarse.size <= tuning.MONOLITHIC_NO_REPEATS_SIZE
         return None if all_differ and small else columns
 
     def _coarse_by_segment(self) -> CoarseGraph:
         """The model in which replays stay inside their segment."""
-        return CoarseGraph(self.graph, self.costs, self._segment_of, within_segments=True)
+        return CoarseGraph(self.context, segments(self.graph), within_segments=True)
 
     def within(self, budget_bytes: int, *, allow_fallback: bool = True) -> Candidate:
         """The fastest candidate found within ``budget_bytes``.
@@ -123,8 +96,9 @@ class ExactSearch:
         Raises:
             BudgetInfeasibleError: none was found that needs so little.
         """
-        if self.plain.peak_bytes <= budget_bytes:
-            return self._candidate(self.plain, "optimal", self.costs.plain_step_ms)
+        plain = self.context.plain
+        if plain.peak_bytes <= budget_bytes:
+            return self._candidate(plain, "optimal", self.context.costs.plain_step_ms)
         result = SearchResult(None, False, self.context.floor_ms)
         # A published method that fits is found faster than the proof that none can.
         if any(e.peak_bytes <= budget_bytes for e in self.published) or budget_bytes >= bound_peak(self.graph):
@@ -147,8 +121,8 @@ class ExactSearch:
         give nothing, the budget is near the least peak: the first on the way there, or a schedule of the chain methods.
         That takes longest and gives the slowest plans; without ``near_least`` it is left out.
         """
-        found = [e for e in (self.plain, *self.published) if e.peak_bytes <= budget_bytes]
-        if self.plain not in found:
+        found = [e for e in self.published if e.peak_bytes <= budget_bytes]
+        if self.context.plain.peak_bytes > budget_bytes:
             model = self.decomposed or self.monolithic
             assert model is not None
             found += model.first(budget_bytes)
@@ -156,21 +130,17 @@ class ExactSearch:
                 best = self.decomposed.by_single_segments(budget_bytes).best
                 found += [] if best is None else [best]
         if not found and (lean := self._least.found_within(budget_bytes)):  # an error has said that this is the least
-            found = [self.context.evaluate(lean.actions, lean.replays)]
+            found = [self.context.simulated(lean.candidate)]
         elif not found and near_least and budget_bytes >= bound_peak(self.graph):
             found = self._chain_within(budget_bytes)
             # With a schedule at hand, only what is found without a descent; where the step is one model, not even that.
             most_steps = 1 if found else None
             for path in self._descents if self.decomposed is not None or not found else ():
-                found += path.within(budget_bytes, most_steps)
+                found += _first_within(budget_bytes, islice(path, most_steps))
                 if found and most_steps is None:
                     break
         fastest = min(found, key=lambda e: e.rank, default=None)
         return None if fastest is None else self._candidate(fastest, "feasible", self.context.floor_ms)
-
-    def step_ms(self, candidate: Candidate) -> float:
-        """The simulated step time of ``candidate``."""
-        return self.context.evaluate(candidate.actions, candidate.replays).timeline.step_ms
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """What the models find."""
@@ -178,7 +148,7 @@ class ExactSearch:
             assert self.monolithic is not None
             return self.monolithic.fastest(budget_bytes)
         found = self.decomposed.fastest(budget_bytes)
-        if self.limits.gap != 0 or found.proven or self.monolithic is None:
+        if self.context.limits.gap != 0 or found.proven or self.monolithic is None:
             return found
         # No gap is tolerated: a model of all layers at once may find what no column has.
         monolithic = MonolithicSearch(self.context, self._coarse_by_segment()).fastest(budget_bytes)
@@ -192,13 +162,11 @@ class ExactSearch:
         """
         lean = self._least.within(budget_bytes)
         if lean is None:
-            least = self._least.least
-            candidate = Candidate(least.actions, replays=least.replays)
-            raise infeasible_error(self.graph, self.costs, budget_bytes, candidate, method="exact")
-        known = [self.context.evaluate(lean.actions, lean.replays)]
+            raise infeasible_error(self.context, budget_bytes, self._least.least.candidate, method="exact")
+        known = [self.context.simulated(lean.candidate)]
         known += [e for e in self.published if e.peak_bytes <= budget_bytes]
         for path in self._descents:
-            known += path.within(budget_bytes)
+            known += _first_within(budget_bytes, path)
         known += self._chain_within(budget_bytes)
         improved = [self._improved(e, budget_bytes) for e in known]
         return self._candidate(min(improved, key=lambda e: e.rank), "feasible", self.context.floor_ms)
@@ -210,39 +178,43 @@ class ExactSearch:
 
     def _chain_within(self, budget_bytes: int) -> list[Evaluated]:
         """The fastest schedule of the chain methods within the budget, if there is one."""
-        chain = fastest_within(self.graph, self.costs, self._chain_schedules, budget_bytes)
-        return [] if chain is None else [self.context.evaluate(chain.actions, chain.replays)]
+        chain = fastest_within(self.context, self._chain_schedules, budget_bytes)
+        return [] if chain is None else [self.context.simulated(chain)]
 
     @cached_property
     def _chain_schedules(self) -> list[LazyCandidate]:
         """Schedules that may replay an op many times."""
-        return chain_schedules(self.graph, self.costs)
+        return chain_schedules(self.context)
 
     @cached_property
     def published(self) -> list[Evaluated]:
-        """The published methods that take no budget."""
+        """The published methods that take no budget, the plain step first."""
         return [self.context.evaluate(actions) for actions in fixed_actions(self.graph)]
 
     @cached_property
     def min_peak(self) -> Evaluated:
         """The least peak found, the same for all costs."""
-        least = self._least.least
-        return self.context.evaluate(least.actions, least.replays)
+        return self.context.simulated(self._least.least.candidate)
 
     @cached_property
     def _least(self) -> LeastPeakSearch:
         return LeastPeakSearch(self.graph)
 
     @cached_property
-    def _descents(self) -> list[_Descent]:
+    def _descents(self) -> list[LazyPath[Evaluated]]:
         """Local searches for the least peak: from the models' least, and from the least of the published methods."""
         small = self.monolithic is not None and self.monolithic.coarse.size <= tuning.MONOLITHIC_NO_REPEATS_SIZE
         model = self.monolithic if small else self.decomposed or self.monolithic
         assert model is not None
-        starts = [model.min_peak(), min((self.plain, *self.published), key=lambda e: (e.peak_bytes, *e.rank))]
+        starts = [model.min_peak(), min(self.published, key=lambda e: (e.peak_bytes, *e.rank))]
         events = tuning.MIN_PEAK_EVENTS
-        return [_Descent(descent(self.graph, self.costs, s, events=events)) for s in starts if s is not None]
+        return [LazyPath(descent(self.context, s, events=events)) for s in starts if s is not None]
 
     def _candidate(self, evaluated: Evaluated, status: str, bound_ms: float) -> Candidate:
         solver = {"solver": f"HiGHS {highspy.Highs().version()}"}
-        return Candidate(evaluated.actions, status, bound_ms, solver, evaluated.replays)
+        return replace(evaluated.candidate, status=status, bound_ms=bound_ms, provenance=solver)
+
+
+def _first_within(budget_bytes: int, path: Iterable[Evaluated]) -> list[Evaluated]:
+    """The first that needs no more than ``budget_bytes``, if there is one."""
+    return list(islice((e for e in path if e.peak_bytes <= budget_bytes), 1))

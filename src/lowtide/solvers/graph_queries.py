@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import StepGraph
@@ -164,8 +163,3 @@ def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int]
             kept.add(storage)
     inside = {s for op in segment_of for s in graph.ops[op].makes}
     return complete_actions(graph, sorted((inside - kept) & graph.stored), kept)
-
-
-def taped_plain_ms(graph: StepGraph, costs: Costs) -> float:
-    """The step time without replays of a plan that recomputes or offloads: the tape watches all of forward."""
-    return costs.plain_step_ms + costs.dispatch_us / 1e3 * len(graph.forward_ops)

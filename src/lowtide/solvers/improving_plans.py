@@ -12,6 +12,7 @@ peak gets there.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from lowtide.gc_control import gc_disabled
 from lowtide.graph.costs import Costs
@@ -20,7 +21,7 @@ from lowtide.plan import Plan
 from lowtide.solvers.arguments import absolute_bytes, check_costs
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.exact import ExactSearch
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import SearchContext
 
 
 def improving_plans(graph: StepGraph, costs: Costs, budget: int | str) -> Iterator[Plan]:
@@ -41,21 +42,15 @@ def improving_plans(graph: StepGraph, costs: Costs, budget: int | str) -> Iterat
     start_s = time.perf_counter()
     check_costs(graph, costs)
     budget_bytes = absolute_bytes(graph, costs, budget)
+    context = SearchContext(graph, costs)
+    planned = partial(build_plan, context, method="exact", budget_bytes=budget_bytes, start_s=start_s)
     with gc_disabled():
-        search = ExactSearch(graph, costs, Limits())
+        search = ExactSearch(context)
         first = search.first(budget_bytes)
-        plan = None
-        if first is not None:
-            plan = build_plan(
-                graph, costs, first, method="exact", budget_bytes=budget_bytes, start_s=start_s, bounded=False
-            )
+        plan = None if first is None else planned(first, bounded=False)
     if plan is not None:
         yield plan
     with gc_disabled():
-        candidate = search.within(budget_bytes)
-        if first is not None and search.step_ms(first) < search.step_ms(candidate):
-            candidate = first
-        plan = build_plan(
-            graph, costs, candidate, method="exact", budget_bytes=budget_bytes, start_s=start_s, tighten=True
-        )
+        found = [candidate for candidate in (search.within(budget_bytes), first) if candidate is not None]
+        plan = planned(min(found, key=lambda c: context.simulated(c).timeline.step_ms), tighten=True)
     yield plan

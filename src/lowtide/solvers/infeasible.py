@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_peak_with_offload
 from lowtide.solvers.peak_report import bottleneck, modules_at_peak
+from lowtide.solvers.search_context import SearchContext
 from lowtide.units import format_bytes
 
 _MOST_MODULES = 4
@@ -38,14 +37,21 @@ def residents_error(
 
 
 def infeasible_error(
-    graph: StepGraph, costs: Costs, budget_bytes: int, least: Candidate, *, method: str, offload: bool = False
+    context: SearchContext,
+    budget_bytes: int,
+    least: Candidate,
+    *,
+    method: str,
+    offload: bool = False,
+    way_out: str = "",
 ) -> BudgetInfeasibleError:
     """The error for a budget below the peak of ``least``, the candidate with the least peak that the method found.
 
     Args:
         offload: Whether the method may offload storages: then the bound for plans that offload nothing is not quoted.
+        way_out: What to do besides raising the budget; by default to reduce the batch, or to use ``exact``.
     """
-    timeline = simulate_actions(graph, costs, least.actions, least.replays, least.moves)
+    graph, timeline = context.graph, context.simulated(least).timeline
     asked, found = format_bytes(budget_bytes), _both(timeline.peak_bytes)
     proven = 0 if method != "exact" else bound_peak_with_offload(graph) if offload else bound_peak(graph)
     lines = [f"no plan fits budget={asked}: method={method!r} needs at least {found}."]
@@ -66,7 +72,7 @@ def infeasible_error(
     held = list(modules_at_peak(graph, least, timeline).items())[:_MOST_MODULES]
     lines += ["What the leanest holds besides at its peak:"] if held else []
     lines += [f"  {format_bytes(size):>11}  {module}" for module, size in held]
-    other = "reduce the batch" if method == "exact" else 'use method="exact"'
+    other = way_out or ("reduce the batch" if method == "exact" else 'use method="exact"')
     lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.")
     return BudgetInfeasibleError(
         "\n".join(lines), budget_bytes=budget_bytes, least_bytes=timeline.peak_bytes, proven_bytes=proven

@@ -18,21 +18,20 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import SAVE
 from lowtide.solvers import tuning
+from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.master import ColumnGeneration
-from lowtide.solvers.decomposition.segments import segments, windows
-from lowtide.solvers.graph_queries import choices, complete_actions, ops_worth_replaying, recomputable
-from lowtide.solvers.local_search import Evaluated, changes, evaluate
+from lowtide.solvers.graph_queries import choices, complete_actions, recomputable
+from lowtide.solvers.local_search import LazyPath, changes
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.lazy_candidates import least_peak
 from lowtide.solvers.published.methods import chain_schedules, fixed_actions
-from lowtide.solvers.search_context import Limits, SearchContext
+from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
 class LeanPlan(NamedTuple):
-    """Actions and replays of one candidate, and its simulated peak."""
+    """A candidate, and its simulated peak."""
 
-    actions: dict[int, str]
-    replays: dict[int, int]
+    candidate: Candidate
     peak_bytes: int
 
 
@@ -44,16 +43,14 @@ class LeastPeakSearch:
     """Candidates with ever lower peaks, searched for as far as somebody asks; the path is the same however it is."""
 
     def __init__(self, graph: StepGraph) -> None:
-        self._graph, self._costs = graph, Costs((1.0,) * len(graph.ops))
-        self._context = SearchContext(graph, self._costs, Limits(), per_op=False)
+        self._graph, self._context = graph, SearchContext(graph, Costs((1.0,) * len(graph.ops)))
         self._events = tuning.LEAST_PEAK_EVENTS
-        self._found: list[LeanPlan] = []
-        self._path = self._search()
+        self._path = LazyPath(LeanPlan(e.candidate, e.peak_bytes) for e in self._search())
 
     def within(self, budget_bytes: int) -> LeanPlan | None:
         """One that needs no more than ``budget_bytes``; None where none is found."""
         known = _least.get(self._graph.fingerprint)
-        candidates = self._all() if known is None else (known,)
+        candidates = self._path if known is None else (known,)
         return next((plan for plan in candidates if plan.peak_bytes <= budget_bytes), None)
 
     def found_within(self, budget_bytes: int) -> LeanPlan | None:
@@ -66,16 +63,10 @@ class LeastPeakSearch:
         """The one with the least peak."""
         fingerprint = self._graph.fingerprint
         if fingerprint not in _least:
-            *_, _least[fingerprint] = self._all()
+            *_, _least[fingerprint] = self._path
             while len(_least) > tuning.LEAST_PEAKS_KEPT:
                 _least.popitem(last=False)
         return _least[fingerprint]
-
-    def _all(self) -> Iterator[LeanPlan]:
-        yield from self._found
-        for found in self._path:
-            self._found.append(LeanPlan(found.actions, found.replays, found.peak_bytes))
-            yield self._found[-1]
 
     def _search(self) -> Iterator[Evaluated]:
         best, proven = self._context.plain, bound_peak(self._graph)
@@ -107,15 +98,13 @@ class LeastPeakSearch:
 
     def _starts(self) -> Iterator[Evaluated]:
         graph, evaluate = self._graph, self._context.evaluate
-        chain = least_peak(graph, self._costs, chain_schedules(graph, self._costs))
+        chain = least_peak(self._context, chain_schedules(self._context))
         if chain is not None:
-            yield evaluate(chain.actions, chain.replays)
+            yield self._context.simulated(chain)
         else:
             yield min(map(evaluate, fixed_actions(graph)), key=lambda e: (e.peak_bytes, *e.rank))
-        segment_of = segments(graph, ops_worth_replaying(graph))
-        found = windows(graph, segment_of)
-        if found is not None and len(found) >= tuning.MIN_SEGMENTS:
-            choice = ColumnGeneration(graph, self._costs, segment_of, found).min_peak_choice()
+        if (columns := ColumnGeneration.of(self._context)) is not None:
+            choice = columns.min_peak_choice()
             yield evaluate(choice.actions, choice.replays)
         if len(graph.events) <= tuning.LEAST_PEAK_DEEP_EVENTS:
             yield evaluate(complete_actions(graph, graph.stored))
@@ -130,10 +119,10 @@ class LeastPeakSearch:
         while found:
             found, height = False, _height(current)
             limit_bytes = height[0] - (height[1] == 1)
-            for change in sorted(changes(self._graph, self._costs, current), key=lambda c: c.ms_per_byte):
+            for change in sorted(changes(self._context, current), key=lambda c: c.ms_per_byte):
                 if self._events <= max(most, 0):
                     return
-                other = evaluate(self._graph, self._costs, change.actions, change.replays, limit_bytes)
+                other = self._context.evaluate(change.actions, change.replays, limit_bytes)
                 self._events -= len(other.timeline.live_bytes) + len(other.timeline.replays)
                 if _height(other) < height:
                     current, found = other, True

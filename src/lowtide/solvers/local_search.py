@@ -14,85 +14,20 @@ The models of ``exact.py`` replay every op at most once; this is how it learns w
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
-from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import choices, complete_actions
+from lowtide.solvers.search_context import Evaluated, SearchContext
 
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A candidate and what the simulator says of it; ``replays`` as in ``simulate_actions``."""
-
-    actions: dict[int, str]
-    timeline: Timeline
-    replays: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.timeline.peak_bytes
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Faster is better; of equally fast ones the one with the lower peak."""
-        return self.timeline.step_ms, self.timeline.peak_bytes
-
-
-def evaluate(
-    graph: StepGraph,
-    costs: Costs,
-    actions: dict[int, str],
-    replays: Mapping[int, int] | None = None,
-    limit_bytes: float = math.inf,
-) -> Evaluated:
-    """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped.
-
-    Args:
-        limit_bytes: As for ``simulate_actions``.
-    """
-    again = {s: count for s, count in (replays or {}).items() if actions.get(s) == RECOMPUTE and count > 1}
-    return Evaluated(actions, simulate_actions(graph, costs, actions, again, limit_bytes=limit_bytes), again)
-
-
-def reduce_peak(
-    graph: StepGraph,
-    costs: Costs,
-    start: Evaluated,
-    *,
-    target_bytes: int = 0,
-    max_ms_per_byte: float = math.inf,
-    max_ms: float = math.inf,
-    least_ms_per_byte: float = 0.0,
-    events: int,
-) -> list[Evaluated]:
-    """Candidates with ever lower peaks, from ``start`` on.
-
-    Args:
-        target_bytes: No peak needs to be lower.
-        max_ms_per_byte: Changes that cost more are not taken.
-        max_ms: Nothing is changed in a slower step.
-        least_ms_per_byte: What every byte of peak above the target is expected to cost; where that leads above
-            ``max_ms``, the search ends.
-        events: How many events may be simulated.
-
-    Returns:
-        ``start``, and what was found, by falling peak; the last has at most ``target_bytes`` if that was reached.
-    """
-    return list(descent(
-        graph, costs, start, target_bytes=target_bytes, max_ms_per_byte=max_ms_per_byte, max_ms=max_ms,
-        least_ms_per_byte=least_ms_per_byte, events=events,
-    ))  # fmt: skip
+T = TypeVar("T")
 
 
 def descent(
-    graph: StepGraph,
-    costs: Costs,
+    context: SearchContext,
     start: Evaluated,
     *,
     target_bytes: int = 0,
@@ -101,7 +36,16 @@ def descent(
     least_ms_per_byte: float = 0.0,
     events: int,
 ) -> Iterator[Evaluated]:
-    """What ``reduce_peak`` finds, one after the other."""
+    """Yield ``start`` and candidates with ever lower peaks; the last has at most ``target_bytes`` if that was reached.
+
+    Args:
+        target_bytes: No peak needs to be lower.
+        max_ms_per_byte: Changes that cost more are not taken.
+        max_ms: Nothing is changed in a slower step.
+        least_ms_per_byte: What every byte of peak above the target is expected to cost; where that leads above
+            ``max_ms``, the search ends.
+        events: How many events may be simulated.
+    """
     yield start
     current, lowest_bytes = start, start.peak_bytes
     for _ in range(tuning.MAX_DESCENT_STEPS):
@@ -111,12 +55,12 @@ def descent(
         best: tuple[tuple[bool, float, float, int], Evaluated] | None = None
         peak_bytes = current.peak_bytes
         num_at_peak = sum(peak >= peak_bytes for peak in current.timeline.event_peak_bytes)
-        numbered = enumerate(changes(graph, costs, current))
+        numbered = enumerate(changes(context, current))
         for place, change in sorted(numbered, key=lambda n: n[1].ms_per_byte):
             if best is not None and not best[0][0] and change.ms_per_byte > best[0][1]:
                 break
-            events -= len(graph.events)
-            other = evaluate(graph, costs, change.actions, change.replays)
+            events -= len(context.graph.events)
+            other = context.evaluate(change.actions, change.replays)
             if other.peak_bytes > peak_bytes:
                 continue
             less, added_ms = peak_bytes - other.peak_bytes, other.timeline.step_ms - current.timeline.step_ms
@@ -139,6 +83,20 @@ def descent(
             yield current
 
 
+class LazyPath(Generic[T]):
+    """What a search finds, one after the other, searched for as far as somebody asks: it is the same however it is."""
+
+    def __init__(self, search: Iterator[T]) -> None:
+        self._search = search
+        self._found: list[T] = []
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._found
+        for one in self._search:
+            self._found.append(one)
+            yield one
+
+
 class Change(NamedTuple):
     """A candidate near the present one, and the least that it can cost per byte off the peak, by estimate."""
 
@@ -147,15 +105,16 @@ class Change(NamedTuple):
     ms_per_byte: float
 
 
-def changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[Change]:
+def changes(context: SearchContext, current: Evaluated) -> Iterator[Change]:
     """Actions and replays with one change each that takes something off the peak."""
+    graph = context.graph
     contents = contents_at_peak(graph, current.actions, current.replays, current.timeline)
 
     def change(actions: dict[int, str], again: list[int]) -> Change:
         """The change to ``actions``, and to one replay more of the ops ``again``."""
         dropped = [s for s, action in actions.items() if action == RECOMPUTE != current.actions.get(s)]
         replays = _with_one_more_replay(graph, actions, current.replays, again)
-        return Change(actions, replays, _estimated_ms_per_byte(graph, costs, contents, dropped, again))
+        return Change(actions, replays, _estimated_ms_per_byte(context, contents, dropped, again))
 
     for op in dict.fromkeys(graph.storages[s].op for s in _largest(contents.replayed)):
         if op is None:
@@ -177,9 +136,10 @@ def changes(graph: StepGraph, costs: Costs, current: Evaluated) -> Iterator[Chan
 
 
 def _estimated_ms_per_byte(
-    graph: StepGraph, costs: Costs, contents: PeakContents, dropped: list[int], again: list[int]
+    context: SearchContext, contents: PeakContents, dropped: list[int], again: list[int]
 ) -> float:
     """What a byte off the peak costs at least, if each op of ``dropped`` and ``again`` runs once more."""
+    graph, costs = context.graph, context.costs
     ops = {*again, *(graph.storages[s].op for s in dropped)}
     ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in ops if op is not None)
     size = sum(contents.originals.get(s, 0) for s in dropped)

@@ -10,43 +10,41 @@ is for small steps only, where a simulation and a relaxation take little.
 
 import math
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
-from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
+from lowtide.solvers.local_search import descent
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.rounding import rounded, violated_stages
+from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
-def round_relaxation(
-    graph: StepGraph, costs: Costs, budget_bytes: int, *, most_ms: float, enough_ms: float
-) -> list[Evaluated]:
+def round_relaxation(context: SearchContext, budget_bytes: int, *, most_ms: float, enough_ms: float) -> list[Evaluated]:
     """Ways within ``budget_bytes``, each faster than the one before.
 
     Args:
         most_ms: Slower ways are of no use.
         enough_ms: None needs to be faster.
     """
+    graph = context.graph
     found: list[Evaluated] = []
     slots: set[int] = set()
     most_bytes = budget_bytes + tuning.LP_ROUNDING_MAX_EXCESS * (budget_bytes - graph.resident_bytes)
     for _ in range(tuning.LP_ROUNDING_ROUNDS if len(graph.ops) <= tuning.LP_ROUNDING_OPS else 0):
-        model = Relaxation(graph, costs, budget_bytes, slots=slots)
+        model = Relaxation(context, budget_bytes, slots=slots)
         relaxed = model.program.relax()
         if not math.isfinite(relaxed.objective):
             break
         seen: list[dict[int, str]] = []
         for share in tuning.LP_ROUNDING_THRESHOLDS:
-            start = evaluate(graph, costs, *rounded(model, relaxed.values, share))
+            start = context.evaluate(*rounded(model, relaxed.values, share))
             if start.peak_bytes > most_bytes or start.actions in seen:
                 continue
             seen.append(start.actions)
-            path = reduce_peak(
-                graph, costs, start, target_bytes=budget_bytes, max_ms=most_ms, events=tuning.LP_ROUNDING_EVENTS
+            *_, last = descent(
+                context, start, target_bytes=budget_bytes, max_ms=most_ms, events=tuning.LP_ROUNDING_EVENTS
             )
-            if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < most_ms:
-                found.append(path[-1])
-                most_ms = path[-1].timeline.step_ms
+            if last.peak_bytes <= budget_bytes and last.timeline.step_ms < most_ms:
+                found.append(last)
+                most_ms = last.timeline.step_ms
         more = violated_stages(model, relaxed.values, budget_bytes)
         if most_ms <= enough_ms or not more:
             break

@@ -8,12 +8,10 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan, in_notebook
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.arguments import TierLimits, offload_capacities
 from lowtide.solvers.build_plan import build_plan
-from lowtide.solvers.exact import ExactSearch
-from lowtide.solvers.offload.search import OffloadSearch
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.offload.search import exact_search
+from lowtide.solvers.search_context import Limits, SearchContext
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,9 @@ def frontier(
         raise ValueError(f"points={points}: a trade-off has two ends. Ask for 2 or more.")
     capacities = offload_capacities(costs, offload)
     # Many points, so each of them quickly: ``solve`` may find a little more at one.
-    limits = Limits(multi_segment=False)
-    search: ExactSearch | OffloadSearch = (
-        OffloadSearch(graph, costs, limits, capacities) if capacities else ExactSearch(graph, costs, limits)
-    )
-    least, most = graph.resident_bytes, simulate_actions(graph, costs, {}).peak_bytes
+    context = SearchContext(graph, costs, Limits(multi_segment=False))
+    search = exact_search(context, capacities)
+    least, most = graph.resident_bytes, context.plain.peak_bytes
     try:
         search.within(least)
     except BudgetInfeasibleError as error:
@@ -79,7 +75,7 @@ def frontier(
     for done, budget in enumerate(budgets, start=1):
         start_s = time.perf_counter()
         candidate = search.within(budget)
-        found.append(build_plan(graph, costs, candidate, method="exact", budget_bytes=budget, start_s=start_s))
+        found.append(build_plan(context, candidate, method="exact", budget_bytes=budget, start_s=start_s))
         if progress is not None:
             progress(done, len(budgets))
     # A plan for less memory that happens to be faster serves the larger budget as well.

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.function_ops import timed_function_groups
 from lowtide.graph.step_graph import Op, StepGraph
@@ -12,20 +11,20 @@ from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
 from lowtide.simulation.simulator import Timeline
 from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.search_context import SearchContext
 
 _MOST_HOLDERS = 6
 _SLICES = 40  # of the step, for each of which link use is stored
 
 
-def evidence(
-    graph: StepGraph, costs: Costs, candidate: Candidate, timeline: Timeline, ms_per_byte: float | None
-) -> Evidence:
+def evidence(context: SearchContext, candidate: Candidate, timeline: Timeline, ms_per_byte: float | None) -> Evidence:
     """The peak's moment, what fills it, the price of memory, what links carry.
 
     Args:
         timeline: What the simulator says of ``candidate``.
         ms_per_byte: Step time that one more byte of budget saves, by the bound; None: not known.
     """
+    graph = context.graph
     peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
     holders = _holders(graph, candidate.actions, peak)
     shown = holders[:_MOST_HOLDERS]
@@ -40,7 +39,7 @@ def evidence(
         other_bytes=other,
         ms_per_byte=ms_per_byte,
         links=_links(timeline),
-        functions=timed_function_groups(graph, costs.op_ms),
+        functions=timed_function_groups(graph, context.costs.op_ms),
         stored_bytes=sum(graph.storages[s].bytes for s in graph.stored),
     )
 

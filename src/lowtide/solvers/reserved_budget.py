@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.simulation.allocator_peaks import why_unknown
-from lowtide.simulation.simulator import Timeline, simulate_actions
+from lowtide.simulation.simulator import Timeline
 from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.search_context import SearchContext
 from lowtide.units import format_bytes
 
 _ROUNDS = 8
@@ -27,7 +26,7 @@ _COUNTED_ROUNDS = 3
 _LEAST_LOWERED_BY = 1 / 64  # of what the step makes: what is reserved comes in whole segments
 
 
-def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: Callable[[int], Candidate]) -> Candidate:
+def within_reserved(context: SearchContext, budget_bytes: int, within: Callable[[int], Candidate]) -> Candidate:
     """A plan that reserves no more than ``budget_bytes``, the fastest of those that were tried.
 
     Args:
@@ -36,6 +35,7 @@ def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: C
     Raises:
         BudgetInfeasibleError: none does, the plan with the least allocated peak included; all its bytes are reserved.
     """
+    resident_bytes = context.graph.resident_bytes
     best: tuple[float, Candidate] | None = None
     limit_bytes, fits_bytes, fails_bytes = budget_bytes, 0, budget_bytes + 1
     for _ in range(_ROUNDS):
@@ -43,9 +43,9 @@ def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: C
             candidate = within(limit_bytes)
         except BudgetInfeasibleError:
             break
-        timeline = _simulated(graph, costs, candidate)
+        timeline = context.simulated(candidate).timeline
         over_bytes = _reserved(timeline) - budget_bytes
-        smallest_step = max(1, int(_LEAST_LOWERED_BY * (timeline.peak_bytes - graph.resident_bytes)))
+        smallest_step = max(1, int(_LEAST_LOWERED_BY * (timeline.peak_bytes - resident_bytes)))
         if over_bytes <= 0:
             fits_bytes = limit_bytes
             if best is None or timeline.step_ms < best[0]:
@@ -61,10 +61,10 @@ def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: C
     if best is not None:
         return best[1]
     try:
-        leanest, proven_bytes = within(graph.resident_bytes), 0
+        leanest, proven_bytes = within(resident_bytes), 0
     except BudgetInfeasibleError as error:
         leanest, proven_bytes = within(error.least_bytes), error.proven_bytes
-    timeline = _simulated(graph, costs, leanest)
+    timeline = context.simulated(leanest).timeline
     least_bytes = _reserved(timeline)
     if least_bytes <= budget_bytes:
         return leanest
@@ -81,7 +81,7 @@ def within_reserved(graph: StepGraph, costs: Costs, budget_bytes: int, within: C
     )
 
 
-def within_counted(graph: StepGraph, costs: Costs, budget_bytes: int, within: Callable[[int], Candidate]) -> Candidate:
+def within_counted(context: SearchContext, budget_bytes: int, within: Callable[[int], Candidate]) -> Candidate:
     """A plan of which the device counts no more than ``budget_bytes`` allocated; else the fastest by bytes asked for.
 
     Args:
@@ -91,11 +91,11 @@ def within_counted(graph: StepGraph, costs: Costs, budget_bytes: int, within: Ca
         BudgetInfeasibleError: no plan has so few bytes.
     """
     fastest = candidate = within(budget_bytes)
-    if why_unknown(graph.device):
+    if why_unknown(context.graph.device):
         return fastest
     limit_bytes = budget_bytes
     for _ in range(_COUNTED_ROUNDS):
-        timeline = _simulated(graph, costs, candidate)
+        timeline = context.simulated(candidate).timeline
         over_bytes = (timeline.counted_peak_bytes or 0) - budget_bytes
         if over_bytes <= 0:
             return candidate
@@ -106,12 +106,8 @@ def within_counted(graph: StepGraph, costs: Costs, budget_bytes: int, within: Ca
             return fastest
         if candidate.status == "optimal":  # for fewer bytes than there are
             candidate = replace(candidate, status="feasible")
-    counted = _simulated(graph, costs, candidate).counted_peak_bytes or 0
+    counted = context.simulated(candidate).timeline.counted_peak_bytes or 0
     return candidate if counted <= budget_bytes else fastest
-
-
-def _simulated(graph: StepGraph, costs: Costs, candidate: Candidate) -> Timeline:
-    return simulate_actions(graph, costs, candidate.actions, candidate.replays, candidate.moves)
 
 
 def _reserved(timeline: Timeline) -> int:

@@ -1,16 +1,21 @@
-"""State shared by the search stages: graph, costs, limits, tolerance, evaluation."""
+"""What all searches on one step share: its graph, costs and limits, and what the simulator says of a candidate."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.plan import RECOMPUTE
+from lowtide.simulation.replay_bursts import Replay
+from lowtide.simulation.simulator import Timeline, simulate_actions
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import choices, complete_actions, taped_plain_ms
-from lowtide.solvers.local_search import Evaluated, evaluate
+from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.graph_queries import choices, complete_actions, ops_worth_replaying
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,32 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """A candidate and the simulated step."""
+
+    candidate: Candidate
+    timeline: Timeline
+
+    @property
+    def actions(self) -> dict[int, str]:
+        return self.candidate.actions
+
+    @property
+    def replays(self) -> dict[int, int]:
+        return self.candidate.replays
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower is better: faster, of about equally fast ones with fewer transfers, of equal ones the lower peak."""
+        busy_ms = sum(t.end_ms - t.start_ms for t in self.timeline.transfers)
+        return self.timeline.step_ms + tuning.TRANSFER_INTERFERENCE * busy_ms, self.timeline.peak_bytes
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """What one search found."""
 
@@ -46,21 +77,53 @@ class SearchResult:
 
 
 class SearchContext:
-    """One step, the limits of its search, and how to evaluate a candidate.
+    """One step, the limits of its search, and how to evaluate a candidate."""
 
-    Attributes:
-        per_op: Whether the step is modelled op by op.
-        plain: The step that saves everything.
-        floor_ms: Step time without replays: whatever is recomputed, the tape watches all of forward.
-    """
+    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits | None = None) -> None:
+        self.graph, self.costs, self.limits = graph, costs, limits or Limits()
 
-    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, *, per_op: bool) -> None:
-        self.graph, self.costs, self.limits, self.per_op = graph, costs, limits, per_op
-        self.floor_ms = taped_plain_ms(graph, costs)
-        self.plain = self.evaluate(complete_actions(graph, ()))
+    @cached_property
+    def per_op(self) -> bool:
+        """Whether the step is modelled op by op."""
+        return len(ops_worth_replaying(self.graph)) <= tuning.PER_OP_MODEL_OPS
 
-    def evaluate(self, actions: dict[int, str], replays: dict[int, int] | None = None) -> Evaluated:
-        return evaluate(self.graph, self.costs, actions, replays)
+    @cached_property
+    def plain(self) -> Evaluated:
+        """The step that saves everything."""
+        return self.evaluate(complete_actions(self.graph, ()))
+
+    @cached_property
+    def floor_ms(self) -> float:
+        """Step time without replays under a plan that recomputes or offloads: the tape watches all of forward."""
+        return self.costs.plain_step_ms + self.costs.dispatch_us / 1e3 * len(self.graph.forward_ops)
+
+    def simulated(self, candidate: Candidate, limit_bytes: float = math.inf) -> Evaluated:
+        """``candidate`` with its timeline; ``limit_bytes`` as for ``simulate_actions``."""
+        line = simulate_actions(
+            self.graph, self.costs, candidate.actions, candidate.replays, candidate.moves, limit_bytes
+        )
+        return Evaluated(candidate, line)
+
+    def evaluate(
+        self, actions: dict[int, str], replays: Mapping[int, int] | None = None, limit_bytes: float = math.inf
+    ) -> Evaluated:
+        """``actions`` with their timeline; ``replays`` of storages that they do not recompute are dropped."""
+        again = {s: count for s, count in (replays or {}).items() if actions.get(s) == RECOMPUTE and count > 1}
+        return self.simulated(Candidate(actions, replays=again), limit_bytes)
+
+    def event_times(self, replays: Iterable[Replay] = ()) -> list[float]:
+        """Milliseconds from the start of the step to each event and to the end; ``replays`` included, no waits."""
+        graph, costs = self.graph, self.costs
+        extra = [0.0] * (len(graph.events) + 1)
+        for replay in replays:
+            extra[replay.event + 1] += costs.op_ms[replay.op] + costs.replay_us / 1e3
+        now, found = 0.0, []
+        for event, (kind, number) in enumerate(graph.events):
+            now += extra[event]
+            found.append(now)
+            if kind == RUN:
+                now += costs.op_ms[number] + (0.0 if graph.ops[number].backward else costs.dispatch_us / 1e3)
+        return [*found, now + extra[-1]]
 
     def tolerances(self) -> tuple[float, float]:
         """The gap at which a search may stop: relative to the recompute time, and in milliseconds."""

@@ -21,9 +21,9 @@ from lowtide.tape.switched_mode import is_on
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_parallel import unwrapped
+from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.restore import check_can_be_rehearsed
 from lowtide.tracing.sharding import recording as sharding_recording
-from lowtide.tracing.tracer import check_supported
 from lowtide.tracing.whole_modules import called_whole
 
 
@@ -117,7 +117,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
         PlanMismatchError: it names modules that ``model`` does not have, or is for another device.
         UnsupportedModelError: see ``trace``.
     """
-    check_supported(model)
+    ModelFacts(model).check_supported()
     check_can_be_rehearsed(model)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")

@@ -16,27 +16,23 @@ from torch import nn
 from lowtide.device.block_size import block_bytes
 from lowtide.device.memory import allocated_bytes as device_bytes
 from lowtide.device.names import device_name, is_accelerator
-from lowtide.errors import LowtideError, StepError, UnsupportedModelError
+from lowtide.errors import LowtideError, StepError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.memory import is_hollow
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.data_parallel import ddp_bucket_bytes, ddp_wrapper_of, unwrapped
-from lowtide.tracing.deepspeed_engines import is_partitioned
+from lowtide.tracing.data_parallel import ddp_bucket_bytes, unwrapped
 from lowtide.tracing.gradient_sums import fold
+from lowtide.tracing.model_facts import ModelFacts, device_of
 from lowtide.tracing.operators import is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
-from lowtide.tracing.sharding.units import gather_each_once, why_not_supported
-from lowtide.tracing.sharding.zero3 import coordinators_of, shards_of
-from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
+from lowtide.tracing.sharding.units import gather_each_once
+from lowtide.tracing.sharding.zero3 import shards_of
+from lowtide.tracing.subclasses import plain_tensors
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
-_WRAPPERS = frozenset({
-    "DataParallel", "FullyShardedDataParallel", "ReplicateModule",
-    "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,68 +97,6 @@ def run_step(model: nn.Module, batch: Any, step: Step | None) -> tuple[torch.Ten
     return loss, output
 
 
-def check_supported(model: nn.Module) -> None:
-    """Refuse by name what the tape would not carry out exactly.
-
-    Raises:
-        TypeError: ``model`` is no module. UnsupportedModelError: wrapped or sharded.
-        StepError: it has no trainable parameter.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}, not an nn.Module. Pass the module, and step= for the rest."
-        )
-    for path, module in model.named_modules():
-        if found := {c.__name__ for c in type(module).__mro__} & _WRAPPERS:
-            raise UnsupportedModelError(
-                f"{path or 'the model'} is a {sorted(found)[0]}, which the tape does not carry out yet.\n"
-                "Fit the module inside it, or train without lowtide."
-            )
-        if module_calls.is_lowtide_call(module._compiled_call_impl):
-            raise LowtideError(
-                f"{path or 'the model'} is already fitted: two plans cannot drive one module.\n"
-                "Call fit.remove() (or leave lowtide.apply) first."
-            )
-    if is_partitioned(model.parameters()) and not coordinators_of(model):
-        raise UnsupportedModelError(
-            "the model is partitioned by DeepSpeed's ZeRO-3, and no engine gathers its parameters.\n"
-            "Call fit after deepspeed.initialize."
-        )
-    if reason := why_not_supported(model):
-        raise UnsupportedModelError(f"{reason}, which the tape does not carry out yet.\nTrain without lowtide.")
-    if ddp_wrapper_of(model) is not None and wrapped_parameters(model):
-        raise UnsupportedModelError(
-            "DistributedDataParallel around DTensor parameters is not carried out: ranks that rehearse together would "
-            "be two groups.\nUse fully_shard on a mesh of two dimensions, or train without lowtide."
-        )
-    for name, parameter in model.named_parameters():
-        inner = [type(t.data) for t in plain_tensors(parameter)]
-        if unknown := [kind for kind in inner if kind is not torch.Tensor]:
-            raise UnsupportedModelError(
-                f"parameter {name} is a {unknown[0].__name__}: subclass parameters other than DTensors are not taped "
-                "yet.\nFit the model before it is quantised, or train without lowtide."
-            )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The one device of the model's parameters."""
-    devices = {p.device for p in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"the model's parameters are on {sorted(map(str, devices))}: a plan is for one device.\n"
-            "Put the model on one device."
-        )
-    device = devices.pop()
-    if device.type == "meta":
-        raise UnsupportedModelError(
-            "the model is on the meta device: it has shapes and no numbers, and cannot be rehearsed yet.\n"
-            "Put it on the device where it trains (model.to_empty(device=...), then load its weights)."
-        )
-    return device
-
-
 def record(
     model: nn.Module,
     batch: Any,
@@ -178,16 +112,16 @@ def record(
         hollow: Of a step without memory.
     """
     model, batch = unwrapped(model), without_history(batch)
-    check_supported(model)
-    device = device_of(model)
-    facts = None if hollow is None else hollow.kernel_facts
-    recorder = Recorder(device, region="model" if step is None else "step", kernel_facts=facts)
+    facts = ModelFacts(model)
+    facts.check_supported()
+    kernel_facts = None if hollow is None else hollow.kernel_facts
+    recorder = Recorder(facts.device, region="model" if step is None else "step", kernel_facts=kernel_facts)
     if hollow is not None:
         hollow.started(recorder)
     gather_each_once(model)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
-    with preserve_training_state(model, batch, gradients="zeroed" if wrapped_parameters(model) else "kept"):
+    with preserve_training_state(model, batch, gradients="zeroed" if facts.is_wrapped else "kept"):
         received = _record_step(recorder, model, batch, step, forward)
     received |= with_gradient
     graph = finished_graph(recorder, model, batch, optimizer, received, hollow)

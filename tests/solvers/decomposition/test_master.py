@@ -23,28 +23,28 @@ from lowtide.solvers.decomposition.subgraph import SubgraphSource
 from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
-from lowtide.solvers.graph_queries import complete_actions, layers, ops_worth_replaying
+from lowtide.solvers.graph_queries import complete_actions, layers
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.published.full import full
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import SearchContext
 
 
 def cut_up(graph, costs, segment_of=None):
     """The decomposition of a step, by layers or as told."""
-    segment_of = segment_of or segments(graph, ops_worth_replaying(graph))
+    segment_of = segment_of or segments(graph)
     found = windows(graph, segment_of)
-    return segment_of, found, SubgraphSource(graph, costs, segment_of, found)
+    return segment_of, found, SubgraphSource(SearchContext(graph, costs), segment_of, found)
 
 
 def decoder_pool(layers):
     """A decoder, its costs, its pool and its plain peak."""
     graph = decoder(layers)
     costs = decoder_costs(graph)
-    segment_of, found, _ = cut_up(graph, costs)
+    *_, source = cut_up(graph, costs)
     return (
         graph,
         costs,
-        ColumnGeneration(graph, costs, segment_of, found),
+        ColumnGeneration(source),
         simulate_actions(graph, costs, {}).peak_bytes,
     )
 
@@ -53,7 +53,7 @@ def assert_windows_agree(graph, costs, found, source):
     whole = simulate_actions(graph, costs, {}).event_peak_bytes
     for segment, window in enumerate(found):
         subgraph = build_subgraph(source, range(segment, segment + 1))
-        peaks = simulate_actions(subgraph.graph, costs=subgraph.costs, actions={}).event_peak_bytes
+        peaks = subgraph.context.plain.timeline.event_peak_bytes
         ours = max(peaks[: subgraph.backward_start], default=0), max(peaks[subgraph.content.backward :], default=0)
         # An empty window holds what lived when it began.
         for mine, (begin, end) in zip(ours, (window.forward, window.backward), strict=True):
@@ -168,8 +168,8 @@ def test_actions_of_a_pool_are_closed():
 
 def autocast_search(fraction):
     graph, costs = load_case("autocast")
-    search = ExactSearch(graph, costs, Limits())
-    return search, graph.resident_bytes + int(fraction * (search.plain.peak_bytes - graph.resident_bytes))
+    search = ExactSearch(SearchContext(graph, costs))
+    return search, graph.resident_bytes + int(fraction * (search.context.plain.peak_bytes - graph.resident_bytes))
 
 
 def test_columns_count_what_python_holds_until_forward_ends():
@@ -189,8 +189,8 @@ def test_two_layers_a_segment_find_what_one_cannot():
     one, both = search.decomposed.by_single_segments(budget), search.fastest(budget)
 
     saved_ms = one.best_ms - both.best_ms
-    assert saved_ms > 0.005 * search.costs.plain_step_ms
-    bound_ms = bound_time(search.graph, search.costs, budget).step_ms
+    assert saved_ms > 0.005 * search.context.costs.plain_step_ms
+    bound_ms = bound_time(search.context, budget).step_ms
     assert both.best_ms <= 1.005 * bound_ms
 
 
@@ -198,10 +198,10 @@ def test_two_layers_a_segment_find_what_one_cannot():
 def test_runs_are_longer_where_backward_has_released_more():
     """At full checkpointing's peak 126 layers keep few of their inputs, and the fewer the lower they lie."""
     graph, costs = load_case("decoder126")
-    search = ExactSearch(graph, costs, Limits())
+    search = ExactSearch(SearchContext(graph, costs))
     budget = search.context.evaluate(full(graph)).peak_bytes
     one = search.decomposed.by_single_segments(budget)
-    bound = bound_time(graph, costs, budget)
+    bound = bound_time(SearchContext(graph, costs), budget)
 
     choice = search.decomposed.choose_runs(budget, bound.ms_per_byte, math.inf)
 

@@ -22,6 +22,7 @@ from lowtide.solvers.lower_bound import unavoidable as unavoidable_module
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable
 from lowtide.solvers.milp.highs import LinearProgram
+from lowtide.solvers.search_context import SearchContext
 
 
 def violations(graph, costs, found):
@@ -29,7 +30,7 @@ def violations(graph, costs, found):
     least = bound_peak(graph)
     wrong = [(ms, peak) for ms, peak in found if peak < least]
     for peak in sorted({peak for _, peak in found if peak > 0}):
-        bound = bound_time(graph, costs, peak).step_ms
+        bound = bound_time(SearchContext(graph, costs), peak).step_ms
         wrong += [(ms, peak) for ms, other in found if other <= peak and ms < bound - 1e-9]
     return wrong
 
@@ -60,7 +61,7 @@ def test_the_bound_falls_as_the_budget_grows_at_no_less_than_its_price(case):
     graph, costs = case
     peak = simulate(graph, costs, {}).peak_bytes
     assume(peak > 0)
-    bounds = [bound_time(graph, costs, budget) for budget in range(peak + 1)]
+    bounds = [bound_time(SearchContext(graph, costs), budget) for budget in range(peak + 1)]
     times = [b.step_ms for b in bounds]
 
     assert times == sorted(times, reverse=True) and times[-1] == costs.plain_step_ms
@@ -76,10 +77,10 @@ def test_a_price_is_what_a_byte_buys():
     costs = unit_costs(graph)
     plain = simulate(graph, costs, {}).peak_bytes
 
-    bound = bound_time(graph, costs, plain - 8)
+    bound = bound_time(SearchContext(graph, costs), plain - 8)
 
     assert bound.ms_per_byte == pytest.approx(1 / 8)
-    assert bound_time(graph, costs, plain - 12).step_ms == pytest.approx(bound.step_ms + 4 / 8, abs=1e-4)
+    assert bound_time(SearchContext(graph, costs), plain - 12).step_ms == pytest.approx(bound.step_ms + 4 / 8, abs=1e-4)
 
 
 def dear_to_replay():
@@ -97,11 +98,11 @@ def test_what_a_replay_needs_for_itself_counts(monkeypatch):
     # Everything is kept: y, its gradient and x. Made again x would need 2000 + 8 + 3000.
     assert {peak for _, peak in oracle(graph, costs, most_replays=2)} == {4008, 5008}
 
-    with_it = bound_time(graph, costs, 4001), bound_peak(graph)
+    with_it = bound_time(SearchContext(graph, costs), 4001), bound_peak(graph)
     monkeypatch.setattr(relaxation.Relaxation, "_memory_of_replays", lambda self: None)
     again = dear_to_replay()  # nothing remembered
 
-    assert math.isinf(with_it[0].step_ms) and math.isfinite(bound_time(again, costs, 4001).step_ms)
+    assert math.isinf(with_it[0].step_ms) and math.isfinite(bound_time(SearchContext(again, costs), 4001).step_ms)
     assert bound_peak(again) == 4000 < with_it[1] <= 4008
 
 
@@ -116,7 +117,7 @@ def test_exact_is_never_below_the_bound_and_near_it(small_decoder, budget):
     graph, costs = small_decoder
     plan = solve(graph, costs, budget)
 
-    bound = bound_time(graph, costs, plan.budget_bytes)
+    bound = bound_time(SearchContext(graph, costs), plan.budget_bytes)
 
     # Where a layer is a quarter of the step, what backward brings back within it weighs most.
     assert bound.step_ms <= plan.predicted_step_ms <= 1.055 * bound.step_ms
@@ -128,7 +129,7 @@ def test_no_classic_is_below_the_bound_at_its_own_peak(small_decoder):
 
     for method in ("none", "full", "every_n", "sqrt_n", "selective"):
         plan = solve(graph, costs, method=method)
-        assert bound_time(graph, costs, plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
+        assert bound_time(SearchContext(graph, costs), plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
         assert least <= plan.predicted_peak_bytes
 
 
@@ -144,8 +145,8 @@ def test_a_budget_below_what_is_always_there_has_no_step_time():
     graph = chain(4)
     least = bound_peak(graph)
 
-    assert math.isinf(bound_time(graph, unit_costs(graph), least - 1).step_ms)
-    assert math.isfinite(bound_time(graph, unit_costs(graph), least).step_ms)
+    assert math.isinf(bound_time(SearchContext(graph, unit_costs(graph)), least - 1).step_ms)
+    assert math.isfinite(bound_time(SearchContext(graph, unit_costs(graph)), least).step_ms)
 
 
 def test_a_square_root_of_memory_costs_what_the_bound_says():
@@ -153,7 +154,7 @@ def test_a_square_root_of_memory_costs_what_the_bound_says():
     costs = unit_costs(graph)
     for fraction in (0.9, 0.7, 0.5):
         plan = solve(graph, costs, f"{100 * fraction}%")
-        assert bound_time(graph, costs, plan.budget_bytes).step_ms <= plan.predicted_step_ms
+        assert bound_time(SearchContext(graph, costs), plan.budget_bytes).step_ms <= plan.predicted_step_ms
 
 
 def test_the_program_grows_with_the_step_and_not_with_its_square():
@@ -163,7 +164,7 @@ def test_the_program_grows_with_the_step_and_not_with_its_square():
         costs = decoder_costs(graph)
         peak = simulate(graph, costs, {}).peak_bytes
         budget = graph.resident_bytes + (peak - graph.resident_bytes) // 3
-        rows[layers] = len(relaxation.Relaxation(graph, costs, budget).program.row_upper)
+        rows[layers] = len(relaxation.Relaxation(SearchContext(graph, costs), budget).program.row_upper)
 
     assert rows[16] < rows[32] < 2.2 * rows[16]
 
@@ -268,7 +269,7 @@ def test_no_published_method_is_below_it_on_real_steps(name):
     for method, budget in (("full", None), ("sqrt_n", None), ("selective", None), ("rotor", "25%"), ("revolve", "40%")):
         plan = solve(graph, costs, budget, method=method)
         assert least <= plan.predicted_peak_bytes
-        assert bound_time(graph, costs, plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
+        assert bound_time(SearchContext(graph, costs), plan.predicted_peak_bytes).step_ms <= plan.predicted_step_ms
 
 
 # What a plan and an error say of them
@@ -278,19 +279,19 @@ def test_in_a_small_step_every_moment_of_backward_counts(monkeypatch):
     graph, costs = load_case("vit")
     plain = simulate(graph, costs, {}).peak_bytes
     budget = graph.resident_bytes + int(0.36 * (plain - graph.resident_bytes))
-    every = bound_time(graph, costs, budget).step_ms
+    every = bound_time(SearchContext(graph, costs), budget).step_ms
     monkeypatch.setattr(tuning, "ALL_MOMENTS_OPS", 0)
 
     again, _ = load_case("vit")  # nothing remembered
-    assert every > bound_time(again, costs, budget).step_ms + 0.001 * costs.plain_step_ms
+    assert every > bound_time(SearchContext(again, costs), budget).step_ms + 0.001 * costs.plain_step_ms
 
 
 def test_a_plan_carries_the_bound_of_all_plans_and_says_so(small_decoder):
     graph, costs = small_decoder
     plan, classic = solve(graph, costs, "50%"), solve(graph, costs, "90%", method="full")
 
-    assert classic.bound_ms == bound_time(graph, costs, classic.budget_bytes).step_ms
-    assert bound_time(graph, costs, plan.budget_bytes).step_ms <= plan.bound_ms <= plan.predicted_step_ms
+    assert classic.bound_ms == bound_time(SearchContext(graph, costs), classic.budget_bytes).step_ms
+    assert bound_time(SearchContext(graph, costs), plan.budget_bytes).step_ms <= plan.bound_ms <= plan.predicted_step_ms
     for made in (plan, classic):
         assert made.bound_model.startswith("every plan that saves or recomputes")
     assert plan.provenance["search_bound"].endswith(" ms for the plans that method exact looks at")
@@ -345,12 +346,14 @@ def test_a_large_program_may_leave_out_rows_that_hardly_matter_and_stays_a_bound
     graph = decoder(layers=4)
     costs = decoder_costs(graph)
     budget = solve(graph, costs, "40%").budget_bytes
-    whole = bound_time(graph, costs, budget)
+    whole = bound_time(SearchContext(graph, costs), budget)
     monkeypatch.setattr(tuning, "LAZY_ROWS_SMALL", 0)
     monkeypatch.setattr(tuning, "LAZY_ROWS_LARGE", 0)
     monkeypatch.setattr(tuning, "LAZY_ROWS_GAIN", 0.5)
 
-    fewer = bound_time(decoder(layers=4), costs, budget)  # another graph: a bound is remembered with its graph
+    fewer = bound_time(
+        SearchContext(decoder(layers=4), costs), budget
+    )  # another graph: a bound is remembered with its graph
 
     assert costs.plain_step_ms < fewer.step_ms < whole.step_ms
 

@@ -18,6 +18,7 @@ from lowtide.solvers.graph_queries import complete_actions, recomputable
 from lowtide.solvers.lower_bound import bound, columns, relaxation
 from lowtide.solvers.lower_bound.bound import bound_peak_with_offload, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable, unavoidable_with_offload
+from lowtide.solvers.search_context import SearchContext
 
 
 def random_plans(graph, costs, data, count=5):
@@ -38,7 +39,7 @@ def random_plans(graph, costs, data, count=5):
 def beaten(graph, costs, found):
     wrong = []
     for ms, peak in found:
-        least = bound_time(graph, costs, max(peak, 1), {DISK: None, HOST: None})
+        least = bound_time(SearchContext(graph, costs), max(peak, 1), {DISK: None, HOST: None})
         wrong += [(ms, peak, least)] if least.step_ms > ms + 1e-6 or peak < bound_peak_with_offload(graph) else []
     return wrong
 
@@ -68,7 +69,7 @@ def test_a_bound_that_claims_too_much_is_caught(monkeypatch, wrong):
     budget = plain.peak_bytes - 4 * 8
     line = simulate(graph, costs, solve(graph, costs, budget, offload=("disk",)))
     assert line.step_ms < plain.step_ms + 0.1
-    assert bound_time(graph, costs, budget, {DISK: None}).step_ms <= line.step_ms
+    assert bound_time(SearchContext(graph, costs), budget, {DISK: None}).step_ms <= line.step_ms
 
     if wrong == "no time hides transfers":
         monkeypatch.setattr(relaxation, "event_ms", lambda graph, costs: [1.0] * (len(graph.events) + 1))
@@ -76,7 +77,7 @@ def test_a_bound_that_claims_too_much_is_caught(monkeypatch, wrong):
         monkeypatch.setattr(bound, "unavoidable_with_offload", Unavoidable)
         monkeypatch.setattr(columns, "unavoidable_with_offload", Unavoidable)
 
-    assert bound_time(graph, costs, budget, {DISK: None}).step_ms > line.step_ms + 0.5
+    assert bound_time(SearchContext(graph, costs), budget, {DISK: None}).step_ms > line.step_ms + 0.5
 
 
 def test_a_link_that_carries_next_to_nothing_leaves_the_bound_of_recomputing_alone():
@@ -84,7 +85,10 @@ def test_a_link_that_carries_next_to_nothing_leaves_the_bound_of_recomputing_alo
     peak = simulate_actions(graph, costs, {}).peak_bytes
     budget = graph.resident_bytes + int(0.45 * (peak - graph.resident_bytes))
 
-    alone, joint = bound_time(graph, costs, budget), bound_time(graph, costs, budget, {DISK: None})
+    alone, joint = (
+        bound_time(SearchContext(graph, costs), budget),
+        bound_time(SearchContext(graph, costs), budget, {DISK: None}),
+    )
 
     assert costs.plain_step_ms < joint.step_ms <= alone.step_ms and joint.step_ms > 0.99 * alone.step_ms
 
@@ -99,7 +103,7 @@ def test_the_bound_rises_as_links_slow_down_and_as_less_may_be_moved():
         times.append(plan.bound_ms)
         assert plan.bound_ms <= plan.predicted_step_ms and plan.gap >= 0
     graph, costs = linked_decoder(10)
-    little = bound_time(graph, costs, plan.budget_bytes, {DISK: 20_000}).step_ms
+    little = bound_time(SearchContext(graph, costs), plan.budget_bytes, {DISK: 20_000}).step_ms
 
     assert times == sorted(times) and times[-1] > times[0] and little > times[0]
 
@@ -108,5 +112,5 @@ def test_what_no_plan_can_have_is_infinite():
     graph, costs = linked_decoder(1)
     least = bound_peak_with_offload(graph)
 
-    assert math.isinf(bound_time(graph, costs, least - 1, {DISK: None}).step_ms)
-    assert math.isfinite(bound_time(graph, costs, least, {DISK: None}).step_ms)
+    assert math.isinf(bound_time(SearchContext(graph, costs), least - 1, {DISK: None}).step_ms)
+    assert math.isfinite(bound_time(SearchContext(graph, costs), least, {DISK: None}).step_ms)

@@ -17,6 +17,7 @@ from lowtide.solvers.lower_bound import tighten_bound as tighten_bound_module
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
 from lowtide.solvers.milp.highs import LinearProgram
+from lowtide.solvers.search_context import SearchContext
 
 
 def overruled(graph, costs, found, worse):
@@ -24,10 +25,10 @@ def overruled(graph, costs, found, worse):
     wrong = []
     for budget in sorted({peak for _, peak in found if peak > 0}):
         best_ms = min(ms for ms, peak in found if peak <= budget)
-        bound = bound_time(graph, costs, budget)
+        bound = bound_time(SearchContext(graph, costs), budget)
         if math.isinf(bound.step_ms):
             continue
-        sharp = tighten_bound(graph, costs, budget, worse * best_ms, bound)
+        sharp = tighten_bound(SearchContext(graph, costs), budget, worse * best_ms, bound)
         assert sharp.step_ms >= bound.step_ms and sharp.ms_per_byte == bound.ms_per_byte
         wrong += [(best_ms, budget)] if best_ms < sharp.step_ms - 1e-6 * best_ms else []
     return wrong
@@ -73,11 +74,14 @@ def test_plans_that_rounding_decisions_and_a_slot_too_few_left_unproven_are_with
     asked = solve(graph, costs, method="full").predicted_peak_bytes if budget == "full" else budget
     plan = solve(graph, costs, asked)
 
-    assert bound_time(graph, costs, plan.budget_bytes).step_ms < plan.predicted_step_ms / 1.01
+    assert bound_time(SearchContext(graph, costs), plan.budget_bytes).step_ms < plan.predicted_step_ms / 1.01
     assert plan.gap <= 0.01
 
     again = tighten_bound(
-        graph, costs, plan.budget_bytes, plan.predicted_step_ms, bound_time(graph, costs, plan.budget_bytes)
+        SearchContext(graph, costs),
+        plan.budget_bytes,
+        plan.predicted_step_ms,
+        bound_time(SearchContext(graph, costs), plan.budget_bytes),
     )
     assert again.step_ms == plan.bound_ms
 
@@ -85,11 +89,11 @@ def test_plans_that_rounding_decisions_and_a_slot_too_few_left_unproven_are_with
 def test_slots_where_the_answer_breaks_them_are_what_proves_it(monkeypatch):
     graph, costs = load_case("unet")
     plan = solve(graph, costs, "36%")
-    bound = bound_time(graph, costs, plan.budget_bytes)
-    proven = tighten_bound(graph, costs, plan.budget_bytes, plan.predicted_step_ms, bound)
+    bound = bound_time(SearchContext(graph, costs), plan.budget_bytes)
+    proven = tighten_bound(SearchContext(graph, costs), plan.budget_bytes, plan.predicted_step_ms, bound)
     monkeypatch.setattr(tuning, "TIGHTEN_ROUNDS", 1)
 
-    whole = tighten_bound(graph, costs, plan.budget_bytes, plan.predicted_step_ms, bound)
+    whole = tighten_bound(SearchContext(graph, costs), plan.budget_bytes, plan.predicted_step_ms, bound)
 
     assert bound.step_ms <= whole.step_ms < plan.predicted_step_ms / 1.01 < proven.step_ms
 
@@ -97,11 +101,11 @@ def test_slots_where_the_answer_breaks_them_are_what_proves_it(monkeypatch):
 def test_a_bound_that_is_near_or_hopelessly_far_is_left_alone(monkeypatch):
     graph, costs = load_case("unet")
     budget = solve(graph, costs, "36%").budget_bytes
-    bound = bound_time(graph, costs, budget)
+    bound = bound_time(SearchContext(graph, costs), budget)
     monkeypatch.setattr(tighten_bound_module, "Relaxation", None)
 
-    assert tighten_bound(graph, costs, budget, bound.step_ms * 1.005, bound) is bound
-    assert tighten_bound(graph, costs, budget, bound.step_ms * 1.5, bound) is bound
+    assert tighten_bound(SearchContext(graph, costs), budget, bound.step_ms * 1.005, bound) is bound
+    assert tighten_bound(SearchContext(graph, costs), budget, bound.step_ms * 1.5, bound) is bound
 
 
 def test_a_proof_stops_at_the_first_solution():

@@ -6,6 +6,7 @@ from support.toy_graphs import Step, unit_costs
 
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.milp.coarsening import CoarseGraph
+from lowtide.solvers.search_context import SearchContext
 
 NUM_CALLS, NUM_STORED = 8, 12
 
@@ -23,7 +24,7 @@ def opaque_calls():
 def test_what_a_call_stores_is_kept_and_made_again_as_one():
     graph = opaque_calls()
 
-    coarse = CoarseGraph(graph, unit_costs(graph))
+    coarse = CoarseGraph(SearchContext(graph, unit_costs(graph)))
 
     # Of each call what it stores, and its output, which the next call stores.
     assert len(coarse.trigger_events) == 2 * NUM_CALLS - 1

@@ -25,6 +25,7 @@ from lowtide.solvers.milp.highs import LinearProgram, MilpResult
 from lowtide.solvers.offload import search
 from lowtide.solvers.offload.rewrite import rewrite_without_tiers
 from lowtide.solvers.offload.transfer_schedule import schedule_transfers
+from lowtide.solvers.search_context import SearchContext
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -38,7 +39,7 @@ def test_a_step_rewritten_without_tiers_has_the_peak_of_the_simulator(seed):
     moves = Moves(chance.choice([0, 30, 20_000, 10**6]), fetch_at)
 
     simulated = simulate_actions(graph, costs, actions, moves=moves)
-    line = simulate_actions(*rewrite_without_tiers(graph, costs, actions, moves), {})
+    line = rewrite_without_tiers(SearchContext(graph, costs), actions, moves).plain.timeline
 
     assert (line.peak_bytes, line.live_bytes[-1]) == (simulated.peak_bytes, simulated.live_bytes[-1])
 
@@ -144,13 +145,13 @@ def test_fetches_start_late_enough_for_memory_and_early_enough_for_time():
     plain = simulate_actions(graph, costs, {})
     eager = simulate_actions(graph, costs, actions, moves=Moves(10**6, dict.fromkeys(actions, 0)))
 
-    found = schedule_transfers(graph, costs, Candidate(actions), plain.peak_bytes)
+    found = schedule_transfers(SearchContext(graph, costs), Candidate(actions), plain.peak_bytes)
 
     on_demand = simulate_actions(graph, costs, actions, moves=Moves(found.candidate.moves.max_inflight_bytes))
     # On demand each fetch is waited for; all of them at once hold what is saved by moving.
     assert found.timeline.stall_ms < 0.1 * on_demand.stall_ms
     assert found.peak_bytes < eager.peak_bytes
-    tight = schedule_transfers(graph, costs, Candidate(actions), found.peak_bytes - 1)
+    tight = schedule_transfers(SearchContext(graph, costs), Candidate(actions), found.peak_bytes - 1)
     assert tight.peak_bytes < found.peak_bytes and tight.timeline.step_ms > found.timeline.step_ms
 
 
@@ -199,7 +200,7 @@ def best_of_all(graph, costs, budget):
         if free.issuperset(recomputed):
             moved = {s: fate for s, fate in asked.items() if fate == DISK_OFFLOAD}
             candidate = Candidate({**complete_actions(graph, recomputed), **moved})
-            scheduled = schedule_transfers(graph, costs, candidate, budget)
+            scheduled = schedule_transfers(SearchContext(graph, costs), candidate, budget)
             found += [scheduled.timeline.step_ms] if scheduled.peak_bytes <= budget else []
     return min(found)
 

@@ -21,6 +21,7 @@ from lowtide.solvers.published.knapsack import dp_knapsack, greedy_knapsack, ilp
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED, lazy_candidates
 from lowtide.solvers.published.revolve import extra_steps, revolve_schedule
 from lowtide.solvers.published.rotor import _enough_bytes, tabulate
+from lowtide.solvers.search_context import SearchContext
 
 
 def ladder(layers, width=10, inner=40):
@@ -73,8 +74,8 @@ def small_decoder():
 
 def test_a_stage_has_the_times_and_bytes_of_its_layer():
     graph = ladder(3, width=10, inner=40)
-    chain_ = StepChain(graph, "rotor")
-    head, first, second, last, tail = chain_.stages(unit_costs(graph))
+    chain_ = StepChain(SearchContext(graph, unit_costs(graph)), "rotor")
+    head, first, second, last, tail = chain_.stages()
 
     assert list(chain_.layers) == [1, 2, 3]
     assert second == last
@@ -96,17 +97,17 @@ def test_what_skips_a_layer_is_kept_in_every_plan():
         x = step.op(x, mask, makes=(10,), path=f"net.{i}")
     graph = step.graph()
 
-    assert mask in StepChain(graph, "rotor").kept
+    assert mask in StepChain(SearchContext(graph, unit_costs(graph)), "rotor").kept
     for method in ("revolve", "rotor"):
-        for lazy in lazy_candidates(graph, unit_costs(graph), method):
+        for lazy in lazy_candidates(SearchContext(graph, unit_costs(graph)), method):
             assert lazy.candidate().actions.get(mask, SAVE) == SAVE
 
 
 @pytest.mark.parametrize("case", ("ladder", "decoder"))
 def test_a_chain_promises_no_less_memory_and_time_than_the_step_takes(case, small_decoder):
     graph, costs = small_decoder if case == "decoder" else (ladder(6), unit_costs(ladder(6)))
-    step_chain = StepChain(graph, "rotor")
-    stages = step_chain.stages(costs)
+    step_chain = StepChain(SearchContext(graph, costs), "rotor")
+    stages = step_chain.stages()
     unit = max(_enough_bytes(stages) // 400, 1)
     table = tabulate(stages, 420, unit)
     base = graph.resident_bytes + sum(graph.storages[s].bytes for s in step_chain.kept & graph.stored)
@@ -130,7 +131,7 @@ def test_a_candidate_is_carried_out_within_its_time_and_not_below_its_floor(case
 
     for method in PUBLISHED:
         try:
-            found = lazy_candidates(graph, costs, method)
+            found = lazy_candidates(SearchContext(graph, costs), method)
         except ValueError:  # one layer holds most of the ops
             continue
         for lazy in found:
@@ -139,7 +140,7 @@ def test_a_candidate_is_carried_out_within_its_time_and_not_below_its_floor(case
             assert line.peak_bytes >= lazy.floor_bytes
             if method in BUDGETED:
                 assert line.step_ms <= lazy.step_ms + 1e-9
-            plan = build_plan(graph, costs, candidate, method=method, budget_bytes=None, start_s=0.0)
+            plan = build_plan(SearchContext(graph, costs), candidate, method=method)
             assert simulate(graph, costs, plan) == line
 
 

@@ -10,7 +10,7 @@ from lowtide.solvers import tuning
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.published.methods import BUDGETED, PUBLISHED
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.search_context import Limits, SearchContext
 
 SEARCHED = ("toy", "chain48", "decoder8_512", "decoder8_4096", "vit", "lora")  # the others take minutes
 BUDGET = "45%"
@@ -40,6 +40,6 @@ def faster_than(search, graph, costs):
 @pytest.mark.parametrize("name", thorough_but(("chain48",), SEARCHED))
 def test_exact_is_at_least_as_fast_as_every_published_method_on_a_case(name):
     graph, costs = load_case(name)
-    search = ExactSearch(graph, costs, Limits(multi_segment=False, node_limit=20, time_limit_s=600.0))
+    search = ExactSearch(SearchContext(graph, costs, Limits(multi_segment=False, node_limit=20, time_limit_s=600.0)))
 
     assert list(faster_than(search, graph, costs)) == []

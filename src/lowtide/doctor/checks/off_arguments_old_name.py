@@ -4,7 +4,7 @@ from typing import Any
 
 from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.layer_flags import enabled_by_train
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT105",
@@ -20,7 +20,7 @@ _NAMES = {
 }
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     arguments = setup.arguments
     if arguments is None or not hasattr(arguments, "activation_checkpointing_kwargs"):
         return None
@@ -35,7 +35,7 @@ def look(setup: Setup) -> Finding | None:
     return None
 
 
-def _gain(setup: Setup, told: dict[str, Any]) -> Gain:
+def _gain(setup: StepUnderTest, told: dict[str, Any]) -> Gain:
     """Of a step as train() would set it up with the old name's value, over one with what it reads."""
     if not hasattr(setup.model, "activation_checkpointing_enable"):
         return Gain(why_not=f"{type(setup.model).__name__} has no activation_checkpointing_enable")

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.layer_flags import enabled_by_train, layer_flags
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT104",
@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     arguments = setup.arguments
     if arguments is None or not getattr(arguments, "activation_checkpointing", False):
         return None

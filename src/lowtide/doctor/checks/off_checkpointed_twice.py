@@ -5,7 +5,7 @@ from typing import Any
 
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT107",
@@ -18,7 +18,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     inner = [c for c in setup.calls if c.parent is not None and _is_the_same(c.path, c.parent.path)]
     if not inner or setup.failure is not None:
         return None

@@ -2,7 +2,7 @@
 
 from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.layer_flags import enabled_by_train
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.settings.blocks import blocks
 from lowtide.settings.carried_out import checkpointed_modules
 
@@ -18,7 +18,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     config = getattr(setup.wrapper, "_config", None)
     given = getattr(config, "_param_dict", None)
     section = given.get("activation_checkpointing") if isinstance(given, dict) else None
@@ -33,7 +33,7 @@ def look(setup: Setup) -> Finding | None:
     )
 
 
-def _gain(setup: Setup) -> Gain | str:
+def _gain(setup: StepUnderTest) -> Gain | str:
     """Of checkpointing the layers, which the section was meant to shape."""
     model = setup.model
     if setup.calls:

@@ -7,7 +7,7 @@ import torch
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.layer_flags import enabled_by_train, flags_set, layer_flags
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT110",
@@ -21,7 +21,7 @@ CHECK = Check(
 _CONFIGS = ("GRPOConfig", "RLOOConfig")
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     arguments, model = setup.arguments, cast(Any, setup.model)
     if not any(c.__name__ in _CONFIGS and c.__module__.startswith("trl.") for c in type(arguments).__mro__):
         return None

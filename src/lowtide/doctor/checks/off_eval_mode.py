@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     idle = [
         n for n in setup.flagged
         if not setup.model.get_submodule(n).training and setup.seen.called[n] and not _has_flagged_inside(setup, n)
@@ -47,6 +47,6 @@ def _training(modules: list[nn.Module]) -> Iterator[None]:
             module.training = False
 
 
-def _has_flagged_inside(setup: Setup, path: str) -> bool:
+def _has_flagged_inside(setup: StepUnderTest, path: str) -> bool:
     """A model's flag stands for those of its layers."""
     return any(n != path and n.startswith(f"{path}." if path else "") for n in setup.flagged)

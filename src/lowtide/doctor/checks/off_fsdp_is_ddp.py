@@ -6,7 +6,7 @@ import sys
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     plugin = _plugin()
     if not plugin or setup.ddp is None:
         return None
@@ -33,7 +33,7 @@ def look(setup: Setup) -> Finding | None:
     )
 
 
-def _gain(setup: Setup, ddp: DistributedDataParallel) -> str:
+def _gain(setup: StepUnderTest, ddp: DistributedDataParallel) -> str:
     """By the sizes of what is sharded: to measure it, all ranks would have to build the model anew."""
     ranks = ddp.process_group.size()
     if ranks == 1:

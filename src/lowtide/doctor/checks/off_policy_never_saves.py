@@ -5,7 +5,7 @@ from typing import Any
 
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT106",
@@ -18,7 +18,7 @@ CHECK = Check(
 _NO_NAMES = "Let the policy save something, or checkpoint without one: as it is, it costs its calls alone."
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     asked = [c for c in setup.calls if c.decisions]
     if not asked or any(said == "save" for c in asked for _, said in c.decisions or ()):
         return None
@@ -38,7 +38,7 @@ def look(setup: Setup) -> Finding | None:
     )
 
 
-def _gain(setup: Setup, packets: Collection[str]) -> Gain:
+def _gain(setup: StepUnderTest, packets: Collection[str]) -> Gain:
     if not packets:
         return Gain(why_not="the policy names no operator, so there is nothing to mend it with")
     return setup.gain(lambda: checkpoint_seam.changed_policies(lambda policy: _of_packets(policy, packets)))

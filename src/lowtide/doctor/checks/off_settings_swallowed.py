@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.observer import CheckpointCall
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT103",
@@ -22,7 +22,7 @@ CHECK = Check(
 _KNOWN = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"args", "kwargs", "function"}
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     for path, module in setup.model.named_modules():
         function = vars(module).get("_gradient_checkpointing_func")
         if path not in setup.flagged or not isinstance(function, functools.partial):
@@ -41,7 +41,7 @@ def look(setup: Setup) -> Finding | None:
     return None
 
 
-def _gain(setup: Setup, layers: list[CheckpointCall], every: Any) -> Gain:
+def _gain(setup: StepUnderTest, layers: list[CheckpointCall], every: Any) -> Gain:
     """Of the layers that were to be plain; of ``offload`` there is none to be had here."""
     if not isinstance(every, int) or every < 2 or len(layers) != len(setup.calls) or setup.failure is not None:
         return Gain()

@@ -1,7 +1,7 @@
 """A module's flag is on, the module runs in train mode, and nothing is checkpointed."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.settings.carried_out import checkpointed_modules
 from lowtide.units import format_bytes
 
@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if setup.calls or setup.is_compiled or not setup.flagged:
         return None
     unread = [n for n in setup.flagged if setup.model.get_submodule(n).training and setup.seen.called[n]]

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -17,7 +17,7 @@ CHECK = Check(
 _SHARE = 0.1
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     stored = list(setup.seen.stored.values())
     opaque = [s for s in stored if s.producer in ("aten::empty", "aten::empty_like", "aten::empty_strided",
                                                   "aten::new_empty")]  # fmt: skip

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.errors import LowtideError
 from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
@@ -24,7 +24,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     for model in (setup.wrapper, setup.model):
         watcher: Any = model._compiled_call_impl
         counters = getattr(watcher, "counters", None)
@@ -37,7 +37,7 @@ def look(setup: Setup) -> Finding | None:
     return None
 
 
-def _gain(setup: Setup, asked: FitOptions) -> Gain:
+def _gain(setup: StepUnderTest, asked: FitOptions) -> Gain:
     """Of a plan for this step within the fit's budget; the fit's own plans stay as they are."""
     try:
         with setup.preserved():
@@ -47,7 +47,7 @@ def _gain(setup: Setup, asked: FitOptions) -> Gain:
     return setup.gain(lambda: apply(setup.model, plan))
 
 
-def _plan(setup: Setup, asked: FitOptions) -> Plan:
+def _plan(setup: StepUnderTest, asked: FitOptions) -> Plan:
     graph = trace(setup.model, setup.batch, step=setup.step, optimizer=asked.optimizer)
     costs = measure(graph)
     budget_bytes = StepBudget(setup.model, asked.budget, asked.optimizer).fixed_for(graph, costs)

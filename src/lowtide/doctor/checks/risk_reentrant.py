@@ -3,7 +3,7 @@
 import functools
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT304",
@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     functions = [vars(m).get("_gradient_checkpointing_func") for m in setup.model.modules()]
     unsaid = [
         f for f in functions if f is not None and "use_reentrant" not in (

@@ -1,7 +1,7 @@
 """Reentrant checkpoints in DDP."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT301",
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     reentrant = [c for c in setup.calls if c.reentrant]
     if setup.ddp is None or not reentrant:
         return None

@@ -1,7 +1,7 @@
 """Compiler passes without an identity: a cache gives one plan's code to another plan."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT305",
@@ -13,7 +13,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     import sys
 
     config = sys.modules.get("torch._inductor.config")

@@ -1,7 +1,7 @@
 """Names of modules that a checkpoint wrapper has changed."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT307",
@@ -14,7 +14,7 @@ CHECK = Check(
 _PREFIX = "_checkpoint_wrapped_module"
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     inside = [n for n, _ in setup.model.named_modules() if _PREFIX in n]
     if not inside:
         return None

@@ -1,7 +1,7 @@
 """Backward under autocast."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT011",
@@ -13,7 +13,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.seen.backward_autocast:
         return None
     return CHECK.found("autocast is on where this diagnosis was called, around loss.backward()")

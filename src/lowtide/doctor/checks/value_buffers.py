@@ -3,7 +3,7 @@
 import torch
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT002",
@@ -17,7 +17,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.calls or setup.failure is not None or setup.is_compiled or setup.unsteady:
         return None
     before = {n: b.detach().cpu() for n, b in setup.model.named_buffers()}

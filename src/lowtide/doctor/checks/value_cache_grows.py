@@ -1,7 +1,7 @@
 """A KV cache that a checkpointed call writes: recomputing writes it again."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT008",
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if setup.failure is None and not setup.gradients_differ:
         return None
     for call in setup.calls:

@@ -1,7 +1,7 @@
 """A reentrant checkpoint whose function reads tensors that are not its arguments."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT007",
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     guilty = [c for c in setup.calls if c.reentrant and c.captured]
     second_time = setup.failure is not None and "a second time" in str(setup.failure)
     if not guilty or not (setup.gradients_differ or second_time):

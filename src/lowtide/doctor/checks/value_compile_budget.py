@@ -11,7 +11,7 @@ import torch
 import torch._functorch.config as functorch
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT010",
@@ -27,7 +27,7 @@ _COARSE = 1e-4  # rounding of the step from which on such a change drowns in it
 _OFF = 0.02  # right gradients are within 1e-4
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.is_compiled or functorch.activation_memory_budget >= 1 or setup.failure is not None:
         return None
     if setup.unsteady:
@@ -55,7 +55,7 @@ def look(setup: Setup) -> Finding | None:
 
 
 @contextmanager
-def _moved(setup: Setup, gradients: dict[str, torch.Tensor], by: float) -> Iterator[None]:
+def _moved(setup: StepUnderTest, gradients: dict[str, torch.Tensor], by: float) -> Iterator[None]:
     """Inside, trainable parameters are so many gradients further."""
     before = {name: p.detach().clone() for name, p in setup.trainable.items()}
     with torch.no_grad():

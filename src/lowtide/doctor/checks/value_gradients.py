@@ -2,7 +2,7 @@
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.outcome import distance
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.doctor.value_proof import prove
 
 CHECK = Check(
@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.calls:
         return None
     proof = prove(setup)

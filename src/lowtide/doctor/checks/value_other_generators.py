@@ -1,7 +1,7 @@
 """Randomness that no checkpoint puts back: Python's, NumPy's, generators of the model's own."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT004",
@@ -13,7 +13,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.gradients_differ:
         return None
     for call in setup.calls:

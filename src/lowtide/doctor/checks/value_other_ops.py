@@ -1,7 +1,7 @@
 """Recomputing takes another path: other operators, or other shapes."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.doctor.value_proof import first_divergence
 
 CHECK = Check(
@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if setup.failure is None or not setup.calls or not any(c.recomputed for c in setup.calls):
         return None
     found = first_divergence(setup)

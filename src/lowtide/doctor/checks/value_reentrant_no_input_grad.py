@@ -1,7 +1,7 @@
 """A reentrant checkpoint whose inputs need no gradient: its parameters get none."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT005",
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     guilty = [c for c in setup.calls if c.reentrant and c.parameters and not c.inputs_with_grad]
     if setup.failure is not None:
         return _where_it_fails(setup) if "require grad" in str(setup.failure) else None
@@ -29,6 +29,6 @@ def look(setup: Setup) -> Finding | None:
     )
 
 
-def _where_it_fails(setup: Setup) -> Finding | None:
+def _where_it_fails(setup: StepUnderTest) -> Finding | None:
     setup.plain  # noqa: B018 -- without checkpointing it runs
     return CHECK.found(f"with reentrant checkpoints the step fails: {str(setup.failure).splitlines()[0]}")

@@ -1,7 +1,7 @@
 """``preserve_rng_state=False`` around dropout."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT003",
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.gradients_differ:
         return None
     guilty = [c for c in setup.calls if not c.preserve_rng_state and c.draws and c.divergence is not None]

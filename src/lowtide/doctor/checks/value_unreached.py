@@ -1,7 +1,7 @@
 """Trainable modules that the step never calls, or whose result the loss does not depend on."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     outcome = setup.plain if setup.failure is not None else setup.as_it_is
     plain = setup.plain.gradients if setup.calls else outcome.gradients
     without = [n for n, g in plain.items() if g is None]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     copies = [s for s in setup.seen.stored.values() if s.cast_of and s.cast_of not in setup.trainable]
     if not copies:
         return None

@@ -6,7 +6,7 @@ import torch
 from torch.utils import checkpoint
 
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT212",
@@ -19,7 +19,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     on, gain = [], Gain()
     if torch.is_anomaly_enabled():
         # Rehearsals switch it off by themselves: so the step inside this block is the one with it.

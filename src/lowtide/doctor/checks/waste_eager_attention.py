@@ -6,7 +6,7 @@ from typing import Any
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.outcome import distance
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     config, choose = getattr(setup.model, "config", None), getattr(setup.model, "set_attn_implementation", None)
     eager = getattr(config, "_attn_implementation", None) == "eager"
     if not eager or choose is None or not getattr(setup.model, "_supports_sdpa", False) or setup.failure is not None:

@@ -1,7 +1,7 @@
 """DDP searches for unused parameters where all are used."""
 
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT211",
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if setup.ddp is None or not setup.ddp.find_unused_parameters or setup.failure is not None:
         return None
     if any(g is None for g in setup.as_it_is.gradients.values()):

@@ -1,7 +1,7 @@
 """Gradients, or state of an optimizer, of parameters that do not train."""
 
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     frozen = [(n, p) for n, p in setup.model.named_parameters() if not p.requires_grad and p.grad is not None]
     if not frozen:
         return None

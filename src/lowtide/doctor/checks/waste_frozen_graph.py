@@ -7,7 +7,7 @@ from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.outcome import distance
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT202",
@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     hooked = [m for m in setup.model.modules() if vars(m).get("_require_grads_hooks")]
     if not hooked or setup.failure is not None:
         return None

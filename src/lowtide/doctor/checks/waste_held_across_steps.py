@@ -3,7 +3,7 @@
 from collections import Counter
 
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if setup.failure is not None:
         return None
     once, twice = setup.held

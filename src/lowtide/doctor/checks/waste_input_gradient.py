@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
     code="LT213",
@@ -19,7 +19,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     leaves = setup.batch_leaves()
     if not leaves or setup.failure is not None or any(c.reentrant for c in setup.calls):
         return None

@@ -4,7 +4,7 @@ from functools import partial
 from unittest.mock import patch
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -19,7 +19,7 @@ CHECK = Check(
 _NOTICED = 0.01  # of the peak, or of the step's time: keys and values are copied even where logits set the peak
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     size = setup.seen.cache_bytes
     config = getattr(setup.model, "config", None)
     if not size or not getattr(config, "use_cache", False):

@@ -2,7 +2,7 @@
 
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -17,7 +17,7 @@ CHECK = Check(
 _THE_SAME = 1e-3  # of the peak: on an accelerator a number that is held takes a block
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     outer = [c for c in setup.calls if c.parent is None and not c.has_context]
     if len(outer) < 2 or len(outer) != len(setup.calls) or setup.failure is not None:
         return None

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide import long_sequences
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -23,7 +23,7 @@ CHECK = Check(
 _SHARE = 0.5
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     head = _head(setup.model)
     if head is None or not setup.calls or setup.failure is not None:
         return None

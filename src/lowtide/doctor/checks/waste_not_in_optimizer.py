@@ -1,7 +1,7 @@
 """Gradients are computed for parameters that no optimizer has."""
 
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if setup.optimizer is None:
         return None
     known = {id(p) for group in setup.optimizer.param_groups for p in group["params"]}

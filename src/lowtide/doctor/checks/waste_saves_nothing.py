@@ -2,7 +2,7 @@
 
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding
-from lowtide.doctor.setup import Setup
+from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
 CHECK = Check(
@@ -17,7 +17,7 @@ CHECK = Check(
 _FEW = 0.02
 
 
-def look(setup: Setup) -> Finding | None:
+def look(setup: StepUnderTest) -> Finding | None:
     if not setup.calls or setup.failure is not None or not setup.plain_fits:
         return None
     now, plain = setup.measured, setup.measured_plain

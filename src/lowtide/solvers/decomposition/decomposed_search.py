@@ -7,10 +7,10 @@ from dataclasses import replace
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.master import ColumnChoice, ColumnGeneration
 from lowtide.solvers.decomposition.multi_segment import MultiSegmentColumns
-from lowtide.solvers.local_search import Evaluated, reduce_peak
+from lowtide.solvers.local_search import descent
 from lowtide.solvers.lower_bound.bound import bound_time
 from lowtide.solvers.lp_rounding import round_relaxation
-from lowtide.solvers.search_context import SearchContext, SearchResult
+from lowtide.solvers.search_context import Evaluated, SearchContext, SearchResult
 
 
 class DecomposedSearch:
@@ -19,15 +19,14 @@ class DecomposedSearch:
     def __init__(self, context: SearchContext, columns: ColumnGeneration) -> None:
         self.context, self.columns = context, columns
         self.multi_segment = MultiSegmentColumns(columns.source, columns.runs)
-        self.graph, self.costs, self.limits = context.graph, context.costs, context.limits
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """The best plan by single segments; where it is far from the lower bound, also by runs of several."""
         result = self.by_single_segments(budget_bytes)
-        if not self.limits.multi_segment:
+        if not self.context.limits.multi_segment:
             return result
-        bound = bound_time(self.graph, self.costs, budget_bytes)
-        enough_ms = bound.step_ms + tuning.NEAR_BOUND * self.costs.plain_step_ms
+        bound = bound_time(self.context, budget_bytes)
+        enough_ms = bound.step_ms + tuning.NEAR_BOUND * self.context.costs.plain_step_ms
         # Infinite near the least peak: there only candidates that replay an op more than once may fit.
         if not enough_ms < result.best_ms < math.inf:
             return result
@@ -35,9 +34,9 @@ class DecomposedSearch:
         runs = self._evaluated(self.choose_runs(budget_bytes, bound.ms_per_byte, self._deadline()), budget_bytes)
         result = min(result, runs, key=lambda found: found.best_ms)
         found: list[Evaluated] = []
-        if result.best_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.costs.plain_step_ms:
-            found = round_relaxation(self.graph, self.costs, budget_bytes, most_ms=result.best_ms, enough_ms=enough_ms)
-        too_deep = tuning.BUDGETS_ABOVE_TRIES * len(self.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
+        if result.best_ms > bound.step_ms + tuning.FAR_FROM_BOUND * self.context.costs.plain_step_ms:
+            found = round_relaxation(self.context, budget_bytes, most_ms=result.best_ms, enough_ms=enough_ms)
+        too_deep = tuning.BUDGETS_ABOVE_TRIES * len(self.context.graph.events) > tuning.BUDGETS_ABOVE_EVENTS
         if result.best_ms > enough_ms and not (found or too_deep):
             found = self._from_above(budget_bytes, bound.ms_per_byte, result.best_ms)
         return replace(result, best=found[-1]) if found else result
@@ -45,16 +44,15 @@ class DecomposedSearch:
     def first(self, budget_bytes: int) -> list[Evaluated]:
         """The candidate that the first columns give, brought within the budget; empty where that fails."""
         self.columns.add_first(budget_bytes)
-        activations = self.context.plain.peak_bytes - self.graph.resident_bytes
+        activations = self.context.plain.peak_bytes - self.context.graph.resident_bytes
         for share in (0.0, *tuning.BUDGETS_ABOVE):
             choice = self.columns.choose(budget_bytes + int(share * activations), self.columns.runs, 0.0)
             if choice is None:
                 continue
-            start = self.context.evaluate(choice.actions, choice.replays)
-            events = tuning.FIRST_PLAN_EVENTS
-            path = reduce_peak(self.graph, self.costs, start, target_bytes=budget_bytes, events=events)
-            if path[-1].peak_bytes <= budget_bytes:
-                return path[-1:]
+            start, events = self.context.evaluate(choice.actions, choice.replays), tuning.FIRST_PLAN_EVENTS
+            *_, last = descent(self.context, start, target_bytes=budget_bytes, events=events)
+            if last.peak_bytes <= budget_bytes:
+                return [last]
         return []
 
     def choose_runs(self, budget_bytes: int, ms_per_byte: float, deadline: float) -> ColumnChoice | None:
@@ -81,19 +79,19 @@ class DecomposedSearch:
         Columns cover neither every way to run a segment nor replays across segments; local search may find both.
         """
         found: list[Evaluated] = []
-        activations = self.context.plain.peak_bytes - self.graph.resident_bytes
+        activations = self.context.plain.peak_bytes - self.context.graph.resident_bytes
         for share in tuning.BUDGETS_ABOVE:
             choice = self.choose_runs(budget_bytes + int(share * activations), ms_per_byte, math.inf)
             if choice is None:
                 continue
             start = self.context.evaluate(choice.actions, choice.replays)
-            path = reduce_peak(
-                self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
-                least_ms_per_byte=ms_per_byte, events=tuning.BUDGETS_ABOVE_EVENTS,
+            *_, last = descent(
+                self.context, start, target_bytes=budget_bytes, max_ms=max_ms, least_ms_per_byte=ms_per_byte,
+                events=tuning.BUDGETS_ABOVE_EVENTS,
             )  # fmt: skip
-            if path[-1].peak_bytes <= budget_bytes and path[-1].timeline.step_ms < max_ms:
-                found.append(path[-1])
-                max_ms = path[-1].timeline.step_ms
+            if last.peak_bytes <= budget_bytes and last.timeline.step_ms < max_ms:
+                found.append(last)
+                max_ms = last.timeline.step_ms
         return found
 
     def by_single_segments(self, budget_bytes: int) -> SearchResult:
@@ -102,7 +100,7 @@ class DecomposedSearch:
         return self._evaluated(self.columns.solve(budget_bytes, slack_ms, self._deadline()), budget_bytes)
 
     def _deadline(self) -> float:
-        return time.perf_counter() + self.limits.time_limit_s
+        return time.perf_counter() + self.context.limits.time_limit_s
 
     def _evaluated(self, choice: ColumnChoice | None, budget_bytes: int) -> SearchResult:
         """``choice`` as a result, if the simulator agrees that it is within the budget."""

@@ -31,16 +31,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.pricing import Column, ColumnPool, DualPrices, SegmentRun
-from lowtide.solvers.decomposition.segments import Windows
+from lowtide.solvers.decomposition.segments import segments, windows
 from lowtide.solvers.decomposition.shortest_path import fastest_path, least_budget
 from lowtide.solvers.decomposition.subgraph import SubgraphContent, SubgraphSource
 from lowtide.solvers.decomposition.subgraph_builder import build_subgraph
 from lowtide.solvers.graph_queries import choices, complete_actions
 from lowtide.solvers.milp.highs import LinearProgram, LpResult
+from lowtide.solvers.search_context import SearchContext
 
 PeakPrice = tuple[float, bool]  # ms per byte, and whether a byte kept costs more at forward's end
 
@@ -82,11 +81,19 @@ class ColumnGeneration:
         dual_prices: Of the last relaxation, by segment.
     """
 
-    def __init__(self, graph: StepGraph, costs: Costs, segment_of: dict[int, int], windows: list[Windows]) -> None:
-        self.graph = graph
-        self.source = SubgraphSource(graph, costs, segment_of, windows)
-        self._subgraphs = [build_subgraph(self.source, range(segment, segment + 1)) for segment in range(len(windows))]
+    def __init__(self, source: SubgraphSource) -> None:
+        self.graph, self.source = source.graph, source
+        self._subgraphs = [build_subgraph(source, range(n, n + 1)) for n in range(len(source.windows))]
         self._reset_pools()
+
+    @classmethod
+    def of(cls, context: SearchContext) -> ColumnGeneration | None:
+        """For the step of ``context``; None where its segments cannot be told apart, or are too few."""
+        segment_of = segments(context.graph)
+        found = windows(context.graph, segment_of)
+        if found is None or len(found) < tuning.MIN_SEGMENTS:
+            return None
+        return cls(SubgraphSource(context, segment_of, found))
 
     def with_empty_pools(self) -> ColumnGeneration:
         """The same segments with pools that have only the plain column."""

@@ -95,7 +95,7 @@ class MultiSegmentColumns:
 
 
 def _extended(column: Column, pool: ColumnPool, length: int) -> Column:
-    graph, size = pool.subgraph.graph, pool.subgraph.num_own // length  # storages of one segment
+    graph, size = pool.context.graph, pool.subgraph.num_own // length  # storages of one segment
     # All segments but the last do what the first of the pair does.
     sources = {place: place % size + size * (place // size == length - 1) for place in range(size * length)}
     actions = {place: column.actions[s] for place, s in sources.items() if s in column.actions}

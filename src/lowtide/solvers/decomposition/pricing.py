@@ -15,10 +15,11 @@ from lowtide.solvers import tuning
 from lowtide.solvers.decomposition.shortest_path import Arcs
 from lowtide.solvers.decomposition.subgraph import Subgraph
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.local_search import Evaluated, evaluate, reduce_peak
+from lowtide.solvers.local_search import descent
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import RepeatedRelaxation, seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel, Prices
+from lowtide.solvers.search_context import Evaluated
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class ColumnPool:
     """The columns known for segments that are equal."""
 
     def __init__(self, subgraph: Subgraph) -> None:
-        self.subgraph = subgraph
-        self.dispatch_ms = subgraph.costs.dispatch_us / 1e3 * len(subgraph.graph.forward_ops)
+        self.subgraph, self.context = subgraph, subgraph.context
+        self.dispatch_ms = self.context.costs.dispatch_us / 1e3 * len(self.context.graph.forward_ops)
         self.columns: list[Column] = []
         self._known: set[tuple] = set()
         self._priced: dict[Prices, float] = {}
@@ -62,12 +63,12 @@ class ColumnPool:
         self._models: dict[tuple, tuple[PeakModel, RepeatedRelaxation]] = {}
         self._densified: set[tuple[float, bool]] = set()
         self._lowered_at: dict[tuple, float] = {}  # column -> price of a byte at which lower peaks were looked for
-        self.plain = self.column(complete_actions(subgraph.graph, ()))
+        self.plain = self.column(complete_actions(self.context.graph, ()))
         self.add(self.plain)
 
     @cached_property
     def coarse(self) -> CoarseGraph:
-        return CoarseGraph(self.subgraph.graph, self.subgraph.costs)
+        return CoarseGraph(self.context)
 
     @cached_property
     def fixed_bytes(self) -> tuple[int, int]:
@@ -79,7 +80,7 @@ class ColumnPool:
 
     def column(self, actions: dict[int, str], replays: Mapping[int, int] | None = None) -> Column:
         """The column of ``actions``, evaluated on the subgraph."""
-        return self._column(evaluate(self.subgraph.graph, self.subgraph.costs, actions, replays))
+        return self._column(self.context.evaluate(actions, replays))
 
     @property
     def separate_forward(self) -> bool:
@@ -111,11 +112,10 @@ class ColumnPool:
         if self._lowered_at.get(column.key, 0.0) >= ms_per_byte / tuning.COLUMN_SEARCH_PRICE:
             return False
         self._lowered_at[column.key] = ms_per_byte
-        graph, costs = self.subgraph.graph, self.subgraph.costs
-        start = evaluate(graph, costs, column.actions, column.replays)
+        start = self.context.evaluate(column.actions, column.replays)
         max_price = tuning.COLUMN_SEARCH_PRICE * ms_per_byte
-        path = reduce_peak(graph, costs, start, max_ms_per_byte=max_price, events=tuning.COLUMN_SEARCH_EVENTS)
-        return any([self.add(self._column(evaluated)) for evaluated in path[1:]])
+        _, *lower = descent(self.context, start, max_ms_per_byte=max_price, events=tuning.COLUMN_SEARCH_EVENTS)
+        return any([self.add(self._column(evaluated)) for evaluated in lower])
 
     def price(self, duals: DualPrices, deadline: float) -> float:
         """Add the best column at these prices; return a lower bound of any column's cost at them, in milliseconds."""
@@ -138,7 +138,7 @@ class ColumnPool:
         choices = [model.choice(values, share) for share in thresholds] if len(values) else []
         for number, choice in enumerate(choices):
             if choice not in choices[:number]:
-                self.add(self.column(complete_actions(self.subgraph.graph, *choice)))
+                self.add(self.column(complete_actions(self.context.graph, *choice)))
 
     def _model(self, prices: Prices) -> tuple[PeakModel, RepeatedRelaxation]:
         """The pricing problem at ``prices``, and its relaxation; built once, as only costs differ."""
@@ -224,8 +224,8 @@ class ColumnPool:
                 bound = max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
             if not len(answer.values):
                 break
-            actions = complete_actions(self.subgraph.graph, *model.choice(answer.values))
-            found = evaluate(self.subgraph.graph, self.subgraph.costs, actions)
+            actions = complete_actions(self.context.graph, *model.choice(answer.values))
+            found = self.context.evaluate(actions)
             self.add(self._column(found))
             line = found.timeline
             claimed = model.claimed_peak_bytes(answer.values)
@@ -235,7 +235,7 @@ class ColumnPool:
             during = [r.op for r in line.replays if r.event == event and r.peak_bytes == line.peak_bytes]
             model.forbid(answer.values, event, during[-1] if during else None, line.peak_bytes)
         # The model counts peaks from the resident bytes on, and kept bytes as far as there is a choice.
-        bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.subgraph.graph.resident_bytes
+        bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.context.graph.resident_bytes
         return bound + prices.kept_ms * self.fixed_bytes[0] + prices.forward_end_ms * self.fixed_bytes[1]
 
 

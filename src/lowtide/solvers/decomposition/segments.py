@@ -3,14 +3,14 @@
 A segment is the unit of what the exact method solves at once, and how far back a replay reaches is counted in them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from lowtide.graph.facts import step_facts
+from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import layers
+from lowtide.solvers.graph_queries import layers, ops_worth_replaying
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class Windows:
     backward: tuple[int, int]
 
 
-def segments(graph: StepGraph, ops: Iterable[int]) -> dict[int, int]:
-    """Segment of each forward op: contiguous runs of a layer; those with few of ``ops`` join the run before."""
-    layer_of, worth = layers(graph), set(ops)
+@once_per_graph
+def segments(graph: StepGraph) -> dict[int, int]:
+    """Segment of each forward op: runs of a layer; those with few ops worth replaying join the run before."""
+    layer_of, worth = layers(graph), set(ops_worth_replaying(graph))
     runs = [[op.id for op in run] for _, run in groupby(graph.forward_ops, lambda op: layer_of.get(op.id))]
     for run, following in pairwise(runs):
         # A norm at the end of a layer belongs with its readers: they can all be replayed from what it reads.

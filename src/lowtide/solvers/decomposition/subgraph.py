@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import FREE, Frame, Op, StepGraph, Storage
 from lowtide.solvers.decomposition.segments import Windows
+from lowtide.solvers.search_context import SearchContext
 
 _NEVER = 1 << 60
 OUTSIDE = "outside"
@@ -49,8 +49,7 @@ class Subgraph:
     content: SubgraphContent
     num_own: int  # how many storages, the first ones, the segment makes
     outside_bytes: tuple[int, int]  # what others hold all through the forward window, and all through the backward one
-    step_graph: StepGraph
-    step_costs: Costs
+    step: SearchContext
 
     @property
     def forward_end(self) -> int:
@@ -61,8 +60,8 @@ class Subgraph:
         return self.content.backward_start
 
     @cached_property
-    def graph(self) -> StepGraph:
-        """The subgraph as a step graph."""
+    def context(self) -> SearchContext:
+        """The subgraph as a step of its own."""
         ops = [
             Op(i, name, 0, backward, reads, makes, workspace_bytes=size, rng_bytes=rng, completes_inplace=completes)
             for i, (name, backward, reads, makes, size, rng, completes) in enumerate(self.content.ops)
@@ -73,28 +72,25 @@ class Subgraph:
         for i, (size, kind, fixed) in enumerate(self.content.storages):
             op, output = made.get(i, (None, 0))
             storages.append(Storage(i, rests.get(i, size), kind, op, output, fixed))
-        step = self.step_graph
-        return StepGraph(
+        step = self.step.graph
+        graph = StepGraph(
             device=step.device, device_name=step.device_name, resident=step.resident, signatures=(),
             frames=(Frame(-1, "", 0),), storages=tuple(storages), ops=tuple(ops), saved=self.content.saved,
             events=self.content.events,
         )  # fmt: skip
-
-    @cached_property
-    def costs(self) -> Costs:
-        return replace(self.step_costs, op_ms=self.content.op_ms)
+        return SearchContext(graph, replace(self.step.costs, op_ms=self.content.op_ms))
 
 
 class SubgraphSource:
     """What building subgraphs of one step needs to know of it."""
 
-    def __init__(self, graph: StepGraph, costs: Costs, segment_of: dict[int, int], windows: list[Windows]) -> None:
-        self.graph, self.costs = graph, costs
+    def __init__(self, context: SearchContext, segment_of: dict[int, int], windows: list[Windows]) -> None:
+        self.context, self.graph = context, context.graph
         self.segment_of, self.windows = segment_of, windows
         self.ops_of: list[list[int]] = [[] for _ in windows]
         for op, segment in segment_of.items():
             self.ops_of[segment].append(op)
-        self.facts = facts = step_facts(graph)
+        self.facts = facts = step_facts(self.graph)
         self.born, self.events_of = facts.birth, facts.references
         self.dies = {s: facts.references[s][-1] if s in facts.death else _NEVER for s in facts.birth}
 

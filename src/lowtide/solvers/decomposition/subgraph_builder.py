@@ -59,7 +59,7 @@ class _SubgraphBuilder:
             tuple(self.storages), tuple(self.ops), tuple(self.op_ms), tuple(self.saved), tuple(self.events),
             self._forward_end, backward_start, backward,
         )  # fmt: skip
-        return Subgraph(content, len(own), (forward_bytes, backward_bytes), graph, source.costs)
+        return Subgraph(content, len(own), (forward_bytes, backward_bytes), source.context)
 
     def _add(self, step_id: int | None, size: int, kind: str, fixed: str = "") -> int:
         number = len(self.storages)
@@ -135,7 +135,7 @@ class _SubgraphBuilder:
             makes = [self.ids[s] for s in op.makes]
         completes_inplace = None if op.completes_inplace is None else self.op_ids.get(op.completes_inplace)
         copy = (op.name, op.backward, reads, tuple(makes), op.workspace_bytes, op.rng_bytes, completes_inplace)
-        self._add_run(copy, self.source.costs.op_ms[op.id])
+        self._add_run(copy, self.source.context.costs.op_ms[op.id])
 
     def _read(self, storage: int) -> int:
         """The subgraph's storage for one that a forward op reads: what others keep anyway costs nothing here."""

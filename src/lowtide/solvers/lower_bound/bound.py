@@ -46,11 +46,10 @@ from dataclasses import dataclass
 from lowtide.graph.costs import Costs
 from lowtide.graph.memo import memo_of, once_per_graph
 from lowtide.graph.step_graph import StepGraph
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import taped_plain_ms
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
+from lowtide.solvers.search_context import SearchContext
 
 MOVES_HOLD_FOR = "every plan that saves, recomputes or moves, whenever it does; what links can carry counts, not when"
 HOLDS_FOR = "every plan that saves or recomputes, whatever it replays, when and how often; not for offloading"
@@ -69,32 +68,27 @@ class Bound:
     ms_per_byte: float
 
 
-def bound_time(
-    graph: StepGraph, costs: Costs, budget_bytes: int, capacities: Mapping[str, int | None] | None = None
-) -> Bound:
+def bound_time(context: SearchContext, budget_bytes: int, capacities: Mapping[str, int | None] | None = None) -> Bound:
     """Return the least step time that any plan within ``budget_bytes`` can have.
 
     Args:
         capacities: Most bytes that plans may offload, by tier; None: any number.
     """
     # The search asks for it, and the plan that comes of the search.
-    memo = {} if capacities else memo_of(graph)
+    costs, memo = context.costs, {} if capacities else memo_of(context.graph)
     key = (bound_time, budget_bytes, costs.op_ms, costs.dispatch_us, costs.record_us, costs.replay_us)
     if key not in memo:
-        memo[key] = _bound_time(graph, costs, budget_bytes, capacities)
+        memo[key] = _bound_time(context, budget_bytes, capacities)
     return memo[key]
 
 
-def _bound_time(
-    graph: StepGraph, costs: Costs, budget_bytes: int, capacities: Mapping[str, int | None] | None
-) -> Bound:
-    if simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes:
-        return Bound(costs.plain_step_ms, 0.0)
-    always = unavoidable_with_offload(graph) if capacities else unavoidable(graph)
+def _bound_time(context: SearchContext, budget_bytes: int, capacities: Mapping[str, int | None] | None) -> Bound:
+    if context.plain.peak_bytes <= budget_bytes:
+        return Bound(context.costs.plain_step_ms, 0.0)
+    always = (unavoidable_with_offload if capacities else unavoidable)(context.graph)
     if always.floor_bytes.max() > budget_bytes:
         return Bound(math.inf, 0.0)
-    floor_ms = taped_plain_ms(graph, costs)
-    model = Relaxation(graph, costs, budget_bytes, capacities)
+    floor_ms, model = context.floor_ms, Relaxation(context, budget_bytes, capacities)
     answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return Bound(floor_ms if math.isnan(answer.objective) else math.inf, 0.0)
@@ -112,7 +106,7 @@ def bound_peak_with_offload(graph: StepGraph) -> int:
 def bound_peak(graph: StepGraph) -> int:
     """Return the least peak that any plan can have: absolute allocated bytes."""
     least = int(unavoidable(graph).floor_bytes.max())
-    model = Relaxation(graph, Costs((0.0,) * len(graph.ops)), None)
+    model = Relaxation(SearchContext(graph, Costs((0.0,) * len(graph.ops))), None)
     answer = model.program.relax()
     if not math.isfinite(answer.objective):
         return least

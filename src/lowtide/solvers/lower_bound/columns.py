@@ -10,11 +10,10 @@ t", which only loosens a row.
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.unavoidable import unavoidable, unavoidable_with_offload
 from lowtide.solvers.milp.highs import INFINITY, LinearProgram
+from lowtide.solvers.search_context import SearchContext
 
 Terms = dict[int, float]  # a row's coefficients, by column
 
@@ -40,14 +39,14 @@ class Columns:
 
     def __init__(
         self,
-        graph: StepGraph,
-        costs: Costs,
+        context: SearchContext,
         budget_bytes: int | None,
         capacities: Mapping[str, int | None] | None = None,
         *,
         slots: Iterable[int] = (),
     ) -> None:
-        self.graph, self.costs, self.budget_bytes = graph, costs, budget_bytes
+        self.context, self.graph, self.costs, self.budget_bytes = context, context.graph, context.costs, budget_bytes
+        graph, costs = self.graph, self.costs
         self.unavoidable = unavoidable_with_offload(graph) if capacities else unavoidable(graph)
         self.program = LinearProgram()
         self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3

@@ -23,13 +23,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
-from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.lower_bound.columns import Columns, Terms
 from lowtide.solvers.lower_bound.unavoidable import Span
 from lowtide.solvers.milp.highs import INFINITY
+from lowtide.solvers.search_context import SearchContext
 
 
 class Relaxation(Columns):
@@ -41,14 +40,13 @@ class Relaxation(Columns):
 
     def __init__(
         self,
-        graph: StepGraph,
-        costs: Costs,
+        context: SearchContext,
         budget_bytes: int | None,
         capacities: Mapping[str, int | None] | None = None,
         *,
         slots: Iterable[int] = (),
     ) -> None:
-        super().__init__(graph, costs, budget_bytes, capacities, slots=slots)
+        super().__init__(context, budget_bytes, capacities, slots=slots)
         self._lazy_row = partial(self.program.row, lazy=True)
         # Just before which asks the floor counts a storage, as a mask.
         self._in_floor = cache(partial(self.unavoidable.in_floor, events=self.unavoidable.ask_events - 1))
@@ -162,7 +160,7 @@ class Relaxation(Columns):
     def _waits_for_links(self, capacities: Mapping[str, int | None]) -> None:
         """What computation cannot hide of transfers is waited for, and no tier holds more than it may."""
         graph, costs, program, facts = self.graph, self.costs, self.program, step_facts(self.graph)
-        at_ms = event_ms(graph, costs)
+        at_ms = self.context.event_times()
         first_ask_ms = at_ms[facts.unpack_events[0]]
         wait_forward, wait_backward = program.column(1.0, upper=INFINITY), program.column(1.0, upper=INFINITY)
         replays = {column: program.cost[column] for columns in self.N.values() for column in columns}
@@ -320,17 +318,6 @@ class Relaxation(Columns):
             self.program.row({found[stage]: 1.0, **terms}, lower=0.0)
             later = {found[stage]: -1.0}
         return found
-
-
-def event_ms(graph: StepGraph, costs: Costs) -> list[float]:
-    """When each event begins, and the last one ends: with all of the tape's dispatch and nothing else on top."""
-    found = [0.0]
-    for kind, number in graph.events:
-        ms = 0.0
-        if kind == RUN:
-            ms = costs.op_ms[number] + (0.0 if graph.ops[number].backward else costs.dispatch_us / 1e3)
-        found.append(found[-1] + ms)
-    return found
 
 
 def _meet(dominator: Mapping[int, int | None], one: int | None, other: int | None) -> int | None:

@@ -3,7 +3,6 @@
 import numpy as np
 
 from lowtide.plan import RECOMPUTE
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.lower_bound.columns import Columns
@@ -26,7 +25,7 @@ def violated_stages(model: Columns, values: np.ndarray, budget_bytes: int) -> li
     """Stages without a slot in which ``values``, rounded, need most memory above the budget; apart from each other."""
     unavoidable, with_slot = model.unavoidable, {stage for grid in model.grid.values() for stage in grid[:-1]}
     highest: dict[int, int] = {}
-    timeline = simulate_actions(model.graph, model.costs, *rounded(model, values))
+    timeline = model.context.evaluate(*rounded(model, values)).timeline
     for event, peak in enumerate(timeline.event_peak_bytes):
         stage = unavoidable.stage_of(event)
         if peak > budget_bytes and stage >= 0:

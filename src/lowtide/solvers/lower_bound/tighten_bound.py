@@ -17,17 +17,14 @@ import math
 from dataclasses import replace
 from itertools import chain
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import taped_plain_ms
 from lowtide.solvers.lower_bound.bound import Bound
 from lowtide.solvers.lower_bound.relaxation import Relaxation
 from lowtide.solvers.lower_bound.rounding import violated_stages
+from lowtide.solvers.search_context import SearchContext
 
 
-def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: float, bound: Bound) -> Bound:
+def tighten_bound(context: SearchContext, budget_bytes: int, known_ms: float, bound: Bound) -> Bound:
     """Return a bound that proves the known plan nearly the fastest, or the tightest that was found.
 
     Args:
@@ -35,14 +32,15 @@ def tighten_bound(graph: StepGraph, costs: Costs, budget_bytes: int, known_ms: f
         bound: Result of ``bound_time``; its ``ms_per_byte`` stays.
     """
     target_ms = known_ms / (1 + tuning.TIGHT_GAP)
-    plain_fits = simulate_actions(graph, costs, {}).peak_bytes <= budget_bytes
-    if plain_fits or not bound.step_ms < target_ms <= bound.step_ms * (1 + tuning.TIGHTEN_MAX_GAP):
+    if context.plain.peak_bytes <= budget_bytes or not bound.step_ms < target_ms <= bound.step_ms * (
+        1 + tuning.TIGHTEN_MAX_GAP
+    ):
         return bound
-    floor_ms, best_ms = taped_plain_ms(graph, costs), bound.step_ms
+    floor_ms, best_ms = context.floor_ms, bound.step_ms
     slots: set[int] = set()
     work = 0
     for _ in range(tuning.TIGHTEN_ROUNDS):
-        model = Relaxation(graph, costs, budget_bytes, slots=slots)
+        model = Relaxation(context, budget_bytes, slots=slots)
         program = model.program
         if len(program.row_upper) > tuning.TIGHTEN_MAX_ROWS:
             break

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
-from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.graph.step_graph import RUN
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import droppable, ops_worth_replaying, recomputable
+from lowtide.solvers.search_context import SearchContext
 
 _NEVER = 1 << 60
 
@@ -99,7 +99,7 @@ class MemoryInterval:
 
 
 class CoarseGraph:
-    """``graph`` as groups, keep decisions, triggers and memory intervals.
+    """The step of ``context`` as groups, keep decisions, triggers and memory intervals.
 
     Args:
         segment_of: Segment of each forward op; None: all are in one. Ops of different segments share no group.
@@ -110,20 +110,15 @@ class CoarseGraph:
     """
 
     def __init__(
-        self,
-        graph: StepGraph,
-        costs: Costs,
-        segment_of: Mapping[int, int] | None = None,
-        *,
-        within_segments: bool = False,
+        self, context: SearchContext, segment_of: Mapping[int, int] | None = None, *, within_segments: bool = False
     ) -> None:
-        self.graph, self.costs = graph, costs
+        graph = self.graph = context.graph
+        self.costs, self.per_op = context.costs, context.per_op
         self.facts = step_facts(graph)
         self.run_event = self.facts.run_event
         free = recomputable(graph)
         self.droppable = droppable(graph)
         self.ops = ops_worth_replaying(graph)
-        self.per_op = len(self.ops) <= tuning.PER_OP_MODEL_OPS
         self.segment_of = segment_of or {op.id: 0 for op in graph.forward_ops}
         uses = sorted((event, s) for s, event in self.facts.first_use.items() if s in self.droppable)
         self.trigger_events: list[int] = []

@@ -3,13 +3,15 @@
 import math
 import time
 
+import numpy as np
+
 from lowtide.solvers import tuning
 from lowtide.solvers.graph_queries import complete_actions
-from lowtide.solvers.local_search import Evaluated, reduce_peak
+from lowtide.solvers.local_search import descent
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import MilpResult, seconds_left
 from lowtide.solvers.milp.peak_model import PeakModel
-from lowtide.solvers.search_context import SearchContext, SearchResult
+from lowtide.solvers.search_context import Evaluated, SearchContext, SearchResult
 
 
 class MonolithicSearch:
@@ -17,7 +19,6 @@ class MonolithicSearch:
 
     def __init__(self, context: SearchContext, coarse: CoarseGraph) -> None:
         self.context, self.coarse = context, coarse
-        self.graph, self.costs, self.limits = context.graph, context.costs, context.limits
         self._last: tuple[int, tuple[PeakModel, list[Evaluated], float]] | None = None  # by budget
 
     def fastest(self, budget_bytes: int) -> SearchResult:
@@ -26,15 +27,17 @@ class MonolithicSearch:
         found = list(rounded)
         if found and self.context.within_tolerance(found[-1], bound_ms):
             return SearchResult(found[-1], True, bound_ms)
-        answer = self._minimise(model, time.perf_counter() + self.limits.time_limit_s, nodes=self.limits.node_limit)
+        answer = self._minimise(
+            model, time.perf_counter() + self.context.limits.time_limit_s, nodes=self.context.limits.node_limit
+        )
         if answer.status != "infeasible":
             bound_ms = self.context.floor_ms + max(answer.bound - model.objective_slack, 0.0) * model.ms_unit
         proven = answer.status == "optimal"
         if len(answer.values):
-            best = self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values)))
+            best = self._chosen(model, answer.values)
             proven &= best.peak_bytes <= budget_bytes
-            events = tuning.ROUNDING_EVENTS
-            found += reduce_peak(self.graph, self.costs, best, target_bytes=budget_bytes, events=events)[-1:]
+            *_, last = descent(self.context, best, target_bytes=budget_bytes, events=tuning.ROUNDING_EVENTS)
+            found.append(last)
         within = [e for e in found if e.peak_bytes <= budget_bytes]
         return SearchResult(min(within, key=lambda e: e.rank, default=None), proven, bound_ms)
 
@@ -59,16 +62,13 @@ class MonolithicSearch:
         if not math.isfinite(relaxed.objective):
             return [], self.context.floor_ms
         bound_ms = self.context.floor_ms + max(relaxed.objective - model.objective_slack, 0.0) * model.ms_unit
-        max_ms = bound_ms + tuning.ROUNDING_MAX_EXCESS * self.costs.plain_step_ms
+        max_ms = bound_ms + tuning.ROUNDING_MAX_EXCESS * self.context.costs.plain_step_ms
         found: list[Evaluated] = []
         for share in tuning.ROUNDING_THRESHOLDS:
-            start = self.context.evaluate(complete_actions(self.graph, *model.choice(relaxed.values, share)))
-            path = reduce_peak(
-                self.graph, self.costs, start, target_bytes=budget_bytes, max_ms=max_ms,
-                events=tuning.ROUNDING_EVENTS,
-            )  # fmt: skip
-            if path[-1].peak_bytes <= budget_bytes:
-                found.append(self.context.save_what_fits(path[-1], budget_bytes))
+            start, events = self._chosen(model, relaxed.values, share), tuning.ROUNDING_EVENTS
+            *_, last = descent(self.context, start, target_bytes=budget_bytes, max_ms=max_ms, events=events)
+            if last.peak_bytes <= budget_bytes:
+                found.append(self.context.save_what_fits(last, budget_bytes))
                 max_ms = min(max_ms, found[-1].timeline.step_ms)
             if found and self.context.within_tolerance(found[-1], bound_ms):
                 break
@@ -79,29 +79,33 @@ class MonolithicSearch:
         model = PeakModel(self.coarse, None)
         values = model.program.relax().values
         if self.coarse.size <= tuning.MIN_PEAK_MILP_SIZE:
-            nodes = self.limits.node_limit if self.context.per_op else tuning.MIN_PEAK_NODES
+            nodes = self.context.limits.node_limit if self.context.per_op else tuning.MIN_PEAK_NODES
             answer = self._minimise(model, math.inf, nodes=nodes)
             values = answer.values if len(answer.values) else values
-        return self.context.evaluate(complete_actions(self.graph, *model.choice(values))) if len(values) else None
+        return self._chosen(model, values) if len(values) else None
 
     def lower_peak(self, evaluated: Evaluated) -> Evaluated:
         """The candidate with the least peak that is as fast as ``evaluated``; only on graphs modelled op by op."""
         if not self.context.per_op or evaluated.replays:
             return evaluated
         model = PeakModel(self.coarse, None, max_ms=evaluated.timeline.step_ms - self.context.floor_ms)
-        deadline = time.perf_counter() + self.limits.time_limit_s
-        answer = self._minimise(model, deadline, nodes=self.limits.node_limit)
+        deadline = time.perf_counter() + self.context.limits.time_limit_s
+        answer = self._minimise(model, deadline, nodes=self.context.limits.node_limit)
         if not len(answer.values):
             return evaluated
-        other = self.context.evaluate(complete_actions(self.graph, *model.choice(answer.values)))
+        other = self._chosen(model, answer.values)
         # A faster one may need more than the budget: ``evaluated`` need not be the fastest candidate.
         return other if other.rank < evaluated.rank and other.peak_bytes <= evaluated.peak_bytes else evaluated
+
+    def _chosen(self, model: PeakModel, values: np.ndarray, share: float = 0.5) -> Evaluated:
+        """What ``values`` choose; ``share`` as for ``PeakModel.choice``."""
+        return self.context.evaluate(complete_actions(self.context.graph, *model.choice(values, share)))
 
     def _minimise(self, model: PeakModel, deadline: float, *, nodes: int) -> MilpResult:
         gap, slack_ms = self.context.tolerances()
         return model.program.minimise(
             gap=gap,
             slack=slack_ms / model.ms_unit,
-            node_limit=min(nodes, self.limits.node_limit),
+            node_limit=min(nodes, self.context.limits.node_limit),
             time_limit_s=seconds_left(deadline),
         )

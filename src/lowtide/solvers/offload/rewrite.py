@@ -12,22 +12,21 @@ it; only the simulator sees that.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Op, StepGraph, Storage
 from lowtide.plan import TIER_OF, Moves
 from lowtide.simulation.transfer_queue import TransferQueue
+from lowtide.solvers.search_context import SearchContext
 
 FETCH_OP = "lowtide.fetch"
 
 
-def rewrite_without_tiers(
-    graph: StepGraph, costs: Costs, actions: Mapping[int, str], moves: Moves
-) -> tuple[StepGraph, Costs]:
-    """``graph`` and ``costs`` with what ``actions`` offload taken out.
+def rewrite_without_tiers(context: SearchContext, actions: Mapping[int, str], moves: Moves) -> SearchContext:
+    """The step of ``context`` with what ``actions`` offload taken out.
 
     Storages and ops keep their numbers; what is fetched, and the ops that fetch it, get the numbers that follow.
     """
+    graph, costs = context.graph, context.costs
     offloaded = sorted(s for s, a in actions.items() if a in TIER_OF)
     fetched = {s: len(graph.storages) + i for i, s in enumerate(offloaded)}
     fetch_op = {s: len(graph.ops) + i for i, s in enumerate(offloaded)}
@@ -46,7 +45,8 @@ def rewrite_without_tiers(
         saved=tuple(fetched.get(s, s) for s in graph.saved),
         events=tuple(_Events(graph, fetched, fetch_op, moves).rewritten()),
     )
-    return rewritten, replace(costs, op_ms=(*costs.op_ms, *(0.0,) * len(fetches)))
+    longer = replace(costs, op_ms=(*costs.op_ms, *(0.0,) * len(fetches)))
+    return SearchContext(rewritten, longer, context.limits)
 
 
 class _Events:

@@ -16,7 +16,6 @@ from functools import cached_property
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.explanation import collapse_path
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE, SAVE, TIER_OF, Moves
@@ -28,8 +27,8 @@ from lowtide.solvers.graph_queries import choices, complete_actions, movable
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.offload.rewrite import rewrite_without_tiers
-from lowtide.solvers.offload.transfer_schedule import Scheduled, as_scheduled, event_times, schedule_transfers
-from lowtide.solvers.search_context import Limits
+from lowtide.solvers.offload.transfer_schedule import schedule_transfers
+from lowtide.solvers.search_context import Evaluated, Limits, SearchContext
 
 _ACTION = {tier: action for action, tier in TIER_OF.items()}
 
@@ -37,16 +36,17 @@ _ACTION = {tier: action for action, tier in TIER_OF.items()}
 class OffloadSearch:
     """Joint plans of one step, for any number of budgets; ``capacities``: most bytes to offload by tier, None: any."""
 
-    def __init__(self, graph: StepGraph, costs: Costs, limits: Limits, capacities: Mapping[str, int | None]) -> None:
-        self.graph, self.costs = graph, costs
+    def __init__(self, context: SearchContext, capacities: Mapping[str, int | None]) -> None:
+        graph, costs, limits = context.graph, context.costs, context.limits
         # Limits by number of nodes: a default time limit goes, so that the plan does not depend on the machine.
         time_limit_s = math.inf if limits.time_limit_s >= Limits.time_limit_s else limits.time_limit_s
         nodes = min(limits.node_limit, tuning.OFFLOAD_NODE_LIMIT)
-        self.limits = replace(limits, time_limit_s=time_limit_s, node_limit=nodes)
+        limits = replace(limits, time_limit_s=time_limit_s, node_limit=nodes)
+        self.context, self.graph = SearchContext(graph, costs, limits), graph
         # The faster link is loaded first.
         tiers = sorted(capacities, key=lambda tier: -costs.links[tier].fetch_bytes_per_s)
         self.capacities = {tier: capacities[tier] for tier in tiers}
-        self.search = ExactSearch(graph, costs, self.limits)
+        self.search = ExactSearch(self.context)
         stored_bytes = sum(graph.storages[s].bytes for s in graph.stored)
         self.worth_moving = sorted(
             s for s in movable(graph) if graph.storages[s].bytes >= tuning.MIN_OFFLOAD_SHARE * stored_bytes
@@ -61,12 +61,12 @@ class OffloadSearch:
         return replace(self._within(budget_bytes), capacities=self.capacities)
 
     def _within(self, budget_bytes: int) -> Candidate:
-        if self.search.plain.peak_bytes <= budget_bytes:
+        if self.context.plain.peak_bytes <= budget_bytes:
             return self.search.within(budget_bytes)
-        evaluated: list[Scheduled] = []
+        evaluated: list[Evaluated] = []
         tried: set[frozenset[tuple[int, str]]] = {frozenset()}
 
-        def attempt(storages: list[int], base: Scheduled, load: float) -> None:
+        def attempt(storages: list[int], base: Evaluated, load: float) -> None:
             """Offload what of ``storages`` the links carry at ``load``, beside the replays of ``base``."""
             offloaded = self._carried(storages, load, base.timeline)
             if frozenset(offloaded.items()) not in tried:
@@ -75,20 +75,20 @@ class OffloadSearch:
 
         loads = tuning.LINK_LOADS
         try:
-            base = self._evaluate(self.search.within(budget_bytes, allow_fallback=False))
+            base = self.context.simulated(self.search.within(budget_bytes, allow_fallback=False))
             evaluated.append(base)
         except BudgetInfeasibleError:
             if self._least_peak.peak_bytes > budget_bytes:
                 return self._leanest(budget_bytes)
-            leanest = min((self.search.plain, *self.search.published), key=lambda e: e.peak_bytes)
-            base, loads = self._evaluate(Candidate(leanest.actions)), tuning.HEAVY_LINK_LOADS
+            leanest = min(self.search.published, key=lambda e: e.peak_bytes)
+            base, loads = leanest, tuning.HEAVY_LINK_LOADS
         for load in loads:
             attempt(self._saved_by(base), base, load)
         for load in loads[1:]:
             attempt(self.worth_moving, base, load)
         if loads is tuning.HEAVY_LINK_LOADS and (not evaluated or _stalls_long(evaluated)):
             # Slower to find, but this plan saves little, so there is little to offload.
-            base = self._least_by_recompute
+            base = self.search.min_peak
             for load in loads:
                 attempt(self._saved_by(base), base, load)
         if not evaluated:
@@ -111,11 +111,11 @@ class OffloadSearch:
             try:
                 return self.search.within(budget_bytes)
             except BudgetInfeasibleError:
-                found.append(self._least_by_recompute)
+                found.append(self.search.min_peak)
         least = min(found, key=lambda e: e.peak_bytes).candidate
-        raise infeasible_error(self.graph, self.costs, budget_bytes, least, method="exact", offload=True)
+        raise infeasible_error(self.context, budget_bytes, least, method="exact", offload=True)
 
-    def _improved(self, best: Scheduled, budget_bytes: int) -> Scheduled:
+    def _improved(self, best: Evaluated, budget_bytes: int) -> Evaluated:
         """``best`` after local search: groups of storages get another action, as long as that makes a faster plan.
 
         It finds what choosing offloads before replays misses (``benchmarks/LOG.md``). The number of tries is limited by
@@ -140,7 +140,7 @@ class OffloadSearch:
                     tries -= 1
                     replays = {s: n for s, n in before.replays.items() if actions.get(s) == RECOMPUTE}
                     candidate = Candidate(actions, "feasible", None, before.provenance, replays)
-                    other = schedule_transfers(graph, self.costs, candidate, budget_bytes)
+                    other = schedule_transfers(self.context, candidate, budget_bytes)
                     if other.peak_bytes <= budget_bytes and other.rank < found.rank:
                         found, better = other, True
         return found
@@ -157,52 +157,43 @@ class OffloadSearch:
         """Most bytes that plans may offload, by tier."""
         return {tier: math.inf if most is None else most for tier, most in self.capacities.items()}
 
-    def _saved_by(self, base: Scheduled) -> list[int]:
+    def _saved_by(self, base: Evaluated) -> list[int]:
         """Storages worth moving that ``base`` does not recompute."""
         return [s for s in self.worth_moving if base.candidate.actions.get(s, SAVE) != RECOMPUTE]
 
     @cached_property
-    def _least_by_recompute(self) -> Scheduled:
-        least = self.search.min_peak
-        return self._evaluate(Candidate(least.actions, replays=least.replays))
-
-    @cached_property
-    def _least_peak(self) -> Scheduled:
+    def _least_peak(self) -> Evaluated:
         """The plan with the least peak found: all that is worth moving is offloaded. It does not depend on a budget."""
         offloaded = self._assign_tiers(self.worth_moving)
         actions = {**dict.fromkeys(self.graph.stored, SAVE), **offloaded}
         moves = Moves(0)  # one at a time, and fetched when needed
-        search = ExactSearch(*rewrite_without_tiers(self.graph, self.costs, actions, moves), self.limits)
+        search = ExactSearch(rewrite_without_tiers(self.context, actions, moves))
         least = search.min_peak
         candidates = [
             Candidate({**self._of_graph(least.actions), **offloaded}, "feasible", replays=least.replays, moves=moves),
             Candidate(actions, moves=moves),
         ]
-        return min(map(self._evaluate, candidates), key=lambda e: (e.peak_bytes, e.timeline.step_ms))
-
-    def _evaluate(self, candidate: Candidate) -> Scheduled:
-        return as_scheduled(self.graph, self.costs, candidate)
+        return min(map(self.context.simulated, candidates), key=lambda e: (e.peak_bytes, e.timeline.step_ms))
 
     def _of_graph(self, actions: Mapping[int, str]) -> dict[int, str]:
         """``actions`` without those for storages that only the rewritten graph has."""
         return {s: action for s, action in actions.items() if s < len(self.graph.storages)}
 
-    def _plan_with(self, offloaded: dict[int, str], base: Scheduled, budget_bytes: int) -> list[Scheduled]:
+    def _plan_with(self, offloaded: dict[int, str], base: Evaluated, budget_bytes: int) -> list[Evaluated]:
         """The fastest plan found that offloads ``offloaded``; empty if none is within the budget."""
-        graph, costs = self.graph, self.costs
         # Fetches are scheduled beside the replays of the plan that this one starts from.
         beside = replace(base.candidate, actions={**base.candidate.actions, **offloaded})
-        moves = schedule_transfers(graph, costs, beside, budget_bytes).candidate.moves
+        moves = schedule_transfers(self.context, beside, budget_bytes).candidate.moves
         rest_budget_bytes = budget_bytes
         for _ in range(tuning.OFFLOAD_ROUNDS):
             try:
-                search = ExactSearch(*rewrite_without_tiers(graph, costs, offloaded, moves), self.limits)
+                search = ExactSearch(rewrite_without_tiers(self.context, offloaded, moves))
                 rest = search.within(rest_budget_bytes, allow_fallback=False)
             except BudgetInfeasibleError:
                 return []
             actions = {**self._of_graph(rest.actions), **offloaded}
             candidate = Candidate(actions, "feasible", None, rest.provenance, rest.replays)
-            found = schedule_transfers(graph, costs, candidate, budget_bytes)
+            found = schedule_transfers(self.context, candidate, budget_bytes)
             if found.peak_bytes <= budget_bytes:
                 return [found]
             rest_budget_bytes -= found.peak_bytes - budget_bytes
@@ -223,8 +214,8 @@ class OffloadSearch:
         """Actions for those ``storages`` that links of ``load`` times the speed carry out and back in time."""
         if math.isinf(load):
             return self._assign_tiers(storages)
-        graph, links = self.graph, self.costs.links
-        at_ms = event_times(graph, self.costs, timeline)
+        graph, costs = self.graph, self.context.costs
+        links, at_ms = costs.links, self.context.event_times(timeline.replays)
         facts = step_facts(graph)
         made, needed = facts.birth, facts.first_use
         largest = max((graph.storages[s].bytes for s in storages), default=0)
@@ -232,12 +223,12 @@ class OffloadSearch:
         free_ms = dict.fromkeys(self.capacities, 0.0)
         for s, action in self._assign_tiers(sorted(storages, key=lambda s: made[s])).items():
             tier, size = TIER_OF[action], graph.storages[s].bytes
-            begin_ms = at_ms[made[s]] + self.costs.op_ms[graph.storages[s].op or 0]
+            begin_ms = at_ms[made[s]] + costs.op_ms[graph.storages[s].op or 0]
             end_ms = max(begin_ms, free_ms[tier]) + links[tier].store_ms(size) / load
             # Two of the largest may be in flight, so one more may wait for one of them.
             if end_ms - begin_ms <= 2 * links[tier].store_ms(largest) / load:
                 carried[s], free_ms[tier] = action, end_ms
-        free_ms = dict.fromkeys(self.capacities, at_ms[min(facts.backward_start, len(at_ms) - 1)])
+        free_ms = dict.fromkeys(self.capacities, at_ms[facts.backward_start])
         for s in sorted(carried, key=lambda s: needed[s]):
             tier = TIER_OF[carried[s]]
             end_ms = free_ms[tier] + links[tier].fetch_ms(graph.storages[s].bytes) / load
@@ -248,7 +239,12 @@ class OffloadSearch:
         return carried
 
 
-def _stalls_long(evaluated: list[Scheduled]) -> bool:
+def exact_search(context: SearchContext, capacities: Mapping[str, int | None]) -> ExactSearch | OffloadSearch:
+    """The search for plans that offload up to ``capacities``, or nothing."""
+    return OffloadSearch(context, capacities) if capacities else ExactSearch(context)
+
+
+def _stalls_long(evaluated: list[Evaluated]) -> bool:
     """The best plan so far spends a good part of its time waiting for links."""
     best = min(evaluated, key=lambda e: e.rank).timeline
     return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms

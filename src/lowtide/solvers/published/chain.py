@@ -25,14 +25,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable, repeated_layers, stored_at_backward_start
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, ops_that_make, planned_ms
+from lowtide.solvers.search_context import SearchContext
 
 EMPTY = "F_empty"  # run a stage for its output alone, and let its input go
 CK = "F_ck"  # run a stage for its output alone; its input stays
@@ -107,7 +106,8 @@ class StepChain:
         ValueError: no layer repeats.
     """
 
-    def __init__(self, graph: StepGraph, method: str) -> None:
+    def __init__(self, context: SearchContext, method: str) -> None:
+        graph = context.graph
         layer_of = repeated_layers(graph, method)
         first, last = min(layer_of), max(layer_of)
         head = int(any(op.id < first for op in graph.forward_ops))
@@ -131,15 +131,13 @@ class StepChain:
                 kept.add(storage)
             elif furthest > stage_of[maker]:
                 outputs[stage_of[maker]].add(storage)
-        self.graph, self.stage_of, self.layers = graph, stage_of, range(head, head + latest + 1)
-        self.made, self.outputs, self.kept = (
-            tuple(map(frozenset, made)),
-            tuple(map(frozenset, outputs)),
-            frozenset(kept),
-        )
+        self.context, self.graph = context, graph
+        self.stage_of, self.layers = stage_of, range(head, head + latest + 1)
+        self.made, self.outputs = tuple(map(frozenset, made)), tuple(map(frozenset, outputs))
+        self.kept = frozenset(kept)
         self._known_work: dict[tuple[int, bool], _Work] = {}
 
-    def stages(self, costs: Costs) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[Stage, ...]:
         """Times and bytes of each stage, read off the plain step.
 
         - u_f and u_b are the times of the stage's ops. Backward ops belong to the stage whose forward stored what was
@@ -149,7 +147,7 @@ class StepChain:
         - The overheads of F_all and B are peaks of the plain step within the stage, less what it starts with and, for
           F_all, what it keeps; that of F_∅ and F_ck is the peak when each value goes with its last reader.
         """
-        graph, line = self.graph, simulate_actions(self.graph, costs, {})
+        graph, line = self.graph, self.context.plain.timeline
         before = (graph.resident_bytes, *line.live_bytes)  # live bytes before each event
         forward, backward = self._events()
         gradients = _backward_bytes(graph)
@@ -163,8 +161,8 @@ class StepChain:
             output = sum(sizes[s] for s in self.outputs[k])
             found.append(
                 Stage(
-                    forward_ms=_ms(graph, costs, forward[k]),
-                    backward_ms=_ms(graph, costs, backward[k]),
+                    forward_ms=self._ms(forward[k]),
+                    backward_ms=self._ms(backward[k]),
                     output_bytes=output,
                     saved_bytes=saved,
                     gradient_bytes=gradients[backward[k][0]] if backward[k] else 0,
@@ -175,7 +173,7 @@ class StepChain:
             )
         return tuple(found)
 
-    def lazy_candidate(self, costs: Costs, schedule: Sequence[Step]) -> LazyCandidate:
+    def lazy_candidate(self, schedule: Sequence[Step]) -> LazyCandidate:
         """``schedule`` with its time and floor as sums over stages; its actions are worked out on demand."""
         parsed = _parse(schedule)
         floor_bytes = self.graph.resident_bytes + sum(
@@ -184,9 +182,9 @@ class StepChain:
         for k, (inside, output) in enumerate(self._floors):
             if k not in parsed.saved:
                 floor_bytes -= inside + (0 if k in parsed.checkpoints else output)
-        often = self._often(parsed)
+        often, costs = self._often(parsed), self.context.costs
         replay_ms = sum(count * (costs.op_ms[op] + costs.replay_us / 1e3) for op, count in often.items())
-        step_ms = planned_ms(self.graph, costs, replay_ms, len(often))
+        step_ms = planned_ms(self.context, replay_ms, len(often))
         return LazyCandidate(step_ms, floor_bytes, lambda: self.carry_out(schedule))
 
     def carry_out(self, schedule: Sequence[Step]) -> Candidate:
@@ -234,6 +232,10 @@ class StepChain:
             found.append((sum(sizes[s] for s in held - output), sum(sizes[s] for s in held & output)))
         return found
 
+    def _ms(self, events: Iterable[int]) -> float:
+        runs = (number for kind, number in (self.graph.events[e] for e in events) if kind == RUN)
+        return sum(self.context.costs.op_ms[number] for number in runs)
+
     def _run_peak(self, stage: int) -> int:
         """Most bytes at once when a stage runs for its output alone and each value goes with its last reader."""
         graph = self.graph
@@ -279,10 +281,6 @@ def _parse(schedule: Sequence[Step]) -> _Parsed:
         if step.kind == ALL:
             (inner if after.kind == BACKWARD else both)[step.stage] += 1
     return _Parsed(saved, checkpoints, [_Runs(through[k], inner[k], both[k]) for k in range(len(sweep))])
-
-
-def _ms(graph: StepGraph, costs: Costs, events: Iterable[int]) -> float:
-    return sum(costs.op_ms[number] for kind, number in (graph.events[e] for e in events) if kind == RUN)
 
 
 def _backward_bytes(graph: StepGraph) -> list[int]:

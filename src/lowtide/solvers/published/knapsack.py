@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions, recomputable, stored_at_backward_start
 from lowtide.solvers.milp.highs import LinearProgram
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, ops_that_make, planned_ms
+from lowtide.solvers.search_context import SearchContext
 
 
 def greedy_knapsack(weights: Sequence[float], values: Sequence[float], capacity: float) -> list[int]:
@@ -94,7 +94,7 @@ class _Item:
     bytes: int
 
 
-def knapsack(graph: StepGraph, costs: Costs, ratio: float | None = None) -> list[LazyCandidate]:
+def knapsack(context: SearchContext, ratio: float | None = None) -> list[LazyCandidate]:
     """The plan for one ratio (strategy ``dp``), or those for many ratios and every strategy.
 
     Args:
@@ -105,10 +105,10 @@ def knapsack(graph: StepGraph, costs: Costs, ratio: float | None = None) -> list
     """
     if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1):
         raise ValueError(f"ratio={ratio!r} is not a share. Write ratio=0.5 to keep half of the stored bytes.")
-    items = _items(graph)
+    items = _items(context.graph)
     total = sum(item.bytes for item in items) or 1
     weights = [item.bytes / total for item in items]
-    values = [sum(costs.op_ms[op] for op in item.work) for item in items]
+    values = [sum(context.costs.op_ms[op] for op in item.work) for item in items]
     ratios = tuning.KNAPSACK_RATIOS if ratio is None else (float(ratio),)
     choices = list(zip(ratios, dp_knapsack(weights, values, ratios)))
     if ratio is None:
@@ -119,16 +119,17 @@ def knapsack(graph: StepGraph, costs: Costs, ratio: float | None = None) -> list
         # Rounding may leave something out although all is allowed.
         dropped = frozenset(range(len(items))).difference(kept) if share < 1 else frozenset[int]()
         if dropped not in found:
-            found[dropped] = _lazy_candidate(graph, costs, [items[i] for i in sorted(dropped)], share)
+            found[dropped] = _lazy_candidate(context, [items[i] for i in sorted(dropped)], share)
     return list(found.values())
 
 
-def _lazy_candidate(graph: StepGraph, costs: Costs, dropped: list[_Item], share: float) -> LazyCandidate:
+def _lazy_candidate(context: SearchContext, dropped: list[_Item], share: float) -> LazyCandidate:
+    graph, costs = context.graph, context.costs
     gone = {s for item in dropped for s in item.stored}
     work = frozenset[int]().union(*(item.work for item in dropped))
     replay_ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in sorted(work))
     return LazyCandidate(
-        planned_ms(graph, costs, replay_ms, len(work)),
+        planned_ms(context, replay_ms, len(work)),
         graph.resident_bytes + sum(graph.storages[s].bytes for s in stored_at_backward_start(graph) - gone),
         lambda: Candidate(complete_actions(graph, sorted(gone)), provenance={"ratio": f"{share:g}"}),
     )

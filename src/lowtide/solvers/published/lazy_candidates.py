@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
-from lowtide.simulation.simulator import simulate_actions
 from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.search_context import SearchContext
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,17 @@ def ops_that_make(graph: StepGraph, wanted: Iterable[int], free: frozenset[int])
     return frozenset(ops)
 
 
-def planned_ms(graph: StepGraph, costs: Costs, replay_ms: float, recorded: int) -> float:
+def planned_ms(context: SearchContext, replay_ms: float, recorded: int) -> float:
     """Step time with ``replay_ms`` of replays and ``recorded`` ops that leave a recipe."""
+    costs = context.costs
     if not recorded:
         return costs.plain_step_ms
-    tape_us = costs.dispatch_us * len(graph.forward_ops) + costs.record_us * recorded
+    tape_us = costs.dispatch_us * len(context.graph.forward_ops) + costs.record_us * recorded
     return costs.plain_step_ms + replay_ms + tape_us / 1e3
 
 
 def fastest_within(
-    graph: StepGraph, costs: Costs, candidates: Sequence[LazyCandidate], budget_bytes: int | None
+    context: SearchContext, candidates: Sequence[LazyCandidate], budget_bytes: int | None
 ) -> Candidate | None:
     """The fastest candidate whose simulated peak is within the budget; None where none is."""
     for lazy in sorted(candidates, key=lambda c: (c.step_ms, c.floor_bytes)):
@@ -53,22 +53,18 @@ def fastest_within(
             return lazy.candidate()
         if lazy.floor_bytes <= budget_bytes:
             candidate = lazy.candidate()
-            if _peak_bytes(graph, costs, candidate) <= budget_bytes:
+            if context.simulated(candidate).peak_bytes <= budget_bytes:
                 return candidate
     return None
 
 
-def least_peak(graph: StepGraph, costs: Costs, candidates: Sequence[LazyCandidate]) -> Candidate | None:
+def least_peak(context: SearchContext, candidates: Sequence[LazyCandidate]) -> Candidate | None:
     """The candidate with the least simulated peak; None where there are no candidates."""
     least: tuple[int, Candidate] | None = None
     for lazy in sorted(candidates, key=lambda c: c.floor_bytes):
         if least is None or lazy.floor_bytes < least[0]:
             candidate = lazy.candidate()
-            peak_bytes = _peak_bytes(graph, costs, candidate)
+            peak_bytes = context.simulated(candidate).peak_bytes
             if least is None or peak_bytes < least[0]:
                 least = peak_bytes, candidate
     return None if least is None else least[1]
-
-
-def _peak_bytes(graph: StepGraph, costs: Costs, candidate: Candidate) -> int:
-    return simulate_actions(graph, costs, candidate.actions, candidate.replays).peak_bytes

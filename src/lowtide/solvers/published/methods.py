@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import suppress
 
-from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
@@ -15,6 +14,7 @@ from lowtide.solvers.published.revolve import revolve
 from lowtide.solvers.published.rotor import rotor
 from lowtide.solvers.published.selective import selective
 from lowtide.solvers.published.sqrt_n import sqrt_n
+from lowtide.solvers.search_context import SearchContext
 
 Actions = dict[int, str]
 
@@ -32,7 +32,7 @@ PUBLISHED = (*FIXED, *BUDGETED)
 
 
 def lazy_candidates(
-    graph: StepGraph, costs: Costs, method: str, *, n: int | None = None, ratio: float | None = None
+    context: SearchContext, method: str, *, n: int | None = None, ratio: float | None = None
 ) -> list[LazyCandidate]:
     """Every plan that a published method has.
 
@@ -40,13 +40,14 @@ def lazy_candidates(
         ValueError: the graph has no repeated layers and the method needs them, or ``n`` or ``ratio`` makes no sense.
     """
     if method == "revolve":
-        return revolve(graph, costs, n)
+        return revolve(context, n)
     if method == "rotor":
-        return rotor(graph, costs)
+        return rotor(context)
     if method == "knapsack":
-        return knapsack(graph, costs, ratio)
+        return knapsack(context, ratio)
+    graph = context.graph
     actions = every_n(graph, n) if method == "every_n" and n is not None else FIXED[method](graph)
-    return [LazyCandidate(costs.plain_step_ms, graph.resident_bytes, lambda: Candidate(actions))]
+    return [LazyCandidate(context.costs.plain_step_ms, graph.resident_bytes, lambda: Candidate(actions))]
 
 
 def fixed_actions(graph: StepGraph) -> list[Actions]:
@@ -58,9 +59,9 @@ def fixed_actions(graph: StepGraph) -> list[Actions]:
     return found
 
 
-def chain_schedules(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
+def chain_schedules(context: SearchContext) -> list[LazyCandidate]:
     """Schedules of the chain methods, which may replay an op many times; none where no layer repeats."""
     try:
-        return [c for method in ("rotor", "revolve") for c in lazy_candidates(graph, costs, method)]
+        return [c for method in ("rotor", "revolve") for c in lazy_candidates(context, method)]
     except ValueError:
         return []

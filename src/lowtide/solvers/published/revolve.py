@@ -18,10 +18,9 @@ schedule it has replays every layer but one.
 
 from math import comb
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.published.chain import ALL, BACKWARD, CK, EMPTY, Step, StepChain
 from lowtide.solvers.published.lazy_candidates import LazyCandidate
+from lowtide.solvers.search_context import SearchContext
 
 
 def repetitions(steps: int, snapshots: int) -> int:
@@ -75,7 +74,7 @@ def _advance(steps: int, snapshots: int) -> int:
     )
 
 
-def revolve(graph: StepGraph, costs: Costs, n: int | None = None) -> list[LazyCandidate]:
+def revolve(context: SearchContext, n: int | None = None) -> list[LazyCandidate]:
     """The plan with ``n`` snapshots, or those with every number of snapshots that makes a difference.
 
     Raises:
@@ -83,10 +82,10 @@ def revolve(graph: StepGraph, costs: Costs, n: int | None = None) -> list[LazyCa
     """
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ValueError(f"n={n!r} is not a positive int. Write n=3 to hold three layer inputs at a time.")
-    chain = StepChain(graph, "revolve")
+    chain = StepChain(context, "revolve")
     most = max(len(chain.layers) - 1, 1)
     counts = [min(n, most)] if n else range(1, most + 1)
-    return [chain.lazy_candidate(costs, step_schedule(chain, snapshots)) for snapshots in counts]
+    return [chain.lazy_candidate(step_schedule(chain, snapshots)) for snapshots in counts]
 
 
 def step_schedule(chain: StepChain, snapshots: int) -> list[Step]:

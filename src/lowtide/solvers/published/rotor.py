@@ -28,11 +28,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers import tuning
 from lowtide.solvers.published.chain import ALL, BACKWARD, CK, EMPTY, Stage, Step, StepChain
 from lowtide.solvers.published.lazy_candidates import LazyCandidate
+from lowtide.solvers.search_context import SearchContext
 
 
 @dataclass(frozen=True)
@@ -127,21 +126,21 @@ def _less(times: np.ndarray, units: int) -> np.ndarray:
     return np.concatenate((np.full(min(units, len(times)), np.inf), times[: max(len(times) - units, 0)]))
 
 
-def rotor(graph: StepGraph, costs: Costs) -> list[LazyCandidate]:
+def rotor(context: SearchContext) -> list[LazyCandidate]:
     """One plan per schedule that is optimal for some memory limit.
 
     Raises:
         ValueError: no layer repeats.
     """
-    chain = StepChain(graph, "rotor")
-    stages = chain.stages(costs)
+    chain = StepChain(context, "rotor")
+    stages = chain.stages()
     most = _enough_bytes(stages)
     table = tabulate(stages, tuning.ROTOR_UNITS + 2 * len(stages), max(-(-most // tuning.ROTOR_UNITS), 1))
     whole = table.time_ms[0, -1]
     schedules: dict[tuple[Step, ...], None] = {}
     for units in np.flatnonzero(np.isfinite(whole))[::-1]:
         schedules.setdefault(tuple(table.schedule(int(units))))
-    return [chain.lazy_candidate(costs, schedule) for schedule in schedules]
+    return [chain.lazy_candidate(schedule) for schedule in schedules]
 
 
 def _enough_bytes(stages: Sequence[Stage]) -> int:

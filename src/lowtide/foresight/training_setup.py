@@ -28,7 +28,7 @@ class SetupError(LowtideError, ValueError):
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainingSetup:
     """One way to train one model.
 
     Attributes:

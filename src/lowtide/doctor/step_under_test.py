@@ -47,7 +47,7 @@ class Measured:
     flops: int
 
 
-class Setup:
+class StepUnderTest:
     """A model, its batch and its step, with what a look at them shows. Everything is found once, when first asked for.
 
     Attributes:
@@ -194,7 +194,7 @@ class Setup:
                 return False
         return True
 
-    def fitting(self) -> "Setup":
+    def fitting(self) -> "StepUnderTest":
         """This set-up with as many rows of the batch as fit, halved until they do; itself where none does."""
         smaller, count = self, rows(self.batch)
         while not smaller.fits:
@@ -202,7 +202,7 @@ class Setup:
             if not count:
                 return self
             cut = first_rows(self.batch, count)
-            smaller = Setup(self.wrapper, cut, self.step, arguments=self.arguments, optimizer=self.optimizer)
+            smaller = StepUnderTest(self.wrapper, cut, self.step, arguments=self.arguments, optimizer=self.optimizer)
         if smaller is not self:
             smaller.notes.append(
                 f"the whole batch does not fit in memory: {count} of its {rows(self.batch)} rows were used"

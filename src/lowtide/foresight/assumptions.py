@@ -1,0 +1,38 @@
+"""What a forecast assumes, in words."""
+
+from __future__ import annotations
+
+from lowtide.foresight.device_peak import FRAGMENTATION
+from lowtide.foresight.rank_memory import RankMemory, precision_words
+from lowtide.foresight.training_setup import PRECISIONS, TrainingSetup
+from lowtide.graph.step_graph import StepGraph
+
+
+def assumptions(setup: TrainingSetup, rank: RankMemory, graph: StepGraph | None) -> list[str]:
+    device = setup.device
+    dtype = PRECISIONS[setup.precision][1] or PRECISIONS[setup.precision][0]
+    found = [precision_words(setup), rank.rule]
+    if setup.attention == "eager":
+        found.append("attention: eager, its scores are stored")
+    elif device.kind != "cpu":
+        kernels = {op.name for op in graph.ops if "attention" in op.name} if graph is not None else set()
+        named = next((k for k in ("flash", "efficient") if any(k in name for name in kernels)), None)
+        found.append(f"attention: {named or 'math' if graph is not None else 'not traced'} kernel")
+    if dtype not in device.matrix_flops:
+        found.append(f"{device.title} has no matrix units for {dtype}: counted at the rate of a wider one")
+    share = ", ".join(f"{100 * f:.0f} %" for f in FRAGMENTATION)
+    found.append(f"fragmentation: {share} of what a step makes (low, expected, high; assumed)")
+    found.append("gradients count as there before the step")
+    if device.kind not in ("cpu", "cuda"):
+        found.append(f"the kernels of {device.kind} are not known: the CPU's are taken")
+    if setup.quantized:
+        found.append("time to expand 4-bit weights is not counted, nor the one layer that is expanded at a time")
+    if setup.pipeline_parallel > 1:
+        found.append("one forward, one backward in turn (1F1B); ranks wait while the pipeline fills and drains")
+    if graph is not None:
+        found += graph.provenance.get("assumed", "").splitlines()
+    if device.kind != "cpu":
+        found.append(
+            f"no step was compared with a real {device.title}; times may be off by {device.error_fraction:.0%}"
+        )
+    return [line for line in found if line]
