@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lowtide.compiled.generated_code import InputMemory, TensorLook, UnreadableCodeError, read_code
+from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, read_code
 
-KIB = TensorLook((256,), (1,), torch.float32)
+KIB = BufferSpec((256,), (1,), torch.float32)
 HEAD = """
 class Runner:
     def call(self, args):

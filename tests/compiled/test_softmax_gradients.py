@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.compiled import softmax_gradients
+from lowtide.compiled.layer_peaks import is_layer_node
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
-from lowtide.compiled.step_watch import is_layer_node
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tape import backward_entry
 

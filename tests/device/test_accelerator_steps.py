@@ -7,8 +7,8 @@ from support.training_steps import mlp
 import lowtide
 from lowtide.device import block_size, generators
 from lowtide.tape.execution_state import ExecutionState
+from lowtide.tape.online.online_values import StoredValue
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tape.online.values import StoredValue
 from lowtide.tracing import optimizer_state, recorder, tracer
 
 

@@ -18,11 +18,10 @@ import lowtide
 from lowtide.device.block_size import in_blocks
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import measuring
-from lowtide.tape.online import sharding, values
-from lowtide.tape.online import tape as online_tape
+from lowtide.tape.online import online_tape, online_values, sharding
 from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.sharding import OnlineSharding
-from lowtide.tape.online.tape import OnlineTape
 from lowtide.tracing.sharding import observer, windows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -189,7 +188,7 @@ def test_what_leaves_its_window_is_saved(reads, monkeypatch):
     assert found == plain and tape.crossing_bytes > 0
 
     monkeypatch.setattr(OnlineTape, "note_crossing", lambda self, value: None)
-    monkeypatch.setattr(values.StoredValue, "is_root_for", lambda self, reader: self.recipe is None)
+    monkeypatch.setattr(online_values.StoredValue, "is_root_for", lambda self, reader: self.recipe is None)
     with pytest.raises(ReplayError, match="freed afterwards"):
         for eighths in range(6, 0, -1):  # what goes first depends on how long ops take
             online(handing_on(reads), tight() * eighths // 8)

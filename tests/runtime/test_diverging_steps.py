@@ -10,7 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime.planned_step import PlannedStep
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.tape import Tape
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.options import FitOptions, Offload
 from lowtide.runtime.call_shapes import CallShape
-from lowtide.runtime.plan_shelf import PlanShelf
+from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.simulation.simulator import simulate
 from lowtide.tracing.model_facts import ModelFacts
 
@@ -20,7 +20,7 @@ def test_a_shape_that_fits_plain_as_allocated_is_not_left_alone_where_its_segmen
     graph = replace(graph, device="standin")
     plain = simulate(graph, costs, {})
     options = FitOptions("1GiB", None, None, "exact", {"budget_kind": kind}, Offload())
-    shelf = PlanShelf(ModelFacts(nn.Identity()), options, None, None, None)
+    shelf = PlansByShape(ModelFacts(nn.Identity()), options, None, None, None)
     shelf._budget_bytes = (plain.peak_bytes + plain.reserved_peak_bytes) // 2
     known = SimpleNamespace(graph=graph, costs=costs)
     shelf._book = SimpleNamespace(fits_plain=lambda *_: True, derive=lambda shape: ((shape,), known))

@@ -7,7 +7,7 @@ from support.toy_graphs import decoder_costs
 from support.watched_shapes import decoder_of
 
 from lowtide.runtime.call_shapes import CallShape
-from lowtide.runtime.shape_book import ShapeBook
+from lowtide.runtime.shape_statistics import ShapeStatistics
 
 
 def shape_of(batch, length):
@@ -25,7 +25,7 @@ def other_sizes(graph):
 
 @pytest.fixture
 def book():
-    found = ShapeBook()
+    found = ShapeStatistics()
     for length in (8, 16, 24):
         assert note(found, 4, length) == ""
     return found
@@ -62,7 +62,7 @@ def test_what_has_changed_is_forgotten(book):
 
 
 def test_a_last_batch_with_fewer_rows_does_not_spoil_what_is_known():
-    book = ShapeBook()
+    book = ShapeStatistics()
     for batch, length in ((4, 8), (4, 16), (4, 24), (3, 10)):
         note(book, batch, length, other_sizes(decoder_of(batch, length)))
 
@@ -70,7 +70,7 @@ def test_a_last_batch_with_fewer_rows_does_not_spoil_what_is_known():
 
 
 def test_a_kernel_that_takes_another_workspace_below_some_length_does_not_spoil_what_is_known():
-    book = ShapeBook()
+    book = ShapeStatistics()
     short = decoder_of(4, 2)
     note(book, 4, 2, replace(short, ops=tuple(replace(op, workspace_bytes=1000) for op in short.ops)))
     for length in (8, 16, 24):
@@ -80,7 +80,7 @@ def test_a_kernel_that_takes_another_workspace_below_some_length_does_not_spoil_
 
 
 def test_later_calls_have_the_sizes_that_follow_from_the_first():
-    book = ShapeBook()
+    book = ShapeStatistics()
     for length in (8, 16, 24):
         graph = decoder_of(4, length)
         book.note((shape_of(4, length), shape_of(2, length)), graph, decoder_costs(graph))
@@ -89,7 +89,7 @@ def test_later_calls_have_the_sizes_that_follow_from_the_first():
 
 
 def test_later_calls_that_do_not_follow_leave_nothing_known():
-    book = ShapeBook()
+    book = ShapeStatistics()
     for length, other in ((8, 5), (16, 9), (24, 6)):
         graph = decoder_of(4, length)
         book.note((shape_of(4, length), shape_of(2, other)), graph, decoder_costs(graph))

@@ -13,11 +13,11 @@ from support.watched_training import Layered, activation_bytes, batch_of, reason
 from torch import nn
 
 import lowtide
-from lowtide.runtime.plan_shelf import PlanShelf
+from lowtide.runtime.lifecycle import Lifecycle
 from lowtide.runtime.planned_step import PlannedStep
-from lowtide.runtime.step_watcher import StepWatcher
+from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.runtime.watched_step import WatchedStep
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +65,7 @@ def test_a_budget_below_the_weights_is_refused(model):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(StepWatcher, "_begin_step"), (PlanShelf, "plan_for"), (WatchedStep, "graph_and_costs"), (OnlineTape, "_finish")],
+    [(Lifecycle, "_begin_step"), (PlansByShape, "plan_for"), (WatchedStep, "graph_and_costs"), (OnlineTape, "_finish")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_no_error_of_ours_reaches_the_loop(model, budget, monkeypatch, owner, name):
@@ -295,7 +295,7 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
 def test_a_call_that_fails_under_a_plan_of_the_whole_step_leaves_nothing_in_place(guarded, monkeypatch):
     monkeypatch.setattr(PlannedStep, "needs_whole_step", True)
     if not guarded:
-        monkeypatch.setattr(StepWatcher, "_leave_plan", lambda self, failed=False: None)
+        monkeypatch.setattr(Lifecycle, "_leave_plan", lambda self, failed=False: None)
     model = nn.Sequential(Shifted(), Shifted())
     with lowtide.fit(model, batch_of(), method="full"):
         hook = model[1].register_forward_hook(lambda *_: [][0])

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.watched_step import WatchedStep
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import call_of
 from lowtide.tracing.tracer import run_step

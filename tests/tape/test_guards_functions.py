@@ -38,7 +38,7 @@ from lowtide.plan import RECOMPUTE
 from lowtide.runtime import rehearsal
 from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tracing import function_calls, opaque_calls
-from lowtide.tracing.opaque_calls import OpaqueCalls
+from lowtide.tracing.opaque_calls import CallsAsOne
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -209,7 +209,7 @@ class Called(nn.Module):
 def test_an_unseen_write_happens_twice_without_the_look_at_inputs(monkeypatch):
     model, x = between(lambda self, x: self.called(x * 1)), torch.randn(8, 8)
     model.called = Called()
-    monkeypatch.setattr(OpaqueCalls, "_mark_changed", lambda *_: set())
+    monkeypatch.setattr(CallsAsOne, "_mark_changed", lambda *_: set())
     monkeypatch.setattr(opaque_calls, "why_not_same", lambda *_: "")
     plan = build_for_drops(lowtide.trace(model, x), lambda path: path == "called")
     expected = plain(model, x)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Function
 
 import lowtide
-from lowtide.tape.online.function_calls import KnownCalls
+from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tracing import other_generators
 from lowtide.tracing.other_generators import OwnGenerators, set_state, state_of
 

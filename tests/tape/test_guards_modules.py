@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.graph.function_ops import function_groups
 from lowtide.plan import RECOMPUTE
-from lowtide.tape.online.function_calls import CallRecipe
+from lowtide.tape.online.online_calls import CallRecipe
 from lowtide.tracing import whole_modules
 from lowtide.tracing.whole_modules import CallOfModule, matching
 

@@ -19,7 +19,7 @@ import lowtide
 from lowtide.device.numeric_flags import numeric_flags
 from lowtide.plan import RECOMPUTE
 from lowtide.runtime import rehearsal
-from lowtide.tape.online.function_calls import KnownCalls
+from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.program import PlanProgram, program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing import function_calls, whole_modules

@@ -15,7 +15,7 @@ from torch._guards import TracingContext, tracing
 
 from lowtide.compiled import op_rates
 from lowtide.compiled.ambient import Ambient
-from lowtide.compiled.generated_code import InputMemory, TensorLook, UnreadableCodeError, read_code
+from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, read_code
 from lowtide.compiled.joint_nodes import JointNodes
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
 from lowtide.compiled.partitioner import PlannedPartitioner, draws
@@ -77,7 +77,7 @@ class Variant:
 class _Lowered:
     """A graph that Inductor has made code of."""
 
-    placeholders: dict[str, TensorLook | None]
+    placeholders: dict[str, BufferSpec | None]
     source: str
     backward: bool
     results: int
@@ -113,9 +113,9 @@ class CapturedLayer:
         self._num_outputs = 0
 
     @property
-    def input_looks(self) -> dict[int, TensorLook]:
+    def input_specs(self) -> dict[int, BufferSpec]:
         """Of the inputs that are no parameters, by position."""
-        return {i: sample.look for i, sample in self._others.items()}
+        return {i: sample.spec for i, sample in self._others.items()}
 
     def sample_inputs(self) -> list[torch.Tensor]:
         """Inputs like the captured ones: the layer's own parameters, random numbers for the rest."""
@@ -197,7 +197,7 @@ class CapturedLayer:
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             made = compile_fx_inner(gm, example_inputs, **options)
-            lowered.append(_Lowered(_looks(gm), made.source_code, bool(options.get("is_backward")), _results(gm)))
+            lowered.append(_Lowered(_specs(gm), made.source_code, bool(options.get("is_backward")), _results(gm)))
             return made
 
         patches: dict[str, Any] = {"allow_buffer_reuse": reuse}
@@ -220,7 +220,7 @@ class CapturedLayer:
         """By its code. ``holds_given``: inputs and gradients are held elsewhere until backward has ended."""
         ahead = next(x for x in lowered if not x.backward)
         back = next(x for x in lowered if x.backward)
-        inputs = {name: InputMemory(look, name) for name, look in ahead.placeholders.items()}
+        inputs = {name: InputMemory(spec, name) for name, spec in ahead.placeholders.items()}
         forward = read_code(ahead.source, inputs, op_rates.workspace_bytes)
         positions = {name: i for i, name in enumerate(ahead.placeholders)}
         returned = set(forward.returned[: self._num_outputs])
@@ -230,19 +230,19 @@ class CapturedLayer:
             raise UnreadableCodeError(f"generated code returns {len(forward.returned)} values, not {ahead.results}.")
         given: dict[str, InputMemory] = {}
         for name, block in zip(held, stored, strict=False):
-            look = back.placeholders[name]
+            spec = back.placeholders[name]
             if isinstance(block, str):  # an input of the layer
                 position = positions[block]
                 sample = self._others.get(position)
                 # Parameters stay. Another input goes with the layer, where a gradient flows on through it.
                 goes = sample is not None and sample.requires_grad and not holds_given
-                given[name] = InputMemory(look, block, sample.look.bytes if sample and goes else 0)
+                given[name] = InputMemory(spec, block, sample.spec.bytes if sample and goes else 0)
             else:
                 size = 0 if block in returned else forward.block_bytes.get(block, 0) if block is not None else 0
-                given[name] = InputMemory(look, block, size)
+                given[name] = InputMemory(spec, block, size)
         for name in list(back.placeholders)[len(stored) :]:  # gradients
-            look = back.placeholders[name]
-            given[name] = InputMemory(look, name, look.bytes if look and not holds_given else 0)
+            spec = back.placeholders[name]
+            given[name] = InputMemory(spec, name, spec.bytes if spec and not holds_given else 0)
         backward = read_code(back.source, given, op_rates.workspace_bytes)
         kept = {b for b in stored if isinstance(b, int)}
         return VariantMemory(
@@ -275,30 +275,30 @@ class _CountingPartitioner(PlannedPartitioner):
 class _Sample:
     """How to make an input like the one seen: random where it is of floating point, a copy of its bits elsewhere."""
 
-    look: TensorLook
+    spec: BufferSpec
     requires_grad: bool
     copy: torch.Tensor | None
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Sample:
         kept = None if tensor.dtype.is_floating_point else tensor.detach().clone()
-        return _Sample(TensorLook.of(tensor), tensor.requires_grad, kept)
+        return _Sample(BufferSpec.of(tensor), tensor.requires_grad, kept)
 
     def tensor(self) -> torch.Tensor:
         if self.copy is not None:
             return self.copy.clone()
         # What has no gradient may be a variance, and is positive.
         draw = torch.randn if self.requires_grad else torch.rand
-        memory = draw(self.look.bytes // self.look.dtype.itemsize).to(self.look.dtype)
-        return memory.as_strided(self.look.size, self.look.stride).requires_grad_(self.requires_grad)
+        memory = draw(self.spec.bytes // self.spec.dtype.itemsize).to(self.spec.dtype)
+        return memory.as_strided(self.spec.size, self.spec.stride).requires_grad_(self.requires_grad)
 
 
-def _looks(gm: fx.GraphModule) -> dict[str, TensorLook | None]:
+def _specs(gm: fx.GraphModule) -> dict[str, BufferSpec | None]:
     found = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
-            found[str(node.target)] = TensorLook.of(value) if isinstance(value, torch.Tensor) else None
+            found[str(node.target)] = BufferSpec.of(value) if isinstance(value, torch.Tensor) else None
     return found
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from lowtide.compiled.choice import called
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
+from lowtide.compiled.layer_peaks import LayerPeaks, is_layer_node
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
-from lowtide.compiled.step_watch import StepWatch, is_layer_node
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.tape import backward_entry
 from lowtide.tracing.batches import Call, batch_tensors
@@ -85,7 +85,7 @@ class CompiledModel(nn.Module):
         self.training = model.training
         self._planners: dict[str, StepPlanner] = {}
         self._plans: dict[str, CompiledPlan] = {}
-        self._pending: tuple[str, StepWatch, int] | None = None
+        self._pending: tuple[str, LayerPeaks, int] | None = None
         self._last_plan: CompiledPlan | None = None
         self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
         self._num_calls = 0
@@ -171,7 +171,7 @@ class CompiledModel(nn.Module):
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         self._plan_watched()
-        self._look_for_held_gradients()
+        self._find_held_gradients()
         shapes = _shapes_of(args, kwargs, self._model)
         self._num_calls += 1
         self._last_calls[shapes] = self._num_calls
@@ -188,10 +188,10 @@ class CompiledModel(nn.Module):
                 outputs = self._model(*args, **kwargs)
         if session.not_as_planned:
             self._lose_plan(shapes, session.not_as_planned)
-        self._look_for_late_backward(shapes, outputs)
+        self._find_late_backward(shapes, outputs)
         return outputs
 
-    def _look_for_held_gradients(self) -> None:
+    def _find_held_gradients(self) -> None:
         """Warn of a gradient that was written over in the watched step and was held elsewhere in the last backward."""
         last = max(self._last_calls, key=self._last_calls.__getitem__, default="")
         more = self._softmaxes.held_bytes - self._held_bytes.get(last, self._softmaxes.held_bytes)
@@ -201,7 +201,7 @@ class CompiledModel(nn.Module):
                 "nothing held when the step was watched. It is not written over: a step may take that more than planned"
             )
 
-    def _look_for_late_backward(self, shapes: str, outputs: Any) -> None:
+    def _find_late_backward(self, shapes: str, outputs: Any) -> None:
         """A backward after the next call has begun: more than one call is alive at once, which no plan counts."""
         number, model = self._num_calls, weakref.ref(self)
 
@@ -241,7 +241,7 @@ class CompiledModel(nn.Module):
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
         resident = self._resident_bytes(Call(args, kwargs))
-        watch = StepWatch(self._model.parameters())
+        watch = LayerPeaks(self._model.parameters())
         self._pending = shapes, watch, resident
         session.variants, session.shapes, session.watch = {}, {}, watch
         try:
@@ -339,20 +339,20 @@ def _shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> str:
     """What distinguishes steps that have plans of their own: tensors, names and flags, no other values."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
     trained = "".join("01"[p.requires_grad] for p in model.parameters())
-    looks = [_look_of(args), _look_of(kwargs)]
-    return " ".join([*looks, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
+    specs = [_spec_of(args), _spec_of(kwargs)]
+    return " ".join([*specs, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
 
 
-def _look_of(value: Any) -> str:
+def _spec_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)}{value.dtype}"
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_look_of, value))}]"
+        return f"[{', '.join(map(_spec_of, value))}]"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_look_of(value[name])}" for name in sorted(value, key=str))
-    return type(value).__name__ + "".join(map(_look_of, batch_tensors(value)))
+        return ", ".join(f"{name}={_spec_of(value[name])}" for name in sorted(value, key=str))
+    return type(value).__name__ + "".join(map(_spec_of, batch_tensors(value)))
 
 
 def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

@@ -27,7 +27,7 @@ class UnreadableCodeError(LowtideError):
 
 
 @dataclass(frozen=True)
-class TensorLook:
+class BufferSpec:
     """Size, stride (in elements) and type of a tensor."""
 
     size: tuple[int, ...]
@@ -40,8 +40,8 @@ class TensorLook:
         return span(self.size, self.stride) * self.dtype.itemsize
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorLook:
-        return TensorLook(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+    def of(tensor: torch.Tensor) -> BufferSpec:
+        return BufferSpec(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class InputMemory:
     """A graph input, and the memory that goes when the function lets go of it.
 
     Attributes:
-        look: None for a number.
+        spec: None for a number.
         block: Which memory it lies in; inputs with the same one share it.
         bytes: Of that memory; 0 where something else holds it.
     """
 
-    look: TensorLook | None
+    spec: BufferSpec | None
     block: object
     bytes: int = 0
 
@@ -106,11 +106,11 @@ class _Block:
 class _StandIn:
     """A tensor of generated code: what it looks like, and the block that it lies in."""
 
-    def __init__(self, block: _Block, look: TensorLook) -> None:
-        self.block, self.look = block, look
+    def __init__(self, block: _Block, spec: BufferSpec) -> None:
+        self.block, self.spec = block, spec
 
     def meta(self) -> torch.Tensor:
-        return torch.empty_strided(self.look.size, self.look.stride, dtype=self.look.dtype, device="meta")
+        return torch.empty_strided(self.spec.size, self.spec.stride, dtype=self.spec.dtype, device="meta")
 
 
 Workspace = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], int]
@@ -185,11 +185,11 @@ class _Reader:
         )
 
     def _empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> _StandIn:
-        look = TensorLook(tuple(size), tuple(stride), dtype)
-        return _StandIn(_Block(self.counter, look.bytes), look)
+        spec = BufferSpec(tuple(size), tuple(stride), dtype)
+        return _StandIn(_Block(self.counter, spec.bytes), spec)
 
     def _reinterpret(self, of: _StandIn, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> _StandIn:
-        return _StandIn(of.block, TensorLook(tuple(size), tuple(stride), of.look.dtype))
+        return _StandIn(of.block, BufferSpec(tuple(size), tuple(stride), of.spec.dtype))
 
     def operator(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operator that allocates its own results, or writes into ``out``."""
@@ -203,7 +203,7 @@ class _Reader:
             raise UnreadableCodeError(f"generated code calls {target}, whose results have no known size.") from error
         results = made if isinstance(made, (tuple, list)) else (made,)
         stand_ins = tuple(
-            _StandIn(_Block(self.counter, TensorLook.of(t).bytes), TensorLook.of(t))
+            _StandIn(_Block(self.counter, BufferSpec.of(t).bytes), BufferSpec.of(t))
             if isinstance(t, torch.Tensor)
             else t
             for t in results
@@ -239,11 +239,11 @@ def read_code(source: str, inputs: Mapping[str, InputMemory], workspace: Workspa
     args: list[Any] = []
     for name in taken:
         given = inputs[name]
-        if given.look is None:
+        if given.spec is None:
             raise UnreadableCodeError(f"generated code takes the number {name!r}: sizes are not fixed.")
         if given.block not in blocks:
             blocks[given.block] = _Block(counter, given.bytes, name)
-        args.append(_StandIn(blocks[given.block], given.look))
+        args.append(_StandIn(blocks[given.block], given.spec))
     start = counter.peak = counter.live
     blocks.clear()
     returned = names["call"](None, args)

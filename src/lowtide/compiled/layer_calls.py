@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.choice import called
+from lowtide.compiled.layer_peaks import LayerPeaks
 from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, least, least_peak
-from lowtide.compiled.step_watch import StepWatch
 from lowtide.errors import LowtideError, UnsupportedModelError
 from lowtide.tracing.batches import batch_tensors
 
@@ -28,7 +28,7 @@ class Session(threading.local):
     layer = ""
     variants: Mapping[str, str] = {}  # by layer
     shapes: Mapping[str, LayerShape] = {}  # by layer, of which the variants are
-    watch: StepWatch | None = None
+    watch: LayerPeaks | None = None
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
     not_as_planned = ""  # why a layer of this step does not run what is planned
@@ -92,7 +92,7 @@ class LayerKind:
     def __init__(self, session: Session, *, whole: bool = False, round_as_eager: bool = False) -> None:
         self._session, self._whole, self._round_as_eager = session, whole, round_as_eager
         self.shapes: list[LayerShape] = []
-        self._looks: dict[tuple, int] = {}
+        self._specs: dict[tuple, int] = {}
 
     def _uncompiled(self, graph: fx.GraphModule, why: str) -> Compiled:
         def run(*inputs: Any) -> Any:
@@ -106,9 +106,9 @@ class LayerKind:
         captured = CapturedLayer(graph, inputs, round_as_eager=self._round_as_eager)
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor)):
             return captured.inference()
-        looks = tuple(sorted(captured.input_looks.items()))
-        self._looks.setdefault(looks, len(self._looks))  # layers that differ in a number share what they are given
-        if self._looks[looks] >= _MOST_SHAPES:
+        specs = tuple(sorted(captured.input_specs.items()))
+        self._specs.setdefault(specs, len(self._specs))  # layers that differ in a number share what they are given
+        if self._specs[specs] >= _MOST_SHAPES:
             return self._uncompiled(
                 graph,
                 f"has more than {_MOST_SHAPES} sets of input shapes, the last of {_AS_IT_IS}. Pad the batches to a few "

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.compiled.generated_code import TensorLook
+from lowtide.compiled.generated_code import BufferSpec
 from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
 from lowtide.device.generators import forked
 from lowtide.device.timing import calls_ms
@@ -27,7 +27,7 @@ _workspaces: dict[object, int] = {}
 def extern_ms(node: fx.Node) -> float:
     """Time of one call of the operator of ``node`` on synthetic tensors; by its bytes where it does not run on them."""
     target: Any = node.target
-    args, kwargs = _looks((node.args, node.kwargs))
+    args, kwargs = _specs((node.args, node.kwargs))
     key = str(target), repr(args), repr(kwargs)
     if key not in _ms:
         try:
@@ -36,7 +36,7 @@ def extern_ms(node: fx.Node) -> float:
                 target(*real_args, **real_kwargs)
                 _ms[key] = _least_ms(lambda: target(*real_args, **real_kwargs))
         except (RuntimeError, TypeError, NotImplementedError):
-            moved = sum(look.bytes for look in _all_looks((args, kwargs)))
+            moved = sum(spec.bytes for spec in _all_specs((args, kwargs)))
             _ms[key] = bytes_ms(2 * moved)
     return _ms[key]
 
@@ -67,13 +67,13 @@ def _least_ms(call: Callable[[], Any]) -> float:
 
 def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any) -> int:
     """What a kernel allocates for a moment beyond its results, measured once on synthetic tensors."""
-    looks = tuple(_looks_of_stand_ins(a) for a in args), {k: _looks_of_stand_ins(v) for k, v in kwargs.items()}
-    key = str(target), repr(looks)
+    specs = tuple(_specs_of_stand_ins(a) for a in args), {k: _specs_of_stand_ins(v) for k, v in kwargs.items()}
+    key = str(target), repr(specs)
     if key not in _workspaces:
         _workspaces[key] = 0
         try:
             with _disable_current_modes(), torch.no_grad():
-                real_args, real_kwargs = _tensors(looks[0]), _tensors(looks[1])
+                real_args, real_kwargs = _tensors(specs[0]), _tensors(specs[1])
                 with forked(torch.device("cpu")), measuring("cpu") as counter:
                     made = target(*real_args, **real_kwargs)
                 if counter is not None:
@@ -84,26 +84,26 @@ def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any) -> int:
     return _workspaces[key]
 
 
-def _looks(value: Any) -> Any:
+def _specs(value: Any) -> Any:
     """Arguments of a node with each node replaced by what it looks like."""
     if isinstance(value, fx.Node):
         seen = value.meta.get("val")
-        return TensorLook.of(seen) if isinstance(seen, torch.Tensor) else seen
+        return BufferSpec.of(seen) if isinstance(seen, torch.Tensor) else seen
     if isinstance(value, (list, tuple)):
-        return tuple(map(_looks, value))
+        return tuple(map(_specs, value))
     if isinstance(value, dict):
-        return {name: _looks(v) for name, v in value.items()}
+        return {name: _specs(v) for name, v in value.items()}
     return value
 
 
-def _looks_of_stand_ins(value: Any) -> Any:
+def _specs_of_stand_ins(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(map(_looks_of_stand_ins, value))
-    return getattr(value, "look", value)
+        return tuple(map(_specs_of_stand_ins, value))
+    return getattr(value, "spec", value)
 
 
 def _tensors(value: Any) -> Any:
-    if isinstance(value, TensorLook):
+    if isinstance(value, BufferSpec):
         tensor = torch.empty(value.bytes // value.dtype.itemsize, dtype=value.dtype)
         tensor.fill_(0.5 if value.dtype.is_floating_point else 0)
         return tensor.as_strided(value.size, value.stride)
@@ -114,9 +114,9 @@ def _tensors(value: Any) -> Any:
     return value
 
 
-def _all_looks(value: Any) -> list[TensorLook]:
-    if isinstance(value, TensorLook):
+def _all_specs(value: Any) -> list[BufferSpec]:
+    if isinstance(value, BufferSpec):
         return [value]
     if isinstance(value, dict):
         value = tuple(value.values())
-    return [look for part in value for look in _all_looks(part)] if isinstance(value, tuple) else []
+    return [spec for part in value for spec in _all_specs(part)] if isinstance(value, tuple) else []

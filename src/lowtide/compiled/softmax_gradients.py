@@ -143,7 +143,7 @@ def counts_of(args: Any) -> Counts:
 
 
 def _fits(gradient: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel makes of ``gradient`` a tensor of the same looks, row by row."""
+    """Whether the kernel makes of ``gradient`` a tensor of the same shape, row by row."""
     return (
         gradient.dim() > 0
         and gradient.dtype == output.dtype == dtype

@@ -1,4 +1,4 @@
-"""All checks, by code: every file of ``checks`` has a ``CHECK`` and a function ``look``."""
+"""All checks, by code: every file of ``checks`` has a ``CHECK`` and a function ``find``."""
 
 import functools
 import importlib
@@ -12,17 +12,17 @@ from lowtide.doctor.step_under_test import StepUnderTest
 
 
 class Registered(NamedTuple):
-    """A check and its look at a set-up."""
+    """A check, and what it finds in a set-up."""
 
     check: Check
-    look: Callable[[StepUnderTest], Finding | None]
+    find: Callable[[StepUnderTest], Finding | None]
 
 
 @functools.cache
 def all_checks() -> dict[str, Registered]:
     """By code, in order."""
     modules = [importlib.import_module(f"{checks.__name__}.{m.name}") for m in pkgutil.iter_modules(checks.__path__)]
-    found = {m.CHECK.code: Registered(m.CHECK, m.look) for m in modules}
+    found = {m.CHECK.code: Registered(m.CHECK, m.find) for m in modules}
     assert len(found) == len(modules), "two checks have one code"
     return dict(sorted(found.items()))
 

@@ -19,8 +19,8 @@ from lowtide.device.timing import calls_ms
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Gain
 from lowtide.doctor.kept_state import attributes_kept, generators_kept
-from lowtide.doctor.observer import CheckpointCall, Held, StepObserver
 from lowtide.doctor.outcome import Outcome, copied, distance, on_host, same
+from lowtide.doctor.step_listener import CheckpointCall, Held, StepListener
 from lowtide.errors import StepError
 from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
@@ -210,12 +210,12 @@ class StepUnderTest:
         return smaller
 
     @functools.cached_property
-    def seen(self) -> StepObserver:
+    def seen(self) -> StepListener:
         """The step as it is, observed. Where it fails, what was seen until then."""
         return self._observed(nullcontext())
 
-    def _observed(self, change: AbstractContextManager[Any]) -> StepObserver:
-        observer = StepObserver(self.model, self.batch, compare=True)
+    def _observed(self, change: AbstractContextManager[Any]) -> StepListener:
+        observer = StepListener(self.model, self.batch, compare=True)
         with self.preserved(), observer.watching(), change:
             try:
                 with observer.storing():
@@ -246,7 +246,7 @@ class StepUnderTest:
     @functools.cached_property
     def held(self) -> tuple[list[Held], list[Held]]:
         """Storages of a step that outlive it, after one step and after two."""
-        observer, found = StepObserver(self.model, self.batch, compare=False, own_lines=True), []
+        observer, found = StepListener(self.model, self.batch, compare=False, own_lines=True), []
         with self.preserved():
             run_step(self.model, self.batch, self.step)  # sets aside the gradients of other models, and holds leaves
             with observer.watching():

@@ -12,8 +12,8 @@ differ from run to run by themselves.
 
 from dataclasses import dataclass
 
-from lowtide.doctor.observer import CheckpointCall, SeenOp
 from lowtide.doctor.outcome import distance
+from lowtide.doctor.step_listener import CheckpointCall, SeenOp
 from lowtide.doctor.step_under_test import StepUnderTest
 
 

@@ -2,7 +2,8 @@
 
 Autograd, engine and Python stay on the CPU. What differs above autograd (which attention, dropout with a mask, fused
 norms, the lists of autocast) is put in as kernels of the CPU's autograd and autocast keys. What differs below, how
-outputs look, comes from fake kernels (``looks.py``). The kernels hold for the whole process while the context is open.
+outputs look, comes from fake kernels (``output_specs.py``). The kernels hold for the whole process while the
+context is open.
 
 Nothing here has met a GPU. Attention: ``ATen/native/transformers/cuda/sdp_utils.cpp``. Autocast:
 ``ATen/autocast_mode.h``; ``tests/hollow/test_cuda_kernels.py`` compares the lists with the installed PyTorch's.

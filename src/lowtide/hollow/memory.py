@@ -61,10 +61,10 @@ def hollow(
 
 
 def hollow_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense hollow tensor with the look of ``tensor``, whatever device that is on."""
+    """A dense hollow tensor with the spec of ``tensor``, whatever device that is on."""
     with torch.no_grad():
-        look = torch.empty_like(tensor.detach(), device="meta")
-        return hollow(look.shape, look.stride(), look.dtype)
+        spec = torch.empty_like(tensor.detach(), device="meta")
+        return hollow(spec.shape, spec.stride(), spec.dtype)
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 - Views run: they are metadata.
 - An op on solid tensors (those with memory) whose outputs are small runs as well. So masks, positions and whatever
   else derives from real data is exact, and with it the branches that it decides.
-- All other outputs are hollow; fake kernels give their shape and type (``looks.py``).
+- All other outputs are hollow; fake kernels give their shape and type (``output_specs.py``).
 - Where unknown values decide what happens, a plausible value is assumed and noted in ``assumed``.
 """
 
@@ -15,8 +15,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
-from lowtide.hollow.looks import DependsOnValues, Look, Looks, TensorLook, look_of
 from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of
+from lowtide.hollow.output_specs import DependsOnValues, OutputSpec, OutputSpecs, TensorSpec, spec_of
 from lowtide.measurement.op_inputs import span
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class HollowMode(UncompiledMode):
 
     def __init__(self, device: str = "cpu", *, solid_bytes: int = SOLID_BYTES) -> None:
         super().__init__()
-        self.looks = Looks(device)
+        self.specs = OutputSpecs(device)
         self.assumed: dict[str, tuple[int, str]] = {}
         self.where: Callable[[], str | None] = lambda: None
         self._solid_bytes = solid_bytes
@@ -86,7 +86,7 @@ class HollowMode(UncompiledMode):
             return self._write(func, args, kwargs, tensors)
         if func in _CHOICES and (chosen := _CHOICES[func](self, func, args, kwargs)) is not None:
             return chosen
-        return self._made(self._look(func, args, kwargs, tensors), tensors)
+        return self._made(self._spec(func, args, kwargs, tensors), tensors)
 
     # -- solid
 
@@ -115,10 +115,10 @@ class HollowMode(UncompiledMode):
         if sum(t.untyped_storage().nbytes() for t in tensors) == 0:
             return True
         try:
-            look = self.looks.of(func, args, kwargs)
+            spec = self.specs.of(func, args, kwargs)
         except DependsOnValues:  # which are there
             return True
-        return all(self._fits(o.dtype, o.storage_bytes) for o in look.outputs if isinstance(o, TensorLook))
+        return all(self._fits(o.dtype, o.storage_bytes) for o in spec.outputs if isinstance(o, TensorSpec))
 
     def _fits(self, dtype: torch.dtype, count: int) -> bool:
         exact = not (dtype.is_floating_point or dtype.is_complex)
@@ -126,11 +126,11 @@ class HollowMode(UncompiledMode):
 
     # -- hollow
 
-    def _look(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Look:
+    def _spec(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> OutputSpec:
         if func is aten.index.Tensor and any(map(_is_mask, args[1])):
-            return self._look_at_masked(args)
+            return self._masked_spec(args)
         try:
-            return self.looks.of(func, args, kwargs)
+            return self.specs.of(func, args, kwargs)
         except DependsOnValues:
             # Ask the kernel, on zeros for what is hollow.
             if sum(span(t.shape, t.stride()) * t.element_size() for t in tensors) > _SOLID_INTEGER_BYTES:
@@ -144,9 +144,9 @@ class HollowMode(UncompiledMode):
         args, kwargs = pytree.tree_map(filled, (args, kwargs))
         output = func(*args, **kwargs)
         self.note(f"{_name(func)} of {UNKNOWN}: taken as of zeros")
-        return look_of(output, [])
+        return spec_of(output, [])
 
-    def _look_at_masked(self, args: tuple) -> Look:
+    def _masked_spec(self, args: tuple) -> OutputSpec:
         """Of ``x[mask]``: as many rows as the mask says, which may be real where ``x`` is hollow."""
         indices: list[torch.Tensor | None] = []
         for index in args[1]:
@@ -158,13 +158,13 @@ class HollowMode(UncompiledMode):
             indices += rows
             if origin := origin_of(index):
                 self.note(f"index of {origin}: went as {rows[0].numel()} rows")
-        return self.looks.of(aten.index.Tensor, (args[0], indices), {})
+        return self.specs.of(aten.index.Tensor, (args[0], indices), {})
 
-    def _made(self, look: Look, tensors: list[torch.Tensor]) -> Any:
-        """Outputs of these looks."""
+    def _made(self, spec: OutputSpec, tensors: list[torch.Tensor]) -> Any:
+        """Outputs of these specs."""
         outputs: list[Any] = []
-        for o in look.outputs:
-            if not isinstance(o, TensorLook):
+        for o in spec.outputs:
+            if not isinstance(o, TensorSpec):
                 outputs.append(o)
             elif o.alias is not None:
                 source = tensors[o.alias]
@@ -177,7 +177,7 @@ class HollowMode(UncompiledMode):
                 zeros = torch.zeros(o.storage_bytes // o.dtype.itemsize, dtype=o.dtype)
                 mark_origin(zeros, UNKNOWN)
                 outputs.append(zeros.as_strided(o.size, o.stride))
-        return pytree.tree_unflatten(outputs, look.nesting)
+        return pytree.tree_unflatten(outputs, spec.nesting)
 
     def _write(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Any:
         """Write nothing, and return what the schema says of what it was given."""
@@ -195,7 +195,7 @@ class HollowMode(UncompiledMode):
             for r in func._schema.returns
         ]
         if any(r is None for r in returned):
-            return self._made(self._look(func, args, kwargs, tensors), tensors)
+            return self._made(self._spec(func, args, kwargs, tensors), tensors)
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.hollow.looks import Looks, look_of
 from lowtide.hollow.memory import is_hollow
+from lowtide.hollow.output_specs import OutputSpecs, spec_of
 from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import COLLECTIVES, NotRebuildableError, rebuild, tensor_bytes
 
@@ -28,12 +28,12 @@ _STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_nor
 class Workspaces:
     """Facts of signatures, found at their first use."""
 
-    def __init__(self, looks: Looks, limit_bytes: int | None = LIMIT_BYTES) -> None:
-        """``looks``: of the same kernels, which are corrected by what ran.
+    def __init__(self, specs: OutputSpecs, limit_bytes: int | None = LIMIT_BYTES) -> None:
+        """``specs``: of the same kernels, which are corrected by what ran.
 
         ``limit_bytes``: None where the kernels are not here.
         """
-        self._looks = looks
+        self._specs = specs
         self._limit_bytes = limit_bytes
         self.unmeasured: dict[str, int] = {}  # op name -> signatures whose workspace is taken as 0
 
@@ -68,7 +68,7 @@ class Workspaces:
                 with measuring("cpu") as counter:
                     output = func(*synthetic, **named)  # held: what it has made is no workspace
                 tensors = [t for t in pytree.tree_leaves((synthetic, named)) if isinstance(t, torch.Tensor)]
-                self._looks.correct(func, args, kwargs, look_of(output, tensors))
+                self._specs.correct(func, args, kwargs, spec_of(output, tensors))
                 del output
                 return 0 if counter is None else counter.workspace
         finally:

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.utils import logging
 
 from lowtide.doctor.diagnosis import Diagnosis, checks_named, diagnose
-from lowtide.doctor.observer import frames
+from lowtide.doctor.step_listener import frames
 from lowtide.tracing.optimizer_state import checked_optimizer
 from lowtide.tracing.restore import TrainingState
 from lowtide.tracing.tracer import Step

@@ -54,7 +54,7 @@ class StepBudget:
         self._workspaces = KeptWorkspaces()
         self._of_model = self._bytes_of(model)
         self.batch_bytes = self.segments_bytes = 0
-        self.look(model)
+        self.read_memory(model)
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
         self.is_automatic = parsed == "auto"
@@ -95,7 +95,7 @@ class StepBudget:
             return sys.maxsize >> 1
         return int((1 - AUTO_MARGIN) * available)
 
-    def look(self, model: nn.Module, batch: object = ()) -> None:
+    def read_memory(self, model: nn.Module, batch: object = ()) -> None:
         """Note the resident memory of a step that starts now, on ``batch``."""
         of_model = self._bytes_of(model)
         self.batch_bytes = self._bytes_of(model, batch) - of_model
@@ -105,7 +105,7 @@ class StepBudget:
 
     def for_step(self, model: nn.Module, batch: object) -> int:
         """Bytes for what a step makes that starts now, on ``batch``."""
-        self.look(model, batch)
+        self.read_memory(model, batch)
         there = self.resident_bytes + self.batch_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
             free = there + self.free_bytes()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.tape.attach import cannot_tape
 from lowtide.tape.online.dropping import DroppingTape
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
 

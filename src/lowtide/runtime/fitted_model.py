@@ -19,15 +19,15 @@ from lowtide.reports.summary import TrainingCounts
 from lowtide.reports.terminal import fit_report
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import shape_of_call
+from lowtide.runtime.lifecycle import Lifecycle
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PlannerProcess
-from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.recovery import Recovery
 from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Status
 from lowtide.runtime.step_region import step_region
-from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tape import backward_entry
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, batch_tensors, call_of
@@ -62,9 +62,9 @@ class Fit:
         self._batch: Any = None  # of ``_first``
         self._first: PlannedStep | None = None
         self._verification: Verification | None = None
-        self._reasons = Reasons()
+        self._reasons = Notices()
         tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)
-        self._watcher = StepWatcher(facts, options, self._budget, self._planner, tiers, self._reasons)
+        self._watcher = Lifecycle(facts, options, self._budget, self._planner, tiers, self._reasons)
         self._recovery = Recovery(model, self._budget, self._watcher)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         called = ExitStack()

@@ -6,7 +6,7 @@ from threading import get_ident
 import torch
 from torch import nn
 
-from lowtide.runtime.reasons import Reasons
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.status import Counters
 from lowtide.tracing import module_calls
 
@@ -25,7 +25,7 @@ class PastTraining:
         own_call: What the model's call is replaced by while it is fitted.
     """
 
-    def __init__(self, model: nn.Module, own_call: object, counters: Counters, reasons: Reasons) -> None:
+    def __init__(self, model: nn.Module, own_call: object, counters: Counters, reasons: Notices) -> None:
         self._model, self._own_call = weakref.ref(model), weakref.ref(own_call)
         self._counters, self._reasons = counters, reasons
         parameters = [p for p in model.parameters() if p.requires_grad]

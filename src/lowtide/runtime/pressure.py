@@ -33,7 +33,7 @@ class MemoryPressure:
             return None
         self._next_look_s = now_s + _SECONDS_BETWEEN_LOOKS
         assert budget.absolute_bytes is not None and budget.most_bytes is not None
-        budget.look(model)
+        budget.read_memory(model)
         free = budget.free_bytes()
         room = budget.absolute_bytes - budget.resident_bytes
         if free <= _GROWS_ABOVE * room:

@@ -17,7 +17,7 @@ from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames
 from lowtide.errors import LowtideError
 from lowtide.runtime.accumulated_gradients import GradientsBefore
 from lowtide.runtime.budget import StepBudget
-from lowtide.runtime.step_watcher import StepWatcher
+from lowtide.runtime.lifecycle import Lifecycle
 from lowtide.tape import backward_entry
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 class Recovery:
     """Runs steps of one watched model."""
 
-    def __init__(self, model: nn.Module, budget: StepBudget, watcher: StepWatcher) -> None:
+    def __init__(self, model: nn.Module, budget: StepBudget, watcher: Lifecycle) -> None:
         self._model, self._budget, self._watcher = weakref.ref(model), budget, watcher
         # Whether to look up what a backward adds to before it runs (2 ms for 3600 nodes). Where a step runs one, and
         # only for the model, the graph of the one that fails is enough. The first step tells; None: not yet.

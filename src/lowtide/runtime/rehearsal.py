@@ -22,8 +22,8 @@ from lowtide.plan import RECOMPUTE, Plan
 from lowtide.rank_consensus import from_all_ranks, group_of, run_on_all_ranks
 from lowtide.reports.progress import stages
 from lowtide.runtime.budget import StepBudget
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
-from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.solvers.dispatch import solve
 from lowtide.tape import attach
@@ -47,7 +47,7 @@ class Rehearsal:
     """Makes plans for one model from batches that its user shows."""
 
     def __init__(
-        self, model: nn.Module, options: FitOptions, budget: StepBudget, tiers: SharedTiers, reasons: Reasons
+        self, model: nn.Module, options: FitOptions, budget: StepBudget, tiers: SharedTiers, reasons: Notices
     ) -> None:
         self._model = weakref.ref(model)
         self._options, self._budget, self._tiers, self._reasons = options, budget, tiers, reasons

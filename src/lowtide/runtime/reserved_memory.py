@@ -8,8 +8,8 @@ import torch
 
 from lowtide.device.memory import release_cached_memory
 from lowtide.device.names import index_of, is_accelerator
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.planned_step import PlannedStep
-from lowtide.runtime.reasons import Reasons
 from lowtide.units import format_bytes
 
 _LAST_SEGMENTS_BYTES = 22 << 20  # one of each pool, hardly filled
@@ -25,7 +25,7 @@ def bytes_for_segments(room_bytes: int) -> int:
 class ReservedMemory:
     """Of one model's steps."""
 
-    def __init__(self, reasons: Reasons) -> None:
+    def __init__(self, reasons: Notices) -> None:
         self._reasons = reasons
         self._watches = False  # a step without a plan has begun
         self._over_bytes, self._over_reason = 0, ""

@@ -63,7 +63,7 @@ class Seam:
             self._thread = None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Inside, mode and hooks are away. They stay so if the seam is closed there.
 
         Where the mode is off already, work of our own runs, which is no other model's.
@@ -80,9 +80,9 @@ class Seam:
 
 
 @contextmanager
-def others_aside(own: list[Seam]) -> Iterator[None]:
+def others_suspended(own: list[Seam]) -> Iterator[None]:
     """Inside, what is open on this thread beside ``own`` is away: a call of one model is in no other model's step."""
     with ExitStack() as away:
         for seam in [seam for seam in _here.seams if seam not in own]:
-            away.enter_context(seam.aside())
+            away.enter_context(seam.suspended())
         yield

@@ -6,20 +6,20 @@ from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape
 from lowtide.runtime.memory_held import held_by_plan, held_now
-from lowtide.runtime.plan_shelf import PlanShelf
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.planned_step import PlannedStep
+from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.runtime.pressure import MemoryPressure
-from lowtide.runtime.reasons import Reasons
 from lowtide.runtime.reserved_memory import ReservedMemory
 from lowtide.runtime.status import Counters
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.units import format_bytes
 
 
 class StepMemory:
     """Moves the budget, and the plans with it."""
 
-    def __init__(self, budget: StepBudget, shelf: PlanShelf, counters: Counters, reasons: Reasons) -> None:
+    def __init__(self, budget: StepBudget, shelf: PlansByShape, counters: Counters, reasons: Notices) -> None:
         self._budget, self._shelf, self._counters, self._reasons = budget, shelf, counters, reasons
         self._pressure = MemoryPressure(budget)
         self._reserved = ReservedMemory(reasons) if budget.is_of_reserved else None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.runtime.lifecycle import Lifecycle
 from lowtide.runtime.planned_step import PlannedStep
-from lowtide.runtime.step_watcher import StepWatcher
 from lowtide.tape import attach
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call
@@ -17,10 +17,10 @@ from lowtide.tracing.function_calls import ObservedFunctionCall
 
 
 @contextmanager
-def step_region(watcher: StepWatcher, model: nn.Module, call: Call, first: PlannedStep | None) -> Iterator[None]:
+def step_region(watcher: Lifecycle, model: nn.Module, call: Call, first: PlannedStep | None) -> Iterator[None]:
     """Surround a part of the loop; ``first`` is the plan of a fit that was given a batch."""
     if first is None:
-        region = _WatchedRegion(watcher, model, call)
+        region = _Region(watcher, model, call)
         with watcher.in_region(region.end_part), region:
             yield
         return
@@ -35,13 +35,13 @@ def _go_on() -> None:
     """A region under one plan may hold backward, and several steps."""
 
 
-class _WatchedRegion:
+class _Region:
     """Counts as a call of the model: up to a backward inside, and from the first module call after that to the next.
 
     So what an optimizer does between two backwards is no part of a step. Between two parts it is the thread's observer.
     """
 
-    def __init__(self, watcher: StepWatcher, model: nn.Module, call: Call) -> None:
+    def __init__(self, watcher: Lifecycle, model: nn.Module, call: Call) -> None:
         self._watcher, self._model, self._call = watcher, model, call
         self._num_parts = 0
         self._around: AbstractContextManager[None] | None = None  # of the part that runs

@@ -26,7 +26,7 @@ class _Example:
     costs: Costs
 
 
-class WatchedFamily:
+class ShapeExamples:
     """Derives graphs while they turn out right.
 
     Attributes:

@@ -24,10 +24,10 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
-from lowtide.tape.online.function_calls import KnownCalls
+from lowtide.tape.online.online_calls import KnownCalls
+from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.online.online_values import Claim, SavedHandle, StoredValue
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tape.online.tape import OnlineTape
-from lowtide.tape.online.values import Claim, SavedHandle, StoredValue
 from lowtide.tape.values import Kept
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import Call, describe_batch

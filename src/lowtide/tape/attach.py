@@ -15,7 +15,7 @@ from lowtide.plan import Plan
 from lowtide.tape import backward_entry
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.switched_mode import is_on
 from lowtide.tape.tape import Counts, Tape

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lowtide.graph.function_ops import MODULE
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.function_calls import ObservedFunctionCall, WatchedFunctions, run_again
+from lowtide.tracing.function_calls import ObservedFunctionCall, ReportingFunctions, run_again
 from lowtide.tracing.kinds_of_calls import MOST_VALUES, KnownKinds
 from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
 from lowtide.tracing.sharding import recording as sharding_recording
@@ -106,7 +106,7 @@ class PlanProgram:
 
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
-        self.functions = WatchedFunctions()
+        self.functions = ReportingFunctions()
         self.flags: tuple | None = None  # that the present proofs hold under; None: there are none yet
         self._proven_under: dict[tuple, frozenset[int]] = {}
         self.max_inflight_bytes = plan.max_inflight_bytes

@@ -28,7 +28,7 @@ from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked

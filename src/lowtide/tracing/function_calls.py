@@ -156,7 +156,7 @@ class ObservedFunctionCall:
         """What the call returns."""
         return super(_SingleLevelFunction, self.function).apply(*self.args)  # type: ignore[misc]
 
-    def run_watched(self, watched: "WatchedFunctions", finished: Finished) -> Any:
+    def run_watched(self, watched: "ReportingFunctions", finished: Finished) -> Any:
         """The same; ``finished`` is called before autograd stores anything of it."""
         try:
             return super(_SingleLevelFunction, watched.of(self.function, finished)).apply(*self.args)  # type: ignore[misc]
@@ -164,7 +164,7 @@ class ObservedFunctionCall:
             watched.forget()
 
 
-class WatchedFunctions:
+class ReportingFunctions:
     """Subclasses of Functions that tell what they returned, made once."""
 
     def __init__(self) -> None:

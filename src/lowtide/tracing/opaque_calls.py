@@ -33,7 +33,7 @@ from lowtide.tracing.function_calls import (
     TRANSPARENT,
     CallOfFunction,
     ObservedFunctionCall,
-    WatchedFunctions,
+    ReportingFunctions,
     run_again,
     stored_and_returned,
     why_not_same,
@@ -57,23 +57,23 @@ class StoresOfCalls:
         stores: What autograd stores now is of a call that is one op.
         unpacked: What the node that runs now in backward was given, if it is one op: the tensor, its storage's id, and
             its fingerprint then.
-        looking_s: Seconds that went into giving it those, and into looking at them.
+        inspecting_s: Seconds that went into giving it those, and into inspecting them.
         given: Called when it was given one, where it is compiled code.
     """
 
     stores: bool = False
     unpacked: list[tuple[torch.Tensor, int, tuple[int, ...]]] | None = None
-    looking_s: float = 0.0
+    inspecting_s: float = 0.0
     given: Callable[[], None] | None = None
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def inspecting(self) -> Iterator[None]:
         """What runs inside is no part of the node's time."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.looking_s += time.perf_counter() - start
+            self.inspecting_s += time.perf_counter() - start
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _Running:
     context: Any = None
 
 
-class OpaqueCalls:
+class CallsAsOne:
     """Records the calls of Functions in one step.
 
     Attributes:
@@ -118,7 +118,7 @@ class OpaqueCalls:
         self.stored = StoresOfCalls()
         self.buffers: list[torch.Tensor] = []
         self.on_error: Callable[[Exception], None] | None = None
-        self._watched = WatchedFunctions()
+        self._watched = ReportingFunctions()
         self._running: _Running | None = None
         self._known = KnownKinds(many_places=True)  # why results must be saved, "" or TRANSPARENT
         self._signatures: dict[str, int] = {}
@@ -173,13 +173,13 @@ class OpaqueCalls:
     def _returned(self, ctx: Any, output: Any) -> None:
         """Before autograd stores anything."""
         try:
-            self._look(ctx, output)
+            self._inspect(ctx, output)
         except Exception as error:
             if self.on_error is None:
                 raise
             self.on_error(error)
 
-    def _look(self, ctx: Any, output: Any) -> None:
+    def _inspect(self, ctx: Any, output: Any) -> None:
         running, builder = self._running, self._builder
         assert running is not None
         results = stored_and_returned(ctx, output)
@@ -337,7 +337,7 @@ class OpaqueCalls:
         @never_compiled
         def begin(gradients: Any) -> None:
             nonlocal op
-            stored.unpacked, stored.looking_s = [] if looks else None, 0.0
+            stored.unpacked, stored.inspecting_s = [] if looks else None, 0.0
             read = (n for t in tensors_in(gradients) if (n := live.find(t)) is not None)
             op = CompiledOp(builder, live, device, tuple(dict.fromkeys(read)), f"{name}.backward")
             op.running.enter_context(builder.ignoring_ops())
@@ -348,7 +348,7 @@ class OpaqueCalls:
         def end(made: Any, gradients: Any) -> None:
             assert op is not None
             unpacked, stored.unpacked, stored.given = stored.unpacked or [], None, None
-            with stored.looking():
+            with stored.inspecting():
                 for tensor, number, before in unpacked:
                     if fingerprint(tensor) == before:
                         continue
@@ -357,7 +357,7 @@ class OpaqueCalls:
                     else:
                         builder.mark_written_in_backward(number)
                 unpacked.clear()
-            op.finish(list(tensors_in(made)), outside_s=stored.looking_s)
+            op.finish(list(tensors_in(made)), outside_s=stored.inspecting_s)
             note_made(op.makes)
 
         node.register_prehook(begin)

@@ -125,13 +125,13 @@ class _Search:
             at = self._todo.popleft()
             with suppress(Exception):  # of an object that does not like to be looked at
                 if not is_generator(at.value):
-                    self._look(at)
+                    self._search(at)
                 elif id(at.value) not in self.found or (at.is_named and not self.found[id(at.value)].is_named):
                     self.found[id(at.value)] = at
         for default in _default_generators():
             self.found.pop(id(default), None)
 
-    def _look(self, at: _Found) -> None:
+    def _search(self, at: _Found) -> None:
         value = at.value
         key = id(value), at.names
         if key in self._seen:
@@ -143,17 +143,17 @@ class _Search:
             if _is_searched(value.__name__):
                 self._go_on(at, vars(value), only_named=True)
         elif inspect.isfunction(value):
-            self._look_at_function(at)
+            self._search_function(at)
         elif inspect.ismethod(value) or isinstance(value, types.BuiltinFunctionType):
-            self._look_at_owner(at)
+            self._search_owner(at)
         elif isinstance(value, dict | list | tuple | set | frozenset):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for (key_, item), _ in zip(items, range(_MOST_ITEMS)):
                 self._todo.append(at._replace(name=f"{at.name}[{key_!r}]", value=item))
         elif isinstance(value, type):
-            self._look_at_class(at)
+            self._search_class(at)
         else:
-            self._look_at_object(at)
+            self._search_object(at)
 
     def _go_on(self, at: _Found, held: dict[str, Any], *, only_named: bool = False, **how: Any) -> None:
         """To the values in ``held`` that the code names, or to all."""
@@ -162,7 +162,7 @@ class _Search:
             if (is_named or not only_named) and not isinstance(value, _HOLD_NOTHING):
                 self._todo.append(at._replace(name=f"{at.name}.{name}", value=value, is_named=is_named, **how))
 
-    def _look_at_function(self, at: _Found) -> None:
+    def _search_function(self, at: _Found) -> None:
         function = inspect.unwrap(at.value)
         if not _is_searched(function.__module__):
             return
@@ -177,7 +177,7 @@ class _Search:
         if at.owner is not None:
             self._todo.append(_Found(at.name.rpartition(".")[0], at.owner, names, level=at.level))
 
-    def _look_at_owner(self, at: _Found) -> None:
+    def _search_owner(self, at: _Found) -> None:
         """Of a bound method."""
         owner = at.value.__self__
         name = getattr(at.value, "__name__", "")
@@ -185,7 +185,7 @@ class _Search:
             named = at.name.removesuffix(f".{name}")
             self._todo.append(at._replace(name=named, value=owner, names=_with(at.names, name)))
 
-    def _look_at_class(self, at: _Found) -> None:
+    def _search_class(self, at: _Found) -> None:
         """Of an autograd Function all that it has, of other classes what code names."""
         whole = issubclass(at.value, Function)
         for base in reversed(at.value.__mro__):
@@ -194,7 +194,7 @@ class _Search:
                 names = tuple(held) if whole else at.names
                 self._go_on(at._replace(names=names), held, only_named=True, owner=None if whole else at.value)
 
-    def _look_at_object(self, at: _Found) -> None:
+    def _search_object(self, at: _Found) -> None:
         """What it holds, and those of its methods that code names."""
         value = at.value
         if isinstance(value, nn.Module):

@@ -28,7 +28,7 @@ from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import GradientSums
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.live_storages import LiveStorages
-from lowtide.tracing.opaque_calls import OpaqueCalls
+from lowtide.tracing.opaque_calls import CallsAsOne
 from lowtide.tracing.operators import (
     COMMUNICATES,
     OVERWRITERS,
@@ -95,7 +95,7 @@ class Recorder(UncompiledMode):
         )
         self._compiled = CompiledRegions(self.builder, self.live, device)
         self.enter, self.leave, self.opaque = self.builder.enter, self.builder.leave, self._compiled.record
-        self.functions = OpaqueCalls(
+        self.functions = CallsAsOne(
             self.builder,
             self.live,
             device,

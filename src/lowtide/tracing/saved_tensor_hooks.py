@@ -100,7 +100,7 @@ class SavedTensorHooks:
             return packed.unpack(self.unpack)
         self._builder.add_event(UNPACK, packed.saved)
         functions = self._functions
-        with self._builder.ignoring_ops(), functions.looking():
+        with self._builder.ignoring_ops(), functions.inspecting():
             tensor: torch.Tensor = packed.make()
             if functions.unpacked is not None:
                 functions.unpacked.append((tensor, self._builder.saved[packed.saved], fingerprint(tensor)))

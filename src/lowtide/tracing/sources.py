@@ -80,7 +80,7 @@ def trace_hollow(
 ) -> StepGraph:
     """``trace`` on hollow tensors; ``mode``: one that has seen models like it knows their ops."""
     mode = mode or HollowMode(target.kernels)
-    workspaces = Workspaces(mode.looks, LIMIT_BYTES if target.kernels == "cpu" else None)
+    workspaces = Workspaces(mode.specs, LIMIT_BYTES if target.kernels == "cpu" else None)
     with torch.device("cpu"):
         batch = hollow_batch(batch)
 
@@ -137,7 +137,7 @@ def _named_cuda(described: Any) -> Any:
 def _assumptions(mode: HollowMode, workspaces: Workspaces) -> str:
     """A line for each thing that was taken for granted."""
     lines = [f"{what} ({count} times, first in {path})" for what, (count, path) in mode.assumed.items()]
-    if mode.looks.device != "cpu":
+    if mode.specs.device != "cpu":
         lines.append("workspaces of the device's kernels are not known and count as 0")
     if unmeasured := workspaces.unmeasured:
         ops = ", ".join(f"{op} ({count})" for op, count in sorted(unmeasured.items()))

@@ -39,7 +39,7 @@ from lowtide.tracing.function_calls import (
     CallOfFunction,
     Finished,
     ObservedFunctionCall,
-    WatchedFunctions,
+    ReportingFunctions,
 )
 from lowtide.tracing.kinds_of_calls import Kind, layout_of, values_of
 from lowtide.tracing.operators import tensors_in
@@ -263,7 +263,7 @@ class ObservedModuleCall(ObservedFunctionCall):
         call = self._module._call_impl if self._compiled is None else self._compiled
         return call(*self._positional, **self._kwargs)
 
-    def run_watched(self, watched: WatchedFunctions, finished: Finished) -> Any:
+    def run_watched(self, watched: ReportingFunctions, finished: Finished) -> Any:
         hooks = top_hooks(True)
         before = [(b, b.detach().clone()) for b in self._module.buffers()]
         boxes: list[_Box] = []

@@ -19,9 +19,9 @@ from support.training_steps import Net, differing, outcome, plain
 import lowtide
 from lowtide.errors import ReplayError
 from lowtide.runtime.watched_step import WatchedStep
-from lowtide.tape.online import function_calls, release
-from lowtide.tape.online.function_calls import CallRecipe, OnlineCall
-from lowtide.tape.online.tape import OnlineTape
+from lowtide.tape.online import online_calls, release
+from lowtide.tape.online.online_calls import CallRecipe, OnlineCall
+from lowtide.tape.online.online_tape import OnlineTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -111,7 +111,7 @@ def test_the_plan_of_a_watched_step_knows_what_is_kept():
 
 
 def test_a_kind_of_call_runs_twice_only_once():
-    known = function_calls.KnownCalls()
+    known = online_calls.KnownCalls()
     runs = []
 
     class Tells(Scales):
@@ -183,8 +183,8 @@ def test_watching_a_call_adds_no_op_to_the_step():
 def test_a_random_call_without_its_generator_is_never_let_go(monkeypatch):
     model, x = between(WORKS["random"]), batch()
     expected = plain(model, x)
-    monkeypatch.setattr(function_calls, "why_not_same", lambda *_, **__: "")  # it has no generator in the proof either
-    monkeypatch.setattr(function_calls.GeneratorStates, "have_moved", lambda self: False)
+    monkeypatch.setattr(online_calls, "why_not_same", lambda *_, **__: "")  # it has no generator in the proof either
+    monkeypatch.setattr(online_calls.GeneratorStates, "have_moved", lambda self: False)
 
     found, tape = online(model, x, 0)
 
@@ -219,7 +219,7 @@ def test_a_call_that_writes_its_input_unseen_is_not_run_again(looked_at, monkeyp
     expected = plain(model, x)
     if not looked_at:
         monkeypatch.setattr(OnlineCall, "_changed_inputs", lambda self: [])
-        monkeypatch.setattr(function_calls, "why_not_same", lambda *_, **__: "")
+        monkeypatch.setattr(online_calls, "why_not_same", lambda *_, **__: "")
         monkeypatch.setattr(release, "same_storage_bits", lambda a, b: True)
         monkeypatch.setattr(release, "sum_of_words", lambda tensor: 0)
 
@@ -259,12 +259,12 @@ class KeepsTable(torch.autograd.Function):
 def test_a_table_that_a_function_keeps_is_no_result_of_a_run(guarded, monkeypatch):
     KeepsTable.table = torch.rand(64, 64)
     x = torch.randn(64, 64, requires_grad=True)
-    known = function_calls.KnownCalls()
+    known = online_calls.KnownCalls()
     monkeypatch.setattr("lowtide.tape.online.dropping._known_calls", known)
     monkeypatch.setattr("lowtide.tape.online.dropping._claims", itertools.count(1))  # else it may be sealed
     if not guarded:
-        same = function_calls.why_not_same
-        monkeypatch.setattr(function_calls, "why_not_same", lambda *a, own_memory: same(*a))
+        same = online_calls.why_not_same
+        monkeypatch.setattr(online_calls, "why_not_same", lambda *a, own_memory: same(*a))
 
     out = lowtide.checkpoint(KeepsTable.apply, x)
     KeepsTable.table.data = torch.zeros(64, 64)  # other memory: autograd's is as it was

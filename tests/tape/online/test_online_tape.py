@@ -15,11 +15,10 @@ import lowtide
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime.watched_step import WatchedStep
-from lowtide.tape.online import release
-from lowtide.tape.online import tape as online_tape
+from lowtide.tape.online import online_tape, release
 from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.release import Releaser
-from lowtide.tape.online.tape import OnlineTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

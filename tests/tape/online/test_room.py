@@ -11,10 +11,10 @@ from torch import nn
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tape.online import room
+from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.online.online_values import value_of_storage
 from lowtide.tape.online.replays import transient_bytes
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tape.online.tape import OnlineTape
-from lowtide.tape.online.values import value_of_storage
 from lowtide.tracing.operators import storage_of
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def steady_clock(monkeypatch):
     """Every op takes as long: what is let go, and so the peak, does not depend on the machine's load."""
     ticks = itertools.count()
     clock = types.SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-4)
-    monkeypatch.setattr("lowtide.tape.online.tape.time", clock)
+    monkeypatch.setattr("lowtide.tape.online.online_tape.time", clock)
 
 
 @pytest.mark.usefixtures("one_thread", "steady_clock")
@@ -142,7 +142,7 @@ def test_generator_states_that_recipes_hold_are_in_the_budget(monkeypatch):
     resident = sum(p.nbytes for p in model.parameters()) + x.nbytes
     with lowtide.fit(model, budget=resident + allowed):
         assert peak_bytes(step) <= 1.02 * allowed
-    monkeypatch.setattr("lowtide.tape.online.tape.state_bytes", lambda device: 0)
+    monkeypatch.setattr("lowtide.tape.online.online_tape.state_bytes", lambda device: 0)
     with lowtide.fit(model, budget=resident + allowed):
         assert peak_bytes(step) > 1.5 * allowed
 

@@ -20,7 +20,7 @@ _NAMES = {
 }
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     arguments = setup.arguments
     if arguments is None or not hasattr(arguments, "activation_checkpointing_kwargs"):
         return None

@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     arguments = setup.arguments
     if arguments is None or not getattr(arguments, "activation_checkpointing", False):
         return None

@@ -18,7 +18,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     inner = [c for c in setup.calls if c.parent is not None and _is_the_same(c.path, c.parent.path)]
     if not inner or setup.failure is not None:
         return None

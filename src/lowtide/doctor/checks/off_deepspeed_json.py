@@ -18,7 +18,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     config = getattr(setup.wrapper, "_config", None)
     given = getattr(config, "_param_dict", None)
     section = given.get("activation_checkpointing") if isinstance(given, dict) else None

@@ -21,7 +21,7 @@ CHECK = Check(
 _CONFIGS = ("GRPOConfig", "RLOOConfig")
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     arguments, model = setup.arguments, cast(Any, setup.model)
     if not any(c.__name__ in _CONFIGS and c.__module__.startswith("trl.") for c in type(arguments).__mro__):
         return None

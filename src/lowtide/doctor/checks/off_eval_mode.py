@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     idle = [
         n for n in setup.flagged
         if not setup.model.get_submodule(n).training and setup.seen.called[n] and not _has_flagged_inside(setup, n)

@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     plugin = _plugin()
     if not plugin or setup.ddp is None:
         return None

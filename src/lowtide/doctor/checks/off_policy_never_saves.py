@@ -18,7 +18,7 @@ CHECK = Check(
 _NO_NAMES = "Let the policy save something, or checkpoint without one: as it is, it costs its calls alone."
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     asked = [c for c in setup.calls if c.decisions]
     if not asked or any(said == "save" for c in asked for _, said in c.decisions or ()):
         return None

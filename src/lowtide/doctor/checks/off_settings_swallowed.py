@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding, Gain
-from lowtide.doctor.observer import CheckpointCall
+from lowtide.doctor.step_listener import CheckpointCall
 from lowtide.doctor.step_under_test import StepUnderTest
 
 CHECK = Check(
@@ -22,7 +22,7 @@ CHECK = Check(
 _KNOWN = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"args", "kwargs", "function"}
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     for path, module in setup.model.named_modules():
         function = vars(module).get("_gradient_checkpointing_func")
         if path not in setup.flagged or not isinstance(function, functools.partial):

@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if setup.calls or setup.is_compiled or not setup.flagged:
         return None
     unread = [n for n in setup.flagged if setup.model.get_submodule(n).training and setup.seen.called[n]]

@@ -17,7 +17,7 @@ CHECK = Check(
 _SHARE = 0.1
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     stored = list(setup.seen.stored.values())
     opaque = [s for s in stored if s.producer in ("aten::empty", "aten::empty_like", "aten::empty_strided",
                                                   "aten::new_empty")]  # fmt: skip

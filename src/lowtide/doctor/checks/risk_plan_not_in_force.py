@@ -24,7 +24,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     for model in (setup.wrapper, setup.model):
         watcher: Any = model._compiled_call_impl
         counters = getattr(watcher, "counters", None)

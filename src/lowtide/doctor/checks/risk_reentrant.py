@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     functions = [vars(m).get("_gradient_checkpointing_func") for m in setup.model.modules()]
     unsaid = [
         f for f in functions if f is not None and "use_reentrant" not in (

@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     reentrant = [c for c in setup.calls if c.reentrant]
     if setup.ddp is None or not reentrant:
         return None

@@ -13,7 +13,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     import sys
 
     config = sys.modules.get("torch._inductor.config")

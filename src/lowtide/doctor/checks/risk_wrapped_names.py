@@ -14,7 +14,7 @@ CHECK = Check(
 _PREFIX = "_checkpoint_wrapped_module"
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     inside = [n for n, _ in setup.model.named_modules() if _PREFIX in n]
     if not inside:
         return None

@@ -13,7 +13,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.seen.backward_autocast:
         return None
     return CHECK.found("autocast is on where this diagnosis was called, around loss.backward()")

@@ -17,7 +17,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.calls or setup.failure is not None or setup.is_compiled or setup.unsteady:
         return None
     before = {n: b.detach().cpu() for n, b in setup.model.named_buffers()}

@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     guilty = [c for c in setup.calls if c.reentrant and c.captured]
     second_time = setup.failure is not None and "a second time" in str(setup.failure)
     if not guilty or not (setup.gradients_differ or second_time):

@@ -27,7 +27,7 @@ _COARSE = 1e-4  # rounding of the step from which on such a change drowns in it
 _OFF = 0.02  # right gradients are within 1e-4
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.is_compiled or functorch.activation_memory_budget >= 1 or setup.failure is not None:
         return None
     if setup.unsteady:

@@ -16,7 +16,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.calls:
         return None
     proof = prove(setup)

@@ -13,7 +13,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.gradients_differ:
         return None
     for call in setup.calls:

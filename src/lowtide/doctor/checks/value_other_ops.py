@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if setup.failure is None or not setup.calls or not any(c.recomputed for c in setup.calls):
         return None
     found = first_divergence(setup)

@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     guilty = [c for c in setup.calls if c.reentrant and c.parameters and not c.inputs_with_grad]
     if setup.failure is not None:
         return _where_it_fails(setup) if "require grad" in str(setup.failure) else None

@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.gradients_differ:
         return None
     guilty = [c for c in setup.calls if not c.preserve_rng_state and c.draws and c.divergence is not None]

@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     outcome = setup.plain if setup.failure is not None else setup.as_it_is
     plain = setup.plain.gradients if setup.calls else outcome.gradients
     without = [n for n, g in plain.items() if g is None]

@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     copies = [s for s in setup.seen.stored.values() if s.cast_of and s.cast_of not in setup.trainable]
     if not copies:
         return None

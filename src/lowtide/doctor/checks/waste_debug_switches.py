@@ -19,7 +19,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     on, gain = [], Gain()
     if torch.is_anomaly_enabled():
         # Rehearsals switch it off by themselves: so the step inside this block is the one with it.

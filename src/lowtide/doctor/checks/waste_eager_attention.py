@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     config, choose = getattr(setup.model, "config", None), getattr(setup.model, "set_attn_implementation", None)
     eager = getattr(config, "_attn_implementation", None) == "eager"
     if not eager or choose is None or not getattr(setup.model, "_supports_sdpa", False) or setup.failure is not None:

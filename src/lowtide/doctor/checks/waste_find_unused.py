@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if setup.ddp is None or not setup.ddp.find_unused_parameters or setup.failure is not None:
         return None
     if any(g is None for g in setup.as_it_is.gradients.values()):

@@ -15,7 +15,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     frozen = [(n, p) for n, p in setup.model.named_parameters() if not p.requires_grad and p.grad is not None]
     if not frozen:
         return None

@@ -20,7 +20,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     hooked = [m for m in setup.model.modules() if vars(m).get("_require_grads_hooks")]
     if not hooked or setup.failure is not None:
         return None

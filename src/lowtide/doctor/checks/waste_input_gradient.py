@@ -19,7 +19,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     leaves = setup.batch_leaves()
     if not leaves or setup.failure is not None or any(c.reentrant for c in setup.calls):
         return None

@@ -19,7 +19,7 @@ CHECK = Check(
 _NOTICED = 0.01  # of the peak, or of the step's time: keys and values are copied even where logits set the peak
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     size = setup.seen.cache_bytes
     config = getattr(setup.model, "config", None)
     if not size or not getattr(config, "use_cache", False):

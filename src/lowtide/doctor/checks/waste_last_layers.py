@@ -17,7 +17,7 @@ CHECK = Check(
 _THE_SAME = 1e-3  # of the peak: on an accelerator a number that is held takes a block
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     outer = [c for c in setup.calls if c.parent is None and not c.has_context]
     if len(outer) < 2 or len(outer) != len(setup.calls) or setup.failure is not None:
         return None

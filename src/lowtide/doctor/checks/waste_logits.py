@@ -23,7 +23,7 @@ CHECK = Check(
 _SHARE = 0.5
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     head = _head(setup.model)
     if head is None or not setup.calls or setup.failure is not None:
         return None

@@ -14,7 +14,7 @@ CHECK = Check(
 )
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if setup.optimizer is None:
         return None
     known = {id(p) for group in setup.optimizer.param_groups for p in group["params"]}

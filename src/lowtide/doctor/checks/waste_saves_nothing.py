@@ -17,7 +17,7 @@ CHECK = Check(
 _FEW = 0.02
 
 
-def look(setup: StepUnderTest) -> Finding | None:
+def find(setup: StepUnderTest) -> Finding | None:
     if not setup.calls or setup.failure is not None or not setup.plain_fits:
         return None
     now, plain = setup.measured, setup.measured_plain

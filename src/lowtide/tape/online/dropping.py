@@ -22,13 +22,13 @@ from torch._C import _current_graph_task_id as graph_task
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tape.execution_state import no_autocast
-from lowtide.tape.online.function_calls import KnownCalls
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_calls import KnownCalls
+from lowtide.tape.online.online_tape import OnlineTape, RunningOp, memory_of
+from lowtide.tape.online.online_values import MARK, Recipe, StoredValue, value_of_storage
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of, pinned_bytes
-from lowtide.tape.online.tape import OnlineTape, RunningOp, memory_of
-from lowtide.tape.online.values import MARK, Recipe, StoredValue, value_of_storage
 from lowtide.tape.recipes import keeps_graph
 from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
 from lowtide.tracing import function_calls, module_calls

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from lowtide.tape.online.values import Claim, StoredValue
+from lowtide.tape.online.online_values import Claim, StoredValue
 
 
 class Holdings:

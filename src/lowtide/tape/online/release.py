@@ -17,6 +17,7 @@ from torch._C import _storage_Use_Count as use_count
 
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_values import MARK, StoredValue
 from lowtide.tape.online.replays import (
     Made,
     chain_of,
@@ -27,7 +28,6 @@ from lowtide.tape.online.replays import (
     transient_bytes,
     why_not_made,
 )
-from lowtide.tape.online.values import MARK, StoredValue
 from lowtide.tape.recipes import changed_unseen
 from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
 

@@ -12,8 +12,8 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import bytes_of
+from lowtide.tape.online.online_values import MARK, Recipe, StoredValue
 from lowtide.tape.online.replays import chain_of
-from lowtide.tape.online.values import MARK, Recipe, StoredValue
 from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.sharding.windows import OpenWindows
 

@@ -129,7 +129,7 @@ class Held:
     line: str
 
 
-class StepObserver(TorchDispatchMode):
+class StepListener(TorchDispatchMode):
     """Everything that the checks share. Use ``watching()`` around a step.
 
     Args:

@@ -14,16 +14,16 @@ from lowtide.runtime.buckets import Expected, least_missed, next_bucket
 from lowtide.runtime.call_shapes import CallShape
 from lowtide.runtime.dimensions import Vector
 from lowtide.runtime.shape_family import DerivedGraph
-from lowtide.runtime.watched_family import WatchedFamily
+from lowtide.runtime.watched_family import ShapeExamples
 
 _MOST_FAMILIES = 4  # a model that runs other ops at every length has no use for more
 
 
-class ShapeBook:
+class ShapeStatistics:
     """One model's families, and how often each shape came."""
 
     def __init__(self) -> None:
-        self._families: list[WatchedFamily] = []
+        self._families: list[ShapeExamples] = []
         self._counts: dict[str, Counter[Vector]] = defaultdict(Counter)  # by the pattern of the first call
         # What follows from the examples so far, asked again at every step:
         self._plain_bytes: dict[CallShape, tuple[int, int] | None] = {}
@@ -47,7 +47,7 @@ class ShapeBook:
                 family.mistaken(first)
                 reason = difference
         if own is None:
-            own = WatchedFamily(shapes, graph)
+            own = ShapeExamples(shapes, graph)
             self._families = [*self._families[1 - _MOST_FAMILIES :], own]
         own.add(shapes, graph, costs)
         self._forget_answers()
@@ -97,7 +97,7 @@ class ShapeBook:
         is_smaller = any(family.has_larger(shape.sizes) for family in self._of(shape))
         return known is not None and known[0] <= budget_bytes and is_smaller
 
-    def _of(self, shape: CallShape) -> list[WatchedFamily]:
+    def _of(self, shape: CallShape) -> list[ShapeExamples]:
         return [family for family in reversed(self._families) if family.patterns[0] == shape.pattern]
 
     # -- all shapes -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ logger = logging.getLogger("lowtide")
 _TOLD_SHARE = 0.01  # of what a Function's calls store; a loss outside the model, for example, is less
 
 
-class Reasons:
+class Notices:
     """Lines in the order in which they were told. It refers to nothing else, so whoever tells makes no cycle.
 
     Attributes:

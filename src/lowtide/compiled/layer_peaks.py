@@ -23,7 +23,7 @@ from lowtide.tape import backward_entry
 from lowtide.tracing.module_calls import never_compiled
 
 
-class StepWatch:
+class LayerPeaks:
     """Follows one step; ``moments`` is what ``choice`` needs.
 
     Args:
@@ -171,7 +171,7 @@ def is_layer_node(node: Any) -> bool:
 def _zeros_bytes(node: Any, gradients: Iterable[Any]) -> int:
     """Of the zeros that autograd makes inside of ``node`` for outputs without a gradient."""
     given = zip(node._input_metadata, gradients, strict=True)
-    return sum(math.prod(look.shape) * look.dtype.itemsize for look, gradient in given if gradient is None)
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec, gradient in given if gradient is None)
 
 
 def _compiled_node(outputs: Iterable[Any]) -> Any:

@@ -27,14 +27,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.device.dispatch import UncompiledMode
 from lowtide.device.generators import state_bytes
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
-from lowtide.tape.online.function_calls import KnownCalls, OnlineCall
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_calls import KnownCalls, OnlineCall
+from lowtide.tape.online.online_values import (
+    MARK,
+    Claim,
+    Recipe,
+    SavedHandle,
+    StoredValue,
+    UnreadableError,
+    value_of_storage,
+)
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
-from lowtide.tape.online.values import MARK, Claim, Recipe, SavedHandle, StoredValue, UnreadableError, value_of_storage
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard

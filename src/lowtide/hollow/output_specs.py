@@ -1,6 +1,6 @@
 """What an operator's outputs look like: size, stride, type and storage, from its fake kernel, once per signature.
 
-Fake kernels speak for CUDA where kernels differ. A CPU's kernel that has run once corrects its look; ``_CPU_RULES``
+Fake kernels speak for CUDA where kernels differ. A CPU's kernel that has run once corrects its spec; ``_CPU_RULES``
 holds what the CPU's do otherwise, for those too large to run, and ``_CUDA_RULES`` operators without a fake kernel.
 """
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 aten = torch.ops.aten
 
 
-class TensorLook(NamedTuple):
+class TensorSpec(NamedTuple):
     """One output. ``alias``: position among the call's tensors of the one whose storage it shares."""
 
     size: tuple[int, ...]
@@ -27,8 +27,8 @@ class TensorLook(NamedTuple):
     offset: int = 0
 
 
-class Look(NamedTuple):
-    """Outputs in order (``TensorLook``, or a value that is no tensor), and how they are nested."""
+class OutputSpec(NamedTuple):
+    """Outputs in order (``TensorSpec``, or a value that is no tensor), and how they are nested."""
 
     outputs: tuple[Any, ...]
     nesting: Any
@@ -38,17 +38,17 @@ class DependsOnValues(Exception):
     """No fake kernel can say what an operator returns for these arguments, mostly because their values decide."""
 
 
-class Looks:
-    """Looks of calls on ``device``'s kernels; equal signatures are looked at once."""
+class OutputSpecs:
+    """Specs of the outputs of calls on ``device``'s kernels; equal signatures are looked at once."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.misses = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[Any, Look | None] = {}  # None: depends on values
+        self._known: dict[Any, OutputSpec | None] = {}  # None: depends on values
 
-    def of(self, func: Any, args: tuple, kwargs: dict) -> Look:
-        """What ``func`` returns for arguments of these looks.
+    def of(self, func: Any, args: tuple, kwargs: dict) -> OutputSpec:
+        """What ``func`` returns for arguments of these specs.
 
         Raises:
             DependsOnValues: there is no fake kernel, or it fails.
@@ -68,12 +68,12 @@ class Looks:
             if not signature:
                 return found
             self._known[signature] = found
-        look = self._known[signature]
-        if look is None:
+        spec = self._known[signature]
+        if spec is None:
             raise DependsOnValues(str(func))
-        return look
+        return spec
 
-    def correct(self, func: Any, args: tuple, kwargs: dict, real: Look) -> None:
+    def correct(self, func: Any, args: tuple, kwargs: dict, real: OutputSpec) -> None:
         """The kernel itself has run on such arguments, and its outputs were ``real``: strides and storages are its own.
 
         Where it gave other sizes, its inputs were not alike enough, and nothing is learned.
@@ -86,7 +86,7 @@ class Looks:
             with contextlib.suppress(TypeError):  # an argument that has no hash
                 self._known[_signature(func, args, kwargs)] = real
 
-    def _ask(self, func: Any, args: tuple, kwargs: dict) -> Look:
+    def _ask(self, func: Any, args: tuple, kwargs: dict) -> OutputSpec:
         device = torch.device(self.device)
 
         def fake(x: Any) -> Any:
@@ -98,11 +98,11 @@ class Looks:
             args, kwargs = pytree.tree_map(fake, (args, kwargs))
             rule = (_CPU_RULES if self.device == "cpu" else _CUDA_RULES).get(func)
             output = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
-        return look_of(output, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+        return spec_of(output, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
 
 
-def look_of(output: Any, inputs: list[torch.Tensor]) -> Look:
-    """The look of what a kernel returned for ``inputs``."""
+def spec_of(output: Any, inputs: list[torch.Tensor]) -> OutputSpec:
+    """The spec of what a kernel returned for ``inputs``."""
     leaves, nesting = pytree.tree_flatten(output)
     place = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
     found = []
@@ -110,18 +110,18 @@ def look_of(output: Any, inputs: list[torch.Tensor]) -> Look:
         if isinstance(leaf, torch.Tensor):
             storage = leaf.untyped_storage()
             found.append(
-                TensorLook(
+                TensorSpec(
                     tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, storage.nbytes(),
                     place.get(storage._cdata), leaf.storage_offset(),
                 )
             )  # fmt: skip
         else:
             found.append(leaf)
-    return Look(tuple(found), nesting)
+    return OutputSpec(tuple(found), nesting)
 
 
 def _size_and_type(output: Any) -> Any:
-    return (output.size, output.dtype) if isinstance(output, TensorLook) else output
+    return (output.size, output.dtype) if isinstance(output, TensorSpec) else output
 
 
 def _signature(func: Any, args: tuple, kwargs: dict) -> tuple:
@@ -132,7 +132,7 @@ def _signature(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 
 def _describe(value: Any, key: list[Any]) -> None:
-    """Append to ``key`` what decides a look."""
+    """Append to ``key`` what decides a spec."""
     if isinstance(value, torch.Tensor):
         key.append((value.shape, value.stride(), value.dtype))
     elif isinstance(value, (list, tuple)):

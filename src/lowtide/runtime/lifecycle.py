@@ -26,20 +26,20 @@ from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
 from lowtide.runtime.call_shapes import CallShape, shape_of_call
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.past_training import PastTraining
-from lowtide.runtime.plan_shelf import PlanShelf
 from lowtide.runtime.planned_step import PlannedStep, num_nodes
 from lowtide.runtime.planner_process import PlannerProcess
-from lowtide.runtime.reasons import Reasons
-from lowtide.runtime.seam import Seam, others_aside
+from lowtide.runtime.plans_by_shape import PlansByShape
+from lowtide.runtime.seam import Seam, others_suspended
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Counters
 from lowtide.runtime.step_memory import StepMemory
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape import attach
-from lowtide.tape.online.function_calls import KnownCalls
+from lowtide.tape.online.online_calls import KnownCalls
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tape.online.tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls, whole_modules
@@ -61,7 +61,7 @@ _STEPS_INSIDE = (
 _RAN_OTHER_OPS = "the last step ran other ops than its plan"
 
 
-class StepWatcher:
+class Lifecycle:
     """The model's own call, and an observer of backward.
 
     Attributes:
@@ -73,7 +73,7 @@ class StepWatcher:
     """
 
     lowtide = True  # how ``check_supported`` knows a fitted model
-    _all: ClassVar[weakref.WeakSet["StepWatcher"]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet["Lifecycle"]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class StepWatcher:
         budget: StepBudget,
         planner: PlannerProcess,
         tiers: SharedTiers,
-        reasons: Reasons,
+        reasons: Notices,
     ) -> None:
         model = facts.model
         self._compiled = module_calls.CompiledCall(model, "") if "" in facts.compiled else None
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self.options, self._budget = weakref.ref(model), options, budget
         self._reasons, self._say = reasons, reasons.say
-        self.shelf = PlanShelf(facts, options, planner, tiers, reasons)
+        self.shelf = PlansByShape(facts, options, planner, tiers, reasons)
         self._was_sharded = self.shelf.is_sharded
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
@@ -105,7 +105,7 @@ class StepWatcher:
         self._expected = ExpectedBytes()
         self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
-        self._aside_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
+        self._suspended_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
         self._plan_seam: Seam | None = None  # of a plan that drops something outside the model's calls
         self._is_called = False  # the model runs, as part of the present step
         self._end_part: Callable[[], None] | None = None  # of the region that is open
@@ -149,7 +149,7 @@ class StepWatcher:
         observer = module_calls.thread_state.observer
         if observer is not None:
             return attach.call_in_open_region(observer, call, args, kwargs)
-        with others_aside(self._open_seams), self.around(model, args, kwargs):
+        with others_suspended(self._open_seams), self.around(model, args, kwargs):
             output = call(*args, **kwargs)
             if self._is_called:
                 self._graphs += marks_in(output)
@@ -160,7 +160,7 @@ class StepWatcher:
         if attach.cannot_tape():
             return nullcontext()
         if not torch.is_grad_enabled():
-            return self._aside()
+            return self._suspended()
         if not self._is_ours(threading.current_thread()):
             self._say("the model was called on two threads at once: only one is planned")
             return nullcontext()
@@ -326,12 +326,12 @@ class StepWatcher:
             self._seams_elsewhere.append(seam)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _suspended(self) -> Iterator[None]:
         """A pass without gradients is no part of the step: nothing is watched, what it leaves is counted."""
         with ExitStack() as away:
             for seam in (self._seam, self._plan_seam):
                 if seam is not None and seam.is_here:
-                    away.enter_context(seam.aside())
+                    away.enter_context(seam.suspended())
             yield
 
     @contextmanager
@@ -422,7 +422,7 @@ class StepWatcher:
                     self._leave_plan()
             elif self._plan_seam is not None and self._step is not None:  # part of a loss
                 self._step.tape.have_hooks()
-            self._put_aside(roots)
+            self._suspend(roots)
         except Exception as own:
             self._fail(own)
         self._past.before_backward()
@@ -637,19 +637,19 @@ class StepWatcher:
         """Whether a backward from ``roots`` runs through calls of the present step. Each thread numbers its nodes."""
         return reaches_any(roots, self._nodes) and (self._thread is threading.current_thread() or self._trains(roots))
 
-    def _put_aside(self, roots: Iterable[Any]) -> None:
+    def _suspend(self, roots: Iterable[Any]) -> None:
         """Until a backward of another model's has ended, the watch is away: those ops are not of this step."""
         seam, roots = self._seam, list(roots)
         if seam is None or not seam.is_here or self.shelf.is_sharded:
             return
         # By its nodes too: a call that is checkpointed shows no leaves.
         if not (reaches_any(roots, self._nodes) or self._trains(roots)):
-            away = self._aside_in_backward[threading.get_ident()] = ExitStack()
-            away.enter_context(seam.aside())
+            away = self._suspended_in_backward[threading.get_ident()] = ExitStack()
+            away.enter_context(seam.suspended())
 
     def _put_back(self) -> None:
-        """See ``_put_aside``."""
-        if (away := self._aside_in_backward.pop(threading.get_ident(), None)) is not None:
+        """See ``_suspend``."""
+        if (away := self._suspended_in_backward.pop(threading.get_ident(), None)) is not None:
             away.close()
 
     def _trains(self, roots: Iterable[Any]) -> bool:
@@ -686,7 +686,7 @@ class _Call:
 
     __slots__ = ("_first_node", "_position", "_region", "_thrown_away", "_watcher")
 
-    def __init__(self, watcher: StepWatcher, position: int, region: attach.TapedRegion | None = None) -> None:
+    def __init__(self, watcher: Lifecycle, position: int, region: attach.TapedRegion | None = None) -> None:
         self._watcher, self._position, self._region = watcher, position, region
 
     def __enter__(self) -> None:

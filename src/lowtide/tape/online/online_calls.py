@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.device.generators import GeneratorStates
 from lowtide.tape.execution_state import ExecutionState
 from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_values import Recipe, StoredValue, UnreadableError, value_of_storage
 from lowtide.tape.online.release import Releaser
-from lowtide.tape.online.values import Recipe, StoredValue, UnreadableError, value_of_storage
 from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import (
     TRANSPARENT,
     CallOfFunction,
     Finished,
     ObservedFunctionCall,
-    WatchedFunctions,
+    ReportingFunctions,
     run_again,
     stored_and_returned,
     why_not_same,
@@ -73,7 +73,7 @@ class KnownCalls:
     """
 
     def __init__(self) -> None:
-        self.functions = WatchedFunctions()
+        self.functions = ReportingFunctions()
         self.kept: dict[str, str] = {}
         self.proven_anew: set[str] = set()
         self._kinds = KnownKinds(many_places=True)
@@ -121,8 +121,8 @@ class OnlineCall(ObservedFunctionCall):
         "_first_op",
         "_generators",
         "_given",
+        "_inspecting_s",
         "_kind",
-        "_looking_s",
         "_reads_aside",
         "_seen",
         "_start_s",
@@ -139,7 +139,7 @@ class OnlineCall(ObservedFunctionCall):
         self._given = {_address(t) for t in (*tensors_in(self.args), *self.tensors, *self.how.owned)}
         self.live = LiveBytes()  # what its own operators make, while it runs
         self._first_op = 0
-        self._start_s = self._looking_s = 0.0
+        self._start_s = self._inspecting_s = 0.0
         self._reads_aside = False
         self._before: list[tuple[int, ...]] | None = None  # fingerprints of its inputs; where it is looked at
         self._seen: dict[
@@ -166,10 +166,10 @@ class OnlineCall(ObservedFunctionCall):
     def run(self) -> Any:
         return self._run(self._tape.known_calls.functions, None)
 
-    def run_watched(self, watched: WatchedFunctions, finished: Finished) -> Any:
+    def run_watched(self, watched: ReportingFunctions, finished: Finished) -> Any:
         return self._run(watched, finished)
 
-    def _run(self, watched: WatchedFunctions, other: Finished | None) -> Any:
+    def _run(self, watched: ReportingFunctions, other: Finished | None) -> Any:
         tape = self._tape
         self._kind = self.how.kind(self.args)
         self._verdict = tape.known_calls.verdict(self._kind)
@@ -214,17 +214,17 @@ class OnlineCall(ObservedFunctionCall):
         self._start_s = time.perf_counter() - self._own_work_s()
 
     def _own_work_s(self) -> float:
-        return self._looking_s + self._tape.releaser.proof_s + self._tape.releaser.replay_s
+        return self._inspecting_s + self._tape.releaser.proof_s + self._tape.releaser.replay_s
 
     # -- what its operators do ----------------------------------------------------------------------------------
 
     def note_op(self, args: tuple, result: Any, written: Sequence[torch.Tensor]) -> None:
         """An operator has run inside."""
         start = time.perf_counter()
-        self._look_at_op(args, result, written)
-        self._looking_s += time.perf_counter() - start
+        self._inspect_op(args, result, written)
+        self._inspecting_s += time.perf_counter() - start
 
-    def _look_at_op(self, args: tuple, result: Any, written: Sequence[torch.Tensor]) -> None:
+    def _inspect_op(self, args: tuple, result: Any, written: Sequence[torch.Tensor]) -> None:
         for tensor in tensors_in(args):
             value = value_of_storage(storage_of(tensor), self._tape.run_state)
             if value is not None and value.number <= self._first_op and _address(tensor) not in self._given:

@@ -20,12 +20,12 @@ from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape
 from lowtide.runtime.dimensions import join
+from lowtide.runtime.notices import Notices
 from lowtide.runtime.plan_cache import PlanCache
 from lowtide.runtime.plan_request import PlanRequest
 from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
-from lowtide.runtime.reasons import Reasons
-from lowtide.runtime.shape_book import ShapeBook
+from lowtide.runtime.shape_statistics import ShapeStatistics
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
@@ -49,7 +49,7 @@ class _Asked:
     first: PlannedStep | None = None  # put in force until the final plan is there
 
 
-class PlanShelf:
+class PlansByShape:
     """One model's plans.
 
     Attributes:
@@ -66,7 +66,7 @@ class PlanShelf:
         options: FitOptions,
         planner: PlannerProcess,
         tiers: SharedTiers,
-        reasons: Reasons,
+        reasons: Notices,
     ) -> None:
         self._model = weakref.ref(facts.model)
         self._options, self._planner, self._tiers, self._reasons = options, planner, tiers, reasons
@@ -86,7 +86,7 @@ class PlanShelf:
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
-        self._book = ShapeBook()
+        self._book = ShapeStatistics()
         self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
