@@ -43,35 +43,36 @@ _idle: list["KeptChild"] = []
 
 
 class KeptChild(_RealChild):
-    """Ends only in the middle of a request; else it waits for the next fit with the same environment."""
+    """Outlives its fit, and waits for the next one with the same environment. A request of a fit that is gone ends."""
 
     def __init__(self) -> None:
-        self._asked, self.environment = True, _told()
+        self._lost, self.environment = True, _told()
         super().__init__()
-        self._asked = False
+        self._lost = False
 
     def send(self, text: str) -> None:
-        self._asked = True
+        self._lost = True
         super().send(text)
+        self._lost = False
 
     def answer(self) -> Answer:
+        self._lost = True
         answer = super().answer()
-        self._asked = not answer.final
+        self._lost = False
         return answer
 
     def kill(self) -> None:
-        if self._asked:
-            super().kill()
+        """Its fit is gone: the thread that waits for the answer hands the process on when it has come."""
 
     def stop(self) -> None:
-        if self._asked:
-            super().stop()
-        elif self not in _idle:
+        if self._lost:
+            self.end()
+        else:
             _idle.append(self)
 
     def end(self) -> None:
-        self._asked = True
-        self.stop()
+        super().kill()
+        super().stop()
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
