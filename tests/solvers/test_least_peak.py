@@ -12,7 +12,7 @@ import lowtide
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.costs import Costs
 from lowtide.simulation.simulator import simulate, simulate_actions
-from lowtide.solvers import least_peak, local_search, tuning
+from lowtide.solvers import least_peak, search_context, tuning
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
@@ -136,7 +136,7 @@ def test_an_impossible_budget_is_told_after_a_bounded_search(monkeypatch, name):
         simulated.append(len(timeline.live_bytes))
         return timeline
 
-    monkeypatch.setattr(local_search, "simulate_actions", counted)
+    monkeypatch.setattr(search_context, "simulate_actions", counted)
 
     least_of(graph, costs)
 

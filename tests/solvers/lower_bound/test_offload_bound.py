@@ -15,7 +15,7 @@ from lowtide.plan import CPU_OFFLOAD, DISK_OFFLOAD, RECOMPUTE, Moves
 from lowtide.simulation.simulator import simulate, simulate_actions
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
-from lowtide.solvers.lower_bound import bound, columns, relaxation
+from lowtide.solvers.lower_bound import bound, columns
 from lowtide.solvers.lower_bound.bound import bound_peak_with_offload, bound_time
 from lowtide.solvers.lower_bound.unavoidable import Unavoidable, unavoidable_with_offload
 from lowtide.solvers.search_context import SearchContext
@@ -72,7 +72,7 @@ def test_a_bound_that_claims_too_much_is_caught(monkeypatch, wrong):
     assert bound_time(SearchContext(graph, costs), budget, {DISK: None}).step_ms <= line.step_ms
 
     if wrong == "no time hides transfers":
-        monkeypatch.setattr(relaxation, "event_ms", lambda graph, costs: [1.0] * (len(graph.events) + 1))
+        monkeypatch.setattr(SearchContext, "event_times", lambda self, *_: [1.0] * (len(self.graph.events) + 1))
     else:
         monkeypatch.setattr(bound, "unavoidable_with_offload", Unavoidable)
         monkeypatch.setattr(columns, "unavoidable_with_offload", Unavoidable)
