@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerator.build import NoCompilerError
 from support import quick, slowest
-from support.garbage import ShortCollections
+from support.garbage import ShortCollections, SmallHeap
 from support.quick_planner import QuickPlanner
 from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
@@ -67,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ShortCollections())
+    config.pluginmanager.register(SmallHeap())
     quick.choose(config)
     if quick.is_quick():
         config.pluginmanager.register(QuickPlanner())

@@ -4,12 +4,14 @@ Each measured step looks for garbage first. Where a file has imported all of tra
 tests' time. ``living`` says what is none yet.
 """
 
+import ctypes
 import gc
 import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 _SLOW_S = 0.05
@@ -47,3 +49,14 @@ class ShortCollections:
             gc.collect()
             gc.freeze()
             self._was_slow = False
+
+
+class SmallHeap:
+    """A plugin. After each file malloc gives back what it keeps: else a worker holds the largest of all its tests."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        if self._trim is not None and (nextitem is None or nextitem.path != item.path):
+            self._trim(0)
