@@ -170,7 +170,7 @@ class Explanation(Evidence):
     def __str__(self) -> str:
         links = ["links over the step, forward to backward", *map(str, self.links)] if self.links else []
         price = filter(None, [self.price()])
-        device = (*self._counted(), *self._reserved())
+        device = self._device()
         lines = (*self._peak(), *device, *price, *links, *self._decisions(), *self._functions())
         return "\n".join(line[:_WIDTH].rstrip() for line in lines)
 
@@ -187,17 +187,17 @@ class Explanation(Evidence):
             lines.append(f"  {format_bytes(self.other_bytes):>11}  others")
         return lines
 
-    def _counted(self) -> list[str]:
-        if self.counted_peak_bytes == self.peak_bytes:
-            return []
-        unused = format_bytes(self.counted_peak_bytes - self.peak_bytes)
-        return [f"counted {format_bytes(self.counted_peak_bytes)} by the device: {unused} more, in blocks not full"]
-
-    def _reserved(self) -> list[str]:
-        if self.reserved_peak_bytes is None:
-            return []
-        unused = format_bytes(self.reserved_peak_bytes - self.peak_bytes)
-        return [f"reserved {format_bytes(self.reserved_peak_bytes)}: {unused} more, in segments that are not full"]
+    def _device(self) -> list[str]:
+        lines = []
+        if more := self.counted_peak_bytes - self.peak_bytes:
+            counted = f"counted {format_bytes(self.counted_peak_bytes)} by the device"
+            lines.append(f"{counted}: {format_bytes(more)} more, in blocks not full")
+        if self.reserved_peak_bytes is not None:
+            unused = format_bytes(self.reserved_peak_bytes - self.peak_bytes)
+            lines.append(
+                f"reserved {format_bytes(self.reserved_peak_bytes)}: {unused} more, in segments that are not full"
+            )
+        return lines
 
     def price(self) -> str:
         """What a little more budget buys, in a unit that is small beside the peak; "" where that is not known."""

@@ -61,11 +61,12 @@ def available_bytes(device: str | torch.device = "cpu") -> int | None:
     if not is_accelerator(device):
         return available_host_bytes()
     index = index_of(device)
-    free = _memory_info(index)
-    if free is None:
+    try:
+        free, _ = torch.accelerator.get_memory_info(index)
+    except (RuntimeError, NotImplementedError):
         return None
     held = _statistic(index, "reserved_bytes.all.current") or 0
-    return free[0] + held - (_statistic(index, "allocated_bytes.all.current") or 0)
+    return free + held - (_statistic(index, "allocated_bytes.all.current") or 0)
 
 
 def bytes_in_pieces(device: str | torch.device) -> int:
@@ -151,11 +152,4 @@ def _statistic(index: int, name: str) -> int | None:
     try:
         return torch.accelerator.memory_stats(index).get(name, 0)
     except (RuntimeError, NotImplementedError):  # an allocator of a kind that keeps none
-        return None
-
-
-def _memory_info(index: int) -> tuple[int, int] | None:
-    try:
-        return torch.accelerator.get_memory_info(index)
-    except (RuntimeError, NotImplementedError):
         return None

@@ -50,14 +50,10 @@ def check_is_here(device: str | torch.device) -> None:
         raise DeviceError(f"there is no device {asked} here. {_here()}")
 
 
-def devices_here() -> list[str]:
-    """Names of the devices on this machine, as ``torch.device`` takes them."""
-    kind = accelerator_type()
-    return ["cpu", *(f"{kind}:{i}" for i in range(torch.accelerator.device_count() if kind else 0))]
-
-
 def _here() -> str:
-    return f"Here are: {', '.join(devices_here())}."
+    kind = accelerator_type()
+    names = ["cpu", *(f"{kind}:{i}" for i in range(torch.accelerator.device_count() if kind else 0))]
+    return f"Here are: {', '.join(names)}."
 
 
 def device_name(device: str | torch.device = "cpu") -> str:

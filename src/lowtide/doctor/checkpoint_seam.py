@@ -21,10 +21,7 @@ class CheckpointObserver(Protocol):
     """Is told of every call of a checkpoint and of every time that its function runs."""
 
     def begin(self, function: Any, args: tuple, kwargs: dict, *, reentrant: bool, preserve_rng_state: bool) -> Any: ...
-    def forward(self, call: Any) -> None: ...
-    def forward_ended(self, call: Any) -> None: ...
-    def recompute(self, call: Any) -> None: ...
-    def recompute_ended(self, call: Any) -> None: ...
+    def running(self, call: Any, *, again: bool = False) -> AbstractContextManager[None]: ...
     def contexts(self, call: Any, contexts: Any) -> None: ...
 
 
@@ -65,15 +62,12 @@ def changed_policies(change: Callable[[Policy], Policy]) -> Iterator[None]:
     def asking_another(
         run: Any, preserve: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
-        def contexts() -> Any:
-            made = context_fn()
+        def look(made: Any) -> None:
             for mode in made:
                 if isinstance(mode, torch_checkpoint._CachingTorchDispatchMode):
                     mode.policy_fn = change(mode.policy_fn)
-            return made
 
-        seen = context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
-        yield from generator(run, preserve, seen, *args, **kwargs)
+        yield from generator(run, preserve, _looked_at(context_fn, look), *args, **kwargs)
 
     with _replaced(asking_another, function):
         yield
@@ -85,36 +79,25 @@ def observed_calls(observer: CheckpointObserver) -> Iterator[None]:
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
 
     def again(call: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        observer.recompute(call)
-        try:
+        with observer.running(call, again=True):
             return run(*args, **kwargs)
-        finally:
-            observer.recompute_ended(call)
 
     def observed_generator(
         run: Any, preserve: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         determinism, debug, early_stop, *given = args
         call = observer.begin(run, tuple(given), kwargs, reentrant=False, preserve_rng_state=preserve)
-
-        def contexts() -> Any:
-            made = context_fn()
-            observer.contexts(call, made)
-            return made
-
-        seen = context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
+        seen = _looked_at(context_fn, functools.partial(observer.contexts, call))
         inner = generator(
             functools.partial(again, call, run), preserve, seen, determinism, debug, early_stop, *given, **kwargs
         )
         next(inner)
-        observer.forward(call)
         try:
-            yield
+            with observer.running(call):
+                yield
         except BaseException as error:
-            observer.forward_ended(call)
             inner.throw(error)
             raise
-        observer.forward_ended(call)
         yield from inner
 
     class ObservedFunction:
@@ -128,16 +111,24 @@ def observed_calls(observer: CheckpointObserver) -> Iterator[None]:
                 if has_run:
                     return again(call, run, *given)
                 has_run = True
-                observer.forward(call)
-                try:
+                with observer.running(call):
                     return run(*given)
-                finally:
-                    observer.forward_ended(call)
 
             return function.apply(seen, preserve, *args)
 
     with _replaced(observed_generator, ObservedFunction):
         yield
+
+
+def _looked_at(context_fn: Callable[[], Any], look: Callable[[Any], None]) -> Callable[[], Any]:
+    """``context_fn``, whose contexts ``look`` gets; PyTorch knows the one that makes none by identity."""
+
+    def contexts() -> Any:
+        made = context_fn()
+        look(made)
+        return made
+
+    return context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
 
 
 def _replaced(generator: Any, function: Any) -> AbstractContextManager[Any]:

@@ -1,7 +1,8 @@
 """What modules keep of a step in Python attributes and generators of their own: put back afterwards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,23 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 del attributes[name]
             for kept, items in lists:
                 kept[:] = items
+
+
+@contextmanager
+def with_attribute(name: str, values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Inside, each object has its value of the attribute ``name``; afterwards the one before.
+
+    Args:
+        values: Objects with their values.
+    """
+    before = [(item, getattr(item, name)) for item, _ in values]
+    for item, value in values:
+        setattr(item, name, value)
+    try:
+        yield
+    finally:
+        for item, value in before:
+            setattr(item, name, value)
 
 
 @contextmanager

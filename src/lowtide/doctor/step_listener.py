@@ -25,15 +25,10 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _AROUND_THE_STEP = str(Path(__file__).parent / "step_under_test.py")
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__
 # Recomputing makes them anew, or leaves them out, where the values are the same.
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
-_NO_VALUE = {
-    "aten::detach",
-    "aten::alias",
-    "aten::_to_copy",
-    "aten::view",
-    "aten::_unsafe_view",
-    "aten::clone",
-} | _EMPTY
+EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+_NO_VALUE = EMPTY | {
+    "aten::detach", "aten::alias", "aten::_to_copy", "aten::view", "aten::_unsafe_view", "aten::clone",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,18 +157,13 @@ class StepListener(TorchDispatchMode):
         self.backward_autocast = False
         self.cache_bytes = 0  # of a KV cache in the model's output
         self.nodes: set[str] = set()  # names of autograd's nodes
-        self._before_draws: dict[int, HostGenerators] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, this thread's ops, calls and stored tensors are seen."""
         with ExitStack() as stack:
-            hooks = (
-                torch_module.register_module_forward_pre_hook(self._enter),
-                torch_module.register_module_forward_hook(self._leave, always_call=True),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            stack.callback(torch_module.register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(torch_module.register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(checkpoint_seam.observed_calls(self))
             stack.enter_context(self)
             yield
@@ -257,7 +247,7 @@ class StepListener(TorchDispatchMode):
         if storage is not None and storage._cdata not in self._parameters and storage._cdata not in self.stored:
             producer = self._producer.get(storage._cdata, ("", "", ""))
             name = producer[0]
-            if name in _EMPTY and not _in_function():
+            if name in EMPTY and not _in_function():
                 name = ""
             self.stored[storage._cdata] = Stored(
                 storage.nbytes(), tuple(tensor.shape), tensor.dtype, self.path, name, producer[2] or user_line(),
@@ -311,28 +301,23 @@ class StepListener(TorchDispatchMode):
                 call.policy_names = _packets_in(mode.policy_fn)
                 mode.policy_fn = _counting(mode.policy_fn, call.decisions)
 
-    def forward(self, call: CheckpointCall | None) -> None:
-        if call is not None:
-            self._before_draws[call.number] = HostGenerators()
-            self._active.append((call, call.ops))
-
-    def forward_ended(self, call: CheckpointCall | None) -> None:
-        if call is not None:
-            self._active.pop()
-            call.moved |= self._before_draws.pop(call.number).moved()
-            call.cache_lengths.append(_lengths(call))
-
-    def recompute(self, call: CheckpointCall | None) -> None:
-        if call is not None:
+    @contextmanager
+    def running(self, call: CheckpointCall | None, *, again: bool = False) -> Iterator[None]:
+        """While its function runs: in forward, or ``again`` when it is recomputed."""
+        if call is None:
+            yield
+            return
+        if again:
             call.recomputed.append([])
-            self._before_draws[call.number] = HostGenerators()
-            self._active.append((call, call.recomputed[-1]))
-
-    def recompute_ended(self, call: CheckpointCall | None) -> None:
-        if call is not None:
+        before_draws = HostGenerators()
+        self._active.append((call, call.recomputed[-1] if again else call.ops))
+        try:
+            yield
+        finally:
             self._active.pop()
-            call.moved_again |= self._before_draws.pop(call.number).moved()
-            call.cache_lengths.append(_lengths(call))
+            moved = call.moved_again if again else call.moved
+            moved |= before_draws.moved()
+            call.cache_lengths.append(tuple(int(cache.get_seq_length()) for cache in call.seen_caches))
 
 
 def frames() -> Iterator[Any]:
@@ -368,10 +353,6 @@ def _line(frame: Any) -> str:
 def _in_function() -> bool:
     """Whether an autograd Function of the user's stores tensors now."""
     return any(frame.f_code is _FUNCTION_APPLY for frame in frames())
-
-
-def _lengths(call: CheckpointCall) -> tuple[int, ...]:
-    return tuple(int(cache.get_seq_length()) for cache in call.seen_caches)
 
 
 def _counting(policy: Any, counts: Counter[tuple[str, str]]) -> Any:

@@ -26,7 +26,7 @@ from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing import module_calls
 from lowtide.tracing.autograd_leaves import walk
-from lowtide.tracing.batches import batch_tensors, call_model, first_rows, rows, without_history
+from lowtide.tracing.batches import call_model, first_rows, rows, without_history
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.restore import Gradients, preserve_training_state
 from lowtide.tracing.tracer import Step, default_loss, run_step
@@ -86,15 +86,12 @@ class StepUnderTest:
             loss, output = run_step(self.model, self.batch, self.step)
             loss.backward()
             del output
-            return self._outcome(loss)
-
-    def _outcome(self, loss: torch.Tensor) -> Outcome:
-        return Outcome(
-            on_host(loss),
-            {n: copied(p.grad) for n, p in self.model.named_parameters() if p.requires_grad},
-            {n: on_host(b) for n, b in self.model.named_buffers()},
-            torch.get_rng_state(),
-        )
+            return Outcome(
+                on_host(loss),
+                {n: copied(p.grad) for n, p in self.model.named_parameters() if p.requires_grad},
+                {n: on_host(b) for n, b in self.model.named_buffers()},
+                torch.get_rng_state(),
+            )
 
     def measured_under(self, change: Change = nullcontext) -> Measured:
         """Peak and floating-point operations of a step inside ``change()``. Gradients are there before, as in every
@@ -312,9 +309,6 @@ class StepUnderTest:
         """Whether checkpointing changes gradients by more than rounding and noise; it is proven on this step."""
         comparable = self.failure is None and bool(self.calls) and not self.is_compiled and not self.unsteady
         return comparable and self.distance > max(self.rounding, _TIMES_NOISE * self.noise)
-
-    def batch_leaves(self) -> list[torch.Tensor]:
-        return [t for t in batch_tensors(self.batch) if t.is_leaf and t.requires_grad]
 
 
 def checked(model: Any, batch: Any, step: Step | None) -> None:

@@ -7,7 +7,6 @@ call on much data, as ``lowtide.measure`` does.
 
 import gc
 import json
-import math
 import statistics
 import time
 from collections import defaultdict
@@ -119,10 +118,10 @@ def _cases() -> Iterator[Callable[[], tuple[Any, list[Any]]]]:
             yield partial(_bmm, b, n, n, k, d)
         for shape in _CONVOLUTIONS:
             yield partial(_conv, *shape, d=d)
-            yield partial(_conv_backward, *shape, d=d)
+            yield partial(_conv_backward, _conv, *shape, d=d)
         for channels, length in ((64, 64), (256, 256), (512, 512)):
             yield partial(_conv_1d, channels, length, d)
-            yield partial(_conv_1d_backward, channels, length, d)
+            yield partial(_conv_backward, _conv_1d, channels, length, d=d)
         for heads, length in ((16, 32), (16, 65), (16, 96), (8, 128), (8, 256), (8, 512)):
             yield partial(_attention, heads, length, d)
             yield partial(_attention_backward, heads, length, d)
@@ -175,18 +174,13 @@ def _conv(given: int, made: int, s: int, k: int, stride: int, d: torch.dtype) ->
     return _aten.convolution.default, [x, w, None, [stride] * 2, [k // 2] * 2, [1, 1], False, [0, 0], 1]
 
 
-def _conv_backward(given: int, made: int, s: int, k: int, stride: int, d: torch.dtype) -> tuple[Any, list[Any]]:
-    forward, (x, w, _, *rest) = _conv(given, made, s, k, stride, d)
-    return _aten.convolution_backward.default, [forward(x, w, None, *rest), x, w, None, *rest, [True, True, False]]
-
-
 def _conv_1d(c: int, n: int, d: torch.dtype) -> tuple[Any, list[Any]]:
     x, w = _r(2, c, n, d=d), _r(c, 1, 4, d=d)
     return _aten.convolution.default, [x, w, None, [1], [3], [1], False, [0], c]
 
 
-def _conv_1d_backward(c: int, n: int, d: torch.dtype) -> tuple[Any, list[Any]]:
-    forward, (x, w, _, *rest) = _conv_1d(c, n, d)
+def _conv_backward(make: Callable[..., Any], *shape: int, d: torch.dtype) -> tuple[Any, list[Any]]:
+    forward, (x, w, _, *rest) = make(*shape, d=d)
     return _aten.convolution_backward.default, [forward(x, w, None, *rest), x, w, None, *rest, [True, True, False]]
 
 
@@ -272,11 +266,8 @@ def _merged(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
             groups[-1].append(point)
         else:
             groups.append([point])
-
-    def mean(values: list[float]) -> float:
-        return math.exp(statistics.fmean(map(math.log, values)))
-
-    return [(round(mean([x for x, _ in g]), 1), round(mean([y for _, y in g]), 1)) for g in groups]
+    means = [map(statistics.geometric_mean, zip(*group)) for group in groups]
+    return [(round(size, 1), round(rate, 1)) for size, rate in means]
 
 
 class _Counting(TorchDispatchMode):

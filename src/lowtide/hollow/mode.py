@@ -7,8 +7,8 @@
 - Where unknown values decide what happens, a plausible value is assumed and noted in ``assumed``.
 """
 
+import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class HollowMode(UncompiledMode):
             return self._run(func, args, kwargs, tensors)
         if func in _ANSWERS:
             return _ANSWERS[func](self, func, args)
-        if _is_mutable(func):
+        if func._schema.is_mutable:
             return self._write(func, args, kwargs, tensors)
         if func in _CHOICES and (chosen := _CHOICES[func](self, func, args, kwargs)) is not None:
             return chosen
@@ -111,7 +111,7 @@ class HollowMode(UncompiledMode):
         if not tensors:
             size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            return self._fits(dtype, dtype.itemsize * span(size, _dense(size)))
+            return self._fits(dtype, dtype.itemsize * math.prod(map(int, size)))
         if sum(t.untyped_storage().nbytes() for t in tensors) == 0:
             return True
         try:
@@ -199,23 +199,13 @@ class HollowMode(UncompiledMode):
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
 
-@cache
-def _is_mutable(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
-@cache
-def _has_deciding_tag(func: Any) -> bool:
-    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-
-
 def _decides(func: Any, args: tuple) -> bool:
     """Whether values decide what ``func`` returns beyond numbers: a shape, or a Python value."""
     if func in _ANSWERS:
         return True
     if func is aten.index.Tensor:
         return any(map(_is_mask, args[1]))
-    return _has_deciding_tag(func)
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def _is_mask(index: Any) -> bool:
@@ -228,14 +218,6 @@ def _name(func: Any) -> str:
 
 def _told(output: Any) -> str:
     return f"{list(output.shape)}" if isinstance(output, torch.Tensor) else repr(output)
-
-
-def _dense(size: Any) -> list[int]:
-    stride, count = [], 1
-    for n in reversed(size):
-        stride.append(count)
-        count *= max(int(n), 1)
-    return stride[::-1]
 
 
 def _collective(mode: HollowMode, func: Any, args: tuple, kwargs: dict) -> Any:

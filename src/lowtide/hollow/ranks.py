@@ -23,6 +23,7 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
         UnsupportedModelError: it is one of several ranks already.
     """
     import torch.distributed as dist
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -35,14 +36,8 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_layouts()
-
-
-def _forget_layouts() -> None:
-    """DTensor remembers layouts with the group that they were on, which is no more."""
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
+        # DTensor remembers layouts with the group that they were on, which is no more.
+        debug._clear_sharding_prop_cache()
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -39,7 +39,10 @@ def peak_bytes(fn: Callable[[], Any], device: str | torch.device = "cpu") -> int
     gc.collect()  # else garbage freed during the call would count as memory that the call freed
     with measuring(device) as counter:
         if counter is None:
-            raise LowtideError(f"cannot measure a peak on {device}: {_why_not(device)}")
+            why = "a profiler or another measurement is already active here. Measure outside of it."
+            if not can_measure_peaks(device):
+                why = "its allocator keeps no statistics."
+            raise LowtideError(f"cannot measure a peak on {device}: {why}")
         fn()
     give_back_peak(device)
     return counter.peak
@@ -48,12 +51,6 @@ def peak_bytes(fn: Callable[[], Any], device: str | torch.device = "cpu") -> int
 def can_measure_peaks(device: str | torch.device) -> bool:
     """Whether somebody counts what is allocated on ``device``."""
     return not is_accelerator(device) or allocated_bytes(device) is not None
-
-
-def _why_not(device: str | torch.device) -> str:
-    if not can_measure_peaks(device):
-        return "its allocator keeps no statistics."
-    return "a profiler or another measurement is already active here. Measure outside of it."
 
 
 @contextmanager

@@ -29,9 +29,7 @@ def describe(given: Given, model: nn.Module) -> Description:
         for key in nested:
             if "checkpoint" in key and key not in KEYS and "state_dict" not in key:
                 raise given.error(f"fsdp_config has {key!r}, which is not known.{near(key, KEYS)}", "Correct its name.")
-        inner = Given(given.framework, nested)
-        inner.findings = given.findings
-        given = inner
+        given = given.inner(nested)
     name = {short: f"fsdp_{short}" if f"fsdp_{short}" in given else short for short in _NAMES}
     on, offload = given.flag(name[_ON]), given.flag(name[_OFFLOAD])
     if offload and not on:

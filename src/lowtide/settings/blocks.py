@@ -52,18 +52,13 @@ def parts(model: nn.Module, block: str, role: str) -> list[str]:
     if role == "norm":
         return [path for path, child in children.items() if "norm" in type(child).__name__.lower()]
     if role in ("mlp", "moe"):
-        return [path for path, child in children.items() if _mlp_kind(path, child) == role]
+        named = [path for path in children if role == "moe" or path.rpartition(".")[2] in _MLP]
+        return [path for path in named if is_moe(children[path]) == (role == "moe")]
     if role in _NAMES:
         found = [path for path, name in inside if name in _NAMES[role]]
         return found[:1] if role in _ONE else found
     assert role == "expert_activation"
     return [path for path, name in inside if ".experts" in path and name in ("act_fn", "activation_func")]
-
-
-def _mlp_kind(path: str, module: nn.Module) -> str:
-    if is_moe(module):
-        return "moe"
-    return "mlp" if path.rpartition(".")[2] in _MLP else ""
 
 
 def is_moe(module: nn.Module) -> bool:
@@ -73,8 +68,3 @@ def is_moe(module: nn.Module) -> bool:
 
 def has_moe(model: nn.Module) -> bool:
     return any(is_moe(module) for module in model.modules())
-
-
-def groups(paths: list[str], size: int) -> list[tuple[str, ...]]:
-    """``paths`` cut into groups of ``size``; the last may be shorter."""
-    return [tuple(paths[start : start + size]) for start in range(0, len(paths), size)]

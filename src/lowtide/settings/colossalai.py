@@ -6,7 +6,7 @@ Read in ``colossalai/shardformer/shard/grad_ckpt_config.py`` of ColossalAI 0.5: 
 
 from torch import nn
 
-from lowtide.settings.blocks import stacks
+from lowtide.settings.blocks import blocks, stacks
 from lowtide.settings.description import Checkpoint, Description
 from lowtide.settings.given import Given
 
@@ -21,7 +21,7 @@ def describe(given: Given, model: nn.Module) -> Description:
         SettingsError: ColossalAI would raise, or it is for another number of layers.
     """
     ratio = given.ratio(_RATIO)
-    layers = [path for stack in stacks(model) for path in stack]
+    layers = blocks(model)
     if not layers:
         raise given.error(f"{type(model).__name__} has no repeated layers.", "Plan it with lowtide.solve.")
     total = given.count("num_model_layers")

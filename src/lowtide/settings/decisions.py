@@ -1,7 +1,6 @@
 """From a description of settings to one decision for each stored tensor of a traced step."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from lowtide.graph.costs import HOST, Costs
 from lowtide.graph.facts import step_facts
@@ -131,8 +130,3 @@ def _moved(graph: StepGraph, description: Description, actions: dict[int, str]) 
         if len(inside - {calls[maker][1]} if maker in calls else inside) in (1, 2):
             found.append(storage)
     return found
-
-
-def with_findings(description: Description, findings: Iterable[SettingsFinding]) -> Description:
-    """``description`` with more findings."""
-    return replace(description, findings=(*description.findings, *findings))

@@ -28,6 +28,12 @@ class Given:
         self._values = {name: value for name, value in values.items() if value is not None}
         self.findings: list[SettingsFinding] = []
 
+    def inner(self, values: Mapping[str, Any], framework: str | None = None) -> "Given":
+        """Other settings of the same user, whose findings go with these."""
+        found = Given(framework or self.framework, values)
+        found.findings = self.findings
+        return found
+
     def __contains__(self, name: str) -> bool:
         return name in self._values
 

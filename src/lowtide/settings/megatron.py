@@ -8,7 +8,7 @@ and ``Attention`` (``layernorm``, ``moe_act`` and ``mla_up_proj`` discard their 
 
 from torch import nn
 
-from lowtide.settings.blocks import groups, has_moe, parts, stacks
+from lowtide.settings.blocks import blocks, has_moe, parts, stacks
 from lowtide.settings.description import Checkpoint, Description
 from lowtide.settings.given import Given
 
@@ -53,7 +53,7 @@ def describe(given: Given, model: nn.Module) -> Description:
     if given.flag("moe_layer_recompute"):
         granularity, modules = _moe_layer(given, granularity, modules)
     offloads = _offloads(given, model, granularity)
-    layers = [path for stack in stacks(model) for path in stack]
+    layers = blocks(model)
     if not layers and (granularity or offloads):
         raise given.error(
             f"{type(model).__name__} has no repeated layers.",
@@ -102,7 +102,7 @@ def _full(given: Given, model: nn.Module, method: str | None, count: int | None)
                 "last layer.",
                 f"Set {_LAYERS} to a divisor of {len(stack)}.",
             )
-        chosen += groups(stack, count)
+        chosen += [tuple(stack[start : start + count]) for start in range(0, len(stack), count)]
     total = sum(map(len, every))
     if method == "uniform":
         return tuple(map(Checkpoint, chosen)), f"{total} layers in {len(chosen)} groups of {count}, each a checkpoint"
@@ -170,9 +170,7 @@ def _offloads(given: Given, model: nn.Module, granularity: str | None) -> tuple[
     moved: list[str] = []
     for name in names:
         role, which = OFFLOADED[name]
-        found = [
-            parts(model, layer, role)[which] for stack in stacks(model) for layer in stack if parts(model, layer, role)
-        ]
+        found = [there[which] for layer in blocks(model) if (there := parts(model, layer, role))]
         if not found:
             given.does_nothing(name, f"no layer of {type(model).__name__} has such a part")
         moved += found

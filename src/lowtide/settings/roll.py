@@ -60,6 +60,4 @@ def _megatron_settings(given: Given) -> Given:
     ):
         given.note("recompute_method", "not given: ROLL makes it uniform, one layer each")
         values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    inner = Given(given.framework, values)
-    inner.findings = given.findings
-    return inner
+    return given.inner(values)

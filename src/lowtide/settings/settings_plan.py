@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.op_times import measure
 from lowtide.plan import Plan
 from lowtide.runtime.existing_checkpointing import REPLACE, ExistingCheckpointing
-from lowtide.settings.decisions import candidate_of, with_findings
+from lowtide.settings.decisions import candidate_of
 from lowtide.settings.description import Description
 from lowtide.settings.frameworks import describe
 from lowtide.solvers.build_plan import build_plan
@@ -86,7 +86,7 @@ def plan_of(graph: StepGraph, costs: Costs, description: Description) -> Setting
         plan = solve(graph, costs, method="knapsack", ratio=description.kept_ratio)
     else:
         candidate, findings = candidate_of(graph, costs, description)
-        description = with_findings(description, findings)
+        description = replace(description, findings=(*description.findings, *findings))
         plan = build_plan(SearchContext(graph, costs), candidate, method="settings", start_s=start_s)
     plan.provenance["settings"] = description.summary
     plan.provenance["settings_findings"] = "\n".join(map(str, description.findings))

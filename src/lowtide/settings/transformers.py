@@ -30,7 +30,8 @@ def describe(given: Given, model: nn.Module) -> Description:
         SettingsError: transformers or PyTorch would raise, or the model has no layer that can be a checkpoint.
     """
     direct = [name for name in (*_OWN, "use_reentrant") if name in given]
-    on = _flag(given, default=bool(direct))
+    _find_old_name(given)
+    on = given.flag(_NEW, given.flag(_OLD, bool(direct)))
     if given.section("fsdp_config"):
         return _with_fsdp(given, model, on)
     kwargs = _kwargs(given)
@@ -113,22 +114,18 @@ def is_layer(module: nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
-def _flag(given: Given, *, default: bool) -> bool:
-    """The new name where it is given, else the old one."""
-    if _OLD in given:
-        given.deprecated(_OLD, f"write {_NEW}; it goes in transformers 6")
-        if _NEW in given:
-            given.does_nothing(_OLD, f"{_NEW} is given too, and is the one that counts")
-    return given.flag(_NEW, given.flag(_OLD, default))
-
-
 def _kwargs(given: Given) -> dict[str, Any]:
-    new, old = f"{_NEW}_kwargs", f"{_OLD}_kwargs"
+    _find_old_name(given, "_kwargs")
+    return given.section(f"{_NEW}_kwargs" if f"{_NEW}_kwargs" in given else f"{_OLD}_kwargs")
+
+
+def _find_old_name(given: Given, suffix: str = "") -> None:
+    """The new name counts where it is given, else the old one."""
+    new, old = _NEW + suffix, _OLD + suffix
     if old in given:
         given.deprecated(old, f"write {new}; it goes in transformers 6")
         if new in given:
             given.does_nothing(old, f"{new} is given too, and is the one that counts")
-    return given.section(new if new in given else old)
 
 
 def _reentrant(given: Given, passed: Mapping[str, Any]) -> bool:
@@ -152,9 +149,7 @@ def _reentrant(given: Given, passed: Mapping[str, Any]) -> bool:
 
 
 def _with_fsdp(given: Given, model: nn.Module, on: bool) -> Description:
-    inner = Given("accelerate", given.section("fsdp_config"))
-    inner.findings = given.findings
-    found = accelerate.describe(inner, model)
+    found = accelerate.describe(given.inner(given.section("fsdp_config"), "accelerate"), model)
     if on and found.checkpoints:
         raise given.error(
             f"{_NEW} and fsdp_config's activation_checkpointing are both on, which the Trainer refuses.",

@@ -1,11 +1,7 @@
 """Checkpointing is on, and the layers are in eval mode, where models do not checkpoint."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from torch import nn
-
 from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.kept_state import with_attribute
 from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
@@ -32,19 +28,8 @@ def find(setup: StepUnderTest) -> Finding | None:
         f"{len(idle)} modules have their flag on and run in eval mode, with gradients; the step stores "
         f"{format_bytes(stored)} for backward, and no call was checkpointed",
         module=idle[0],
-        gain=setup.gain(lambda: _training([setup.model.get_submodule(n) for n in idle])),
+        gain=setup.gain(lambda: with_attribute("training", [(setup.model.get_submodule(n), True) for n in idle])),
     )
-
-
-@contextmanager
-def _training(modules: list[nn.Module]) -> Iterator[None]:
-    for module in modules:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = False
 
 
 def _has_flagged_inside(setup: StepUnderTest, path: str) -> bool:

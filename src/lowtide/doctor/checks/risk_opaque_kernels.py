@@ -3,6 +3,7 @@
 from collections import Counter
 
 from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.step_listener import EMPTY
 from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
@@ -19,8 +20,7 @@ _SHARE = 0.1
 
 def find(setup: StepUnderTest) -> Finding | None:
     stored = list(setup.seen.stored.values())
-    opaque = [s for s in stored if s.producer in ("aten::empty", "aten::empty_like", "aten::empty_strided",
-                                                  "aten::new_empty")]  # fmt: skip
+    opaque = [s for s in stored if s.producer in EMPTY]
     size, whole = sum(s.size_bytes for s in opaque), sum(s.size_bytes for s in stored)
     if not whole or size < _SHARE * whole:
         return None

@@ -1,5 +1,7 @@
 """Compiler passes without an identity: a cache gives one plan's code to another plan."""
 
+import sys
+
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.step_under_test import StepUnderTest
 
@@ -14,8 +16,6 @@ CHECK = Check(
 
 
 def find(setup: StepUnderTest) -> Finding | None:
-    import sys
-
     config = sys.modules.get("torch._inductor.config")
     functorch = sys.modules.get("torch._functorch.config")
     partitioner = getattr(config, "custom_partitioner_fn", None)

@@ -1,12 +1,7 @@
 """Copies of frozen float32 weights that autocast makes each step, and autograd stores."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
-from torch import nn
-
 from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.kept_state import with_attribute
 from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.units import format_bytes
 
@@ -32,18 +27,6 @@ def find(setup: StepUnderTest) -> Finding | None:
         f"{len(copies)} copies of frozen weights in {copies[0].dtype}, {format_bytes(size)}, are stored for backward; "
         f"the weights themselves take {format_bytes(kept)}",
         module=copies[0].path,
-        gain=setup.gain(lambda: _cast(weights, copies[0].dtype)),
+        gain=setup.gain(lambda: with_attribute("data", [(p, p.data.to(copies[0].dtype)) for p in weights])),
         fix=f"for p in model.parameters():\n    if not p.requires_grad:\n        p.data = p.data.to({copies[0].dtype})",
     )
-
-
-@contextmanager
-def _cast(weights: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
-    before = [p.data for p in weights]
-    for p in weights:
-        p.data = p.data.to(dtype)
-    try:
-        yield
-    finally:
-        for p, data in zip(weights, before):
-            p.data = data

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lowtide.doctor.finding import Check, Finding
@@ -25,15 +26,16 @@ def find(setup: StepUnderTest) -> Finding | None:
     eager = getattr(config, "_attn_implementation", None) == "eager"
     if not eager or choose is None or not getattr(setup.model, "_supports_sdpa", False) or setup.failure is not None:
         return None
-    other = setup.run(_with(choose, "sdpa"))
+    sdpa = partial(_with, choose, "sdpa")
+    other = setup.run(sdpa())
     worst = max(distance(g, setup.as_it_is.gradients[n]) for n, g in other.gradients.items())
-    change, now = setup.measured_under(lambda: _with(choose, "sdpa")), setup.measured
+    change, now = setup.measured_under(sdpa), setup.measured
     if worst > 1e3 * setup.rounding or change.peak_bytes > 0.95 * now.peak_bytes:
         return None
     return CHECK.found(
         f"the peak of the step is {format_bytes(now.peak_bytes)}, with sdpa {format_bytes(change.peak_bytes)}; "
         f"gradients agree within {worst:.1e}",
-        gain=setup.gain(lambda: _with(choose, "sdpa")),
+        gain=setup.gain(sdpa),
     )
 
 

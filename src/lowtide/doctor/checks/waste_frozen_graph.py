@@ -1,13 +1,14 @@
 """Layers below everything that trains are part of the graph, because something made their inputs need gradients."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.outcome import distance
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.settings.carried_out import settings_kept
 
 CHECK = Check(
     code="LT202",
@@ -24,34 +25,29 @@ def find(setup: StepUnderTest) -> Finding | None:
     hooked = [m for m in setup.model.modules() if vars(m).get("_require_grads_hooks")]
     if not hooked or setup.failure is not None:
         return None
-    without = setup.run(_unhooked(hooked))
+
+    def unhooked() -> AbstractContextManager[None]:
+        return _unhooked(setup.model, hooked)
+
+    without = setup.run(unhooked())
     worst = max((distance(g, setup.as_it_is.gradients[n]) for n, g in without.gradients.items()), default=0.0)
     if worst > setup.rounding:
         return None  # the hook is needed
-    change = setup.measured_under(lambda: _unhooked(hooked))
-    now = setup.measured
+    change, now = setup.measured_under(unhooked), setup.measured
     if change.flops > 0.98 * now.flops:
         return None
     return CHECK.found(
         f"the inputs of {type(hooked[0]).__name__} are made to need gradients; without that the same gradients take "
         f"{100 * (1 - change.flops / now.flops):.0f} % fewer floating-point operations",
-        gain=setup.gain(lambda: _unhooked(hooked)),
+        gain=setup.gain(unhooked),
     )
 
 
 @contextmanager
-def _unhooked(modules: list[nn.Module]) -> Iterator[None]:
+def _unhooked(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
     """Inside, the hooks that make inputs need gradients are out of their modules."""
-    taken = []
-    for module in modules:
-        for handle in module._require_grads_hooks:
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
-                taken.append((hooks, list(hooks.items())))
-                del hooks[handle.id]
-    try:
+    with settings_kept(model):
+        for module in modules:
+            for handle in module._require_grads_hooks:
+                handle.remove()
         yield
-    finally:
-        for hooks, items in reversed(taken):
-            hooks.clear()
-            hooks.update(items)

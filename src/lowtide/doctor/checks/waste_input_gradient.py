@@ -1,12 +1,11 @@
 """A batch that requires a gradient, which nothing reads."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
+from contextlib import AbstractContextManager
 
 from lowtide.doctor.finding import Check, Finding
+from lowtide.doctor.kept_state import with_attribute
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.tracing.batches import batch_tensors
 
 CHECK = Check(
     code="LT213",
@@ -20,25 +19,18 @@ CHECK = Check(
 
 
 def find(setup: StepUnderTest) -> Finding | None:
-    leaves = setup.batch_leaves()
+    leaves = [t for t in batch_tensors(setup.batch) if t.is_leaf and t.requires_grad]
     if not leaves or setup.failure is not None or any(c.reentrant for c in setup.calls):
         return None
-    without, now = setup.measured_under(lambda: _off(leaves)), setup.measured
+
+    def off() -> AbstractContextManager[None]:
+        return with_attribute("requires_grad", [(leaf, False) for leaf in leaves])
+
+    without, now = setup.measured_under(off), setup.measured
     if without.flops >= now.flops and without.peak_bytes >= now.peak_bytes:
         return None
     return CHECK.found(
         f"{len(leaves)} tensors of the batch require a gradient: {now.flops} floating-point operations a step, "
         f"{without.flops} without",
-        gain=setup.gain(lambda: _off(leaves)),
+        gain=setup.gain(off),
     )
-
-
-@contextmanager
-def _off(leaves: list[torch.Tensor]) -> Iterator[None]:
-    for leaf in leaves:
-        leaf.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for leaf in leaves:
-            leaf.requires_grad_()
