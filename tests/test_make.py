@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 AGAIN = "run make clean, then this command again"
 
+# What `make test` hands to the make of a test would speak of "make[1]".
+_OF_MAKE = ("PYTHON", "CXX", "MAKEFLAGS", "MFLAGS", "MAKELEVEL")
 # An interpreter by the four questions that it is asked; `-m venv` makes an environment with one of its kind in it.
 PYTHON = r"""#!/bin/sh
 here={folder}
@@ -60,7 +62,7 @@ class Checkout:
 
     def make(self, *arguments: str) -> tuple[int, list[str]]:
         """Exit status, and what it said on stderr but for make's own closing line."""
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "CXX", "MAKEFLAGS")}
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
         done = subprocess.run(
             [self.path / "make", *arguments],
             cwd=self.folder,

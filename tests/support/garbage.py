@@ -11,11 +11,13 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 _SLOW_S = 0.05
 _HELD_BY_A_THREAD_S = 2.0
+_LARGE_BYTES = 2**30
 
 
 def living(*references: weakref.ref[Any]) -> int:
@@ -52,11 +54,16 @@ class ShortCollections:
 
 
 class SmallHeap:
-    """A plugin. After each file malloc gives back what it keeps: else a worker holds the largest of all its tests."""
+    """A plugin. A worker that holds a gigabyte has malloc give back what it keeps after each test, others each file.
+
+    Else it holds the most that any of its tests took, beside what the next one takes.
+    """
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        self._process = psutil.Process()
 
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        if self._trim is not None and (nextitem is None or nextitem.path != item.path):
+        ends_file = nextitem is None or nextitem.path != item.path
+        if self._trim is not None and (ends_file or self._process.memory_info().rss > _LARGE_BYTES):
             self._trim(0)
