@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _SIDES = ((1, 0), (0, -1), (0, 1), (-1, 0), (1, -1), (1, 1), (-1, -1), (-1, 1))
+_FARTHER = tuple((along, up) for up in (-2, 2, -4, 4, -6) for along in (1, 0, -1))  # where all sides are taken
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def placed(
     for i, (text, x, y) in enumerate(points):
         width = letter * len(text)
         best: tuple[float, tuple[float, float, float, float]] | None = None
-        for along, up in _SIDES:
+        for along, up in (*_SIDES, *_FARTHER):
             gap = 0.75 * line
             left = x + gap if along > 0 else x - gap - width if along < 0 else x - width / 2
             middle = y + up * line * (1.0 if along == 0 else 0.7)
