@@ -51,7 +51,7 @@ PARTS = (
     Part("other slow tests", 12.0, (*PYTEST, "-m", "slow and not thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),
     Part("the quick tests with all examples and full effort on the accelerator", 2.5,
          (*PYTEST, "-m", "accelerator and not slow and not thorough")),
-    Part("the quick tests with all examples and full effort", 9.0,
+    Part("the quick tests with all examples and full effort", 11.0,
          (*PYTEST, "--dist", "worksteal", "-m", "not slow and not thorough")),
     Part("the tests with the accelerator as default device", 15.0,
          (*PYTEST, "--device", "standin", "-m", "not slow", *(f"tests/{name}" for name in SWITCHED))),
