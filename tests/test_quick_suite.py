@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_named_and_the_quick_tests_always_run(parts, monkey
     assert [line for line in told if "left out" in line] == [
         f"left out: {part.label} (some {part.minutes:g} minutes)" for part in left_out
     ]
-    assert all(6 + part.minutes >= 9 for part in left_out) and len(left_out) > 5
+    assert all(6 + part.minutes >= 9 for part in left_out) and 0 < len(left_out) < len(parts.PARTS)
     assert last.startswith("no tests ran in 36")
 
 
