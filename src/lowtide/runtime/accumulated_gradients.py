@@ -1,8 +1,8 @@
 """Gradients as they were before a step, to be put back bitwise.
 
-Addition cannot be undone, so what backward is about to add to is copied; a gradient that was None needs nothing. Each
-is copied right before its first addition and not when the step begins. At the step's peak, when backward starts, there
-are no copies yet; they come as activations go.
+Addition cannot be undone, so each gradient is copied, unless it was None. The copy is made right before backward first
+adds to the gradient, not when the step begins. At the step's peak, when backward starts, there are no copies yet; they
+are made as activations are freed.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,8 +1,9 @@
 """Buckets: the few shapes to make plans for, so that batches of every length seen recompute little.
 
 A plan serves every shape that its own shape covers, at the price of recomputing what a shorter batch has room to keep.
-So lengths fall into buckets, and each bucket is planned for its largest shape. Which lengths come is learnt on the way:
-each time the one plan is made that is expected to save most. Where there is no room, the one goes that is missed least.
+So lengths fall into buckets, and each bucket is planned for its largest shape. The lengths become known only during
+training, so plans are made one at a time, each for the shape whose plan is expected to save most recomputation.
+Beyond ``max_plans``, the plan goes whose removal adds the least recomputation.
 
 What a plan costs is estimated, since solving for every shape would take minutes: a plan has to drop the share of its
 shape's activation memory that is above the budget, and a batch served by it recomputes that share of its own. A plan

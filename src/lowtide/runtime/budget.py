@@ -1,4 +1,4 @@
-"""The budget of a step in bytes: fixed once, and what of it is left for what the step makes."""
+"""The budget of a step in bytes, resident memory included, and how many of them the step may still allocate."""
 
 import sys
 

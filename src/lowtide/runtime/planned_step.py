@@ -1,4 +1,4 @@
-"""A plan that is in force for steps of some shapes, and how it is told that a step ran other ops."""
+"""A plan at hand for steps of some shapes, its tape, and a check by autograd nodes whether a step ran other ops."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

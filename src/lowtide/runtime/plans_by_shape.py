@@ -2,8 +2,9 @@
 
 A plan serves every shape that its own shape covers: no storage of it is larger, so its peak is no higher. So the
 largest shape so far is planned first. A short batch should recompute little, and one that fits plain nothing. Where a
-shape's graph follows from those of watched shapes (``shape_book.py``), plans are made for a few buckets of shapes,
-without watching them. Elsewhere a shape that is much smaller than what serves it is watched and gets a plan of its own.
+shape's graph follows from those of watched shapes (``shape_statistics.py``), plans are made for a few buckets of
+shapes, without watching them. Elsewhere a shape that is much smaller than the one whose plan serves it is watched and
+gets a plan of its own.
 """
 
 import logging

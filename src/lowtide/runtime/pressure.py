@@ -1,7 +1,8 @@
 """Memory that others take and give back while a model trains: an automatic budget follows what is free.
 
-It shrinks at once, before a step fails, and grows back slowly, since every move has steps planned anew. What a tenth of
-free memory that is left alone (``AUTO_MARGIN``) takes in, does not move it.
+An automatic budget shrinks at a look between two steps, as soon as nine tenths (``1 - AUTO_MARGIN``) of the available
+memory are more than 1/32 below what a step may make. It grows back only after three such looks in a row found 1/16
+more, and never above what it was at first, since each move may have plans made again.
 """
 
 import time

@@ -1,7 +1,7 @@
 """A step that runs out of memory is undone and runs again, within less.
 
-Undone is what a step of training moves: gradients (``accumulated_gradients.py``), buffers, random generators. What
-cannot be undone is looked for: then the step does not run again, and the error says why.
+A step moves gradients (``accumulated_gradients.py``), buffers and random generators; these are put back. If it changed
+anything that cannot be put back, such as a parameter, it does not run again, and a note on the error says why.
 """
 
 import gc

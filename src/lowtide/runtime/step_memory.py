@@ -1,4 +1,4 @@
-"""Memory of a model's steps: the budget falls when one runs out, and follows what is free; what went over is told."""
+"""Lowers a model's budget when a step runs out of memory or others take it, and reports steps that went over it."""
 
 from torch import nn
 

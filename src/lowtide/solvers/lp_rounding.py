@@ -4,8 +4,8 @@ The relaxation (``relaxation.py``) knows replays of any reach and number, but co
 So, as in ``tighten_bound.py``: round, let the simulator say which stages need most memory above the budget, and relax
 again with slots for those. Local search brings every start within the budget.
 
-Known weaknesses: starts far above the budget are left alone, where local search finds nothing, or nothing fast; and it
-is for small steps only, where a simulation and a relaxation take little.
+Known weaknesses: starts far above the budget are skipped, because local search from there fails or ends in a slow plan.
+Steps of more than ``LP_ROUNDING_OPS`` ops are skipped too: to relax and simulate them takes too long.
 """
 
 import math

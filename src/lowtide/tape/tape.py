@@ -2,8 +2,8 @@
 
 A dispatch mode sees each op below autograd and autocast, and leaves a recipe where the plan drops an output. A pair of
 saved-tensor hooks gives autograd a placeholder for each dropped tensor, and each kept tensor with its version. Ops are
-matched by name and order within their module call; an op that does not match is saved and counted. With
-``on_divergence`` that callback's tape takes over the rest of the region.
+matched by name and order within their module call; an op that does not match is saved and counted. If
+``on_divergence`` is set, the online tape that it returns takes over the rest of the region.
 """
 
 import weakref
