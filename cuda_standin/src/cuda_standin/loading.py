@@ -1,0 +1,72 @@
+"""Puts the stand-in's libraries where PyTorch finds CUDA's, and the value layer behind its operators."""
+
+import ctypes
+import os
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from cuda_standin import build, settings
+from cuda_standin.settings import StandinError
+
+folder: Path | None = None  # of the libraries that this process has loaded
+
+
+def load_libraries(torch_spec: ModuleSpec) -> None:
+    """Loads CUDA's libraries as the stand-in has them, before PyTorch asks for them.
+
+    A library that is loaded under its SONAME is what the loader finds when somebody needs that name.
+
+    Raises:
+        StandinError: a variable has no meaning, a real GPU or another CUDA runtime is there, or nothing can be built.
+    """
+    global folder
+    settings.check()
+    _refuse_what_is_there()
+    folder = build.libraries(Path(torch_spec.origin).parent)
+    for name in (folder / "order.txt").read_text().split():
+        # global: libcudart defines what the others may ask the driver for
+        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    runtime().standin_set_late(settings.LATE[os.environ.get("STANDIN_LATE", "")])
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))  # Triton links its launcher with the stand-in driver
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers would load another stand-in each
+
+
+def load_values(torch: ModuleType) -> None:
+    """Replaces the kernels of the CUDA key, which do nothing, by those with values (``STANDIN_VALUES=1``)."""
+    torch.backends.cudnn.enabled = os.environ.get("STANDIN_CUDNN", "0") == "1"
+    if os.environ.get("STANDIN_VALUES", "1") == "1":
+        values()
+
+
+def runtime() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_loaded() / (_loaded() / "order.txt").read_text().split()[0]))
+
+
+def values() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_loaded() / "libvalues.so"), mode=ctypes.RTLD_GLOBAL)
+
+
+def _loaded() -> Path:
+    if folder is None:
+        raise StandinError(
+            "the CUDA stand-in is not loaded in this process: import torch in an environment where it is enabled "
+            "(python -m cuda_standin enable), without STANDIN_CUDA=0."
+        )
+    return folder
+
+
+def _refuse_what_is_there() -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for path in sorted(
+        {line.split(maxsplit=5)[5] for line in maps if "/libcudart.so" in line or "/libcuda.so" in line}
+    ):
+        raise StandinError(
+            f"cuda_standin: {path} is loaded in this process already, and two CUDA runtimes do not go together. "
+            "Import torch before what loads it, or turn the stand-in off with STANDIN_CUDA=0."
+        )
+    if Path("/dev/nvidiactl").exists() and os.environ.get("STANDIN_CUDA") != "1":
+        raise StandinError(
+            "cuda_standin: this machine has a real NVIDIA GPU (/dev/nvidiactl), which the stand-in would hide. "
+            "Ask for the stand-in with STANDIN_CUDA=1, or for the GPU with STANDIN_CUDA=0."
+        )
