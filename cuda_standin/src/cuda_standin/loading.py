@@ -9,6 +9,7 @@ from types import ModuleType
 from cuda_standin import build, settings
 from cuda_standin.settings import StandinError
 
+_REAL_DRIVER = Path("/dev/nvidiactl")
 folder: Path | None = None  # of the libraries that this process has loaded
 
 
@@ -57,16 +58,19 @@ def _loaded() -> Path:
 
 
 def _refuse_what_is_there() -> None:
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    for path in sorted(
-        {line.split(maxsplit=5)[5] for line in maps if "/libcudart.so" in line or "/libcuda.so" in line}
-    ):
+    for path in _loaded_runtimes():
         raise StandinError(
             f"cuda_standin: {path} is loaded in this process already, and two CUDA runtimes do not go together. "
             "Import torch before what loads it, or turn the stand-in off with STANDIN_CUDA=0."
         )
-    if Path("/dev/nvidiactl").exists() and os.environ.get("STANDIN_CUDA") != "1":
+    if _REAL_DRIVER.exists() and os.environ.get("STANDIN_CUDA") != "1":
         raise StandinError(
-            "cuda_standin: this machine has a real NVIDIA GPU (/dev/nvidiactl), which the stand-in would hide. "
+            f"cuda_standin: this machine has a real NVIDIA GPU ({_REAL_DRIVER}), which the stand-in would hide. "
             "Ask for the stand-in with STANDIN_CUDA=1, or for the GPU with STANDIN_CUDA=0."
         )
+
+
+def _loaded_runtimes() -> list[str]:
+    mapped = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = {fields[5] for fields in mapped if len(fields) == 6}
+    return sorted(path for path in files if Path(path).name.startswith(("libcudart.so", "libcuda.so")))
