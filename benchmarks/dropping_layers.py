@@ -79,12 +79,12 @@ def _fitted(model: nn.Module, x: torch.Tensor, num_layers: int) -> lowtide.Fit:
         candidate = Candidate(complete_actions(graph, chosen))
         plan = build_plan(SearchContext(graph, fit.costs), candidate, method="layers")
         tape = Tape(program_of(plan), model)
-        fit._watcher.put(PlannedStep(plan, graph, fit.costs, shapes_of_graph(graph.calls), tape))
+        fit._lifecycle.put(PlannedStep(plan, graph, fit.costs, shapes_of_graph(graph.calls), tape))
     return fit
 
 
 def _fitted_ms(fit: lowtide.Fit, x: torch.Tensor, steps: int) -> float:
-    undo = backward_entry.observe(fit._watcher)
+    undo = backward_entry.observe(fit._lifecycle)
     try:
         return _step_ms(fit.model, x, steps)
     finally:

@@ -48,7 +48,7 @@ def run(lengths: list[int], budget_bytes: int | None, max_plans: int, wait_after
         cpu_s = time.thread_time() - start_s
         plan = None
         if fit is not None and fit.status().planned_steps > planned:
-            plan = fit._watcher.shelf.plans[-1]
+            plan = fit._lifecycle.plans_by_shape.plans[-1]
         planned_for = None if plan is None else plan.shapes[0].sizes[1]
         steps.append(Step(length, cpu_s, planned_for, 0.0 if plan is None else plan.plan.predicted_overhead))
         if at % ACCUMULATED == ACCUMULATED - 1:

@@ -221,7 +221,7 @@ def _run(
             losses = loop.train(model, probe, sizes)
             wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
         status = None if fit is None else fit.status()
-        plans = [] if fit is None else [_described(planned) for planned in fit._watcher.shelf.plans]
+        plans = [] if fit is None else [_described(planned) for planned in fit._lifecycle.plans_by_shape.plans]
     finally:
         if fit is not None:
             fit.remove()

@@ -111,10 +111,10 @@ class Probe:
         """Inside, what planning takes is timed, and which plan a step runs under is seen."""
         with ExitStack() as stack:
             if self.fit is not None:
-                shelf, planner = self.fit._watcher.shelf, self.fit._planner
+                plans_by_shape, planner = self.fit._lifecycle.plans_by_shape, self.fit._planner
                 for owner, name, timed in (
-                    (shelf, "plan_for", self._noting(self.planning.around(shelf.plan_for))),
-                    (shelf, "request", self.planning.around(shelf.request)),
+                    (plans_by_shape, "plan_for", self._noting(self.planning.around(plans_by_shape.plan_for))),
+                    (plans_by_shape, "request", self.planning.around(plans_by_shape.request)),
                     (planner, "submit", self.planning.around(planner.submit)),
                     (WatchedStep, "graph_and_costs", self.planning.around(WatchedStep.graph_and_costs)),
                     (PlanRequest, "to_json", self.letters.around(PlanRequest.to_json)),
@@ -142,11 +142,11 @@ class Probe:
 
     @property
     def _planner_is_busy(self) -> bool:
-        return self.fit is not None and self.fit._watcher.shelf._asked is not None
+        return self.fit is not None and self.fit._lifecycle.plans_by_shape._asked is not None
 
     @property
     def _planned_steps(self) -> int:
-        return 0 if self.fit is None else self.fit._watcher.counters.planned_steps
+        return 0 if self.fit is None else self.fit._lifecycle.counters.planned_steps
 
 
 def resident_bytes(model: nn.Module, batch: Any = (), *, gradients_to_come: bool = False) -> int:

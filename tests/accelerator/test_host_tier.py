@@ -480,7 +480,7 @@ def test_a_fit_whose_steps_fail_with_copies_in_flight_goes_on_right_and_leaks_no
     expected = plain(model, batch)
     with device.schedule(*order), lowtide.fit(model, batch, budget="50%") as fit:
         assert fit.plan.counts["cpu_offload"] > 1
-        pool = fit._watcher.latest.tape.tiers["host"].pool
+        pool = fit._lifecycle.latest.tape.tiers["host"].pool
         pinned = pool.pinned_bytes
         for where in ("forward", "loss", "backward") * 2:
             run_failing_step(model, batch, where)
@@ -513,7 +513,7 @@ def test_fits_on_two_devices_move_tensors_on_their_own_streams(device, order, fa
     assert [fit.status().planned_steps for fit in fits] == [3, 2]  # the second one had to see a step first
     for i, fit in enumerate(fits):
         assert fit.plan.counts["cpu_offload"]
-        own = set(fit._watcher.latest.tape.tiers["host"].streams(torch.device("standin", i)))
+        own = set(fit._lifecycle.latest.tape.tiers["host"].streams(torch.device("standin", i)))
         assert {stream for index, stream in used if index == i} == own
         assert {stream.device.index for stream in own} == {i}
         fit.remove()

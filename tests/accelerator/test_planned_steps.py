@@ -212,7 +212,7 @@ def test_what_the_caller_holds_of_a_watched_step_counts_once(device):
     with lowtide.fit(model, budget=MIB << 10, optimizer=optimizer, offload=NO_HOST) as fit:
         outputs = step()
         fit.wait()
-        (planned,) = fit._watcher.shelf.plans
+        (planned,) = fit._lifecycle.plans_by_shape.plans
 
     assert outputs.nbytes > 0 and planned.graph.resident["other"] == held.nbytes
 

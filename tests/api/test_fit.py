@@ -54,8 +54,8 @@ def test_training_under_fit_is_bitwise_the_plain_training():
     found, model = trained(model)
 
     assert fit.plan.counts[RECOMPUTE] > 1
-    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
-    assert fit._watcher.shelf.plans[0].tape.counts.steps == 4
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.mismatched == 0
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.steps == 4
     assert all(map(torch.equal, losses, found))
     assert all(map(torch.equal, bare.state_dict().values(), model.state_dict().values()))
 
@@ -129,7 +129,7 @@ def test_a_copy_of_a_fitted_model_is_plain(copied, drops_all):
     loss.backward()
 
     assert is_clean(other)
-    assert fit._watcher.shelf.plans[0].tape.counts.steps == 0
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.steps == 0
     assert differing(plain(model, x), outcome(other, loss)) == []
 
 
@@ -176,7 +176,7 @@ def test_a_model_in_eval_mode_trains_under_its_own_plan(drops_all):
     loss.backward()
     fit.remove()
 
-    assert fit._watcher.shelf.plans[0].tape.counts.dropped
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.dropped
     assert differing(expected, outcome(model, loss)) == []
 
 
@@ -202,7 +202,7 @@ def test_calls_without_gradients_between_steps_are_plain(drops_all):
             found.append({**outcome(m, loss), "quiet": quiet})
         assert differing(*found) == []
 
-    counts = fit._watcher.shelf.plans[0].tape.counts
+    counts = fit._lifecycle.plans_by_shape.plans[0].tape.counts
     assert (counts.steps, counts.mismatched, len(fit.plans)) == (2, 0, 1)
 
 
@@ -235,7 +235,7 @@ def test_gradients_accumulate_over_micro_batches(drops_all):
             (m(micro).square().mean() / 4).backward()
 
     assert differing(outcome(bare, x.sum()), outcome(model, x.sum())) == []
-    assert fit._watcher.shelf.plans[0].tape.counts.steps == 4
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.steps == 4
 
 
 def test_several_steps_inside_one_apply_are_one_pass_each():

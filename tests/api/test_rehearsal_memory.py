@@ -96,9 +96,9 @@ def test_after_the_last_rehearsal_without_memory_the_plan_is_the_one_solved_last
         shrunk = [reason for reason in fit.warnings if reason.startswith("memory ran out in a rehearsal")]
         assert len(shrunk) == 3
         assert fit.plan.predicted_peak_bytes <= fit.status().budget_bytes
-        assert fit.plan.counts["recompute"] and not fit._watcher.latest.tape.program.proven_ops
+        assert fit.plan.counts["recompute"] and not fit._lifecycle.latest.tape.program.proven_ops
         assert differing(expected, step_of(model)) == [] and fit.status().planned_steps == 1
-        assert fit._watcher.latest.tape.program.proven_ops
+        assert fit._lifecycle.latest.tape.program.proven_ops
 
 
 def test_a_trace_that_does_not_fit_leaves_the_real_steps_to_be_watched():

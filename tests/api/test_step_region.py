@@ -36,7 +36,7 @@ def test_a_step_region_tapes_the_loss_too(drops_all):
 
     dropped = []
     for region in (True, False):  # called bare, what the plan drops outside the model is taped too
-        before = fit._watcher.shelf.plans[0].tape.counts.dropped
+        before = fit._lifecycle.plans_by_shape.plans[0].tape.counts.dropped
         model.zero_grad()
         torch.manual_seed(7)
         if region:
@@ -45,11 +45,11 @@ def test_a_step_region_tapes_the_loss_too(drops_all):
         else:
             loss = loss_of(model, batch)
         loss.backward()
-        dropped.append(fit._watcher.shelf.plans[0].tape.counts.dropped - before)
+        dropped.append(fit._lifecycle.plans_by_shape.plans[0].tape.counts.dropped - before)
         assert differing(expected, outcome(model, loss)) == []
 
     assert dropped[0] == dropped[1] > 0
-    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.mismatched == 0
 
 
 def test_a_step_region_is_open_once_at_a_time_and_closes_on_errors():
@@ -81,7 +81,7 @@ def test_a_step_that_never_calls_the_model_itself_is_taped_in_a_step_region(drop
 
     assert fit.status().in_force
     assert fit.warnings == ["the step never calls the model itself: only what runs inside fit.step_region() is taped"]
-    assert fit._watcher.latest.tape.counts.dropped > 4
+    assert fit._lifecycle.latest.tape.counts.dropped > 4
     assert differing(plain(copy.deepcopy(mlp()), x, step), outcome(model, loss)) == []
 
 
@@ -124,7 +124,7 @@ def test_a_step_that_calls_the_model_twice_is_exact(drops_all):
             loss = contrast(model, x)
         loss.backward()
         assert differing(expected, outcome(model, loss)) == []
-    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.mismatched == 0
 
 
 def test_a_second_shape_runs_under_the_larger_plan_or_gets_one_of_its_own(drops_all):
@@ -143,7 +143,7 @@ def test_a_second_shape_runs_under_the_larger_plan_or_gets_one_of_its_own(drops_
         fit.wait()
         assert differing(*found) == []
 
-    first, second = sorted(fit._watcher.shelf.plans, key=lambda p: p.shapes[0].sizes)
+    first, second = sorted(fit._lifecycle.plans_by_shape.plans, key=lambda p: p.shapes[0].sizes)
     assert (first.shapes[0].sizes, second.shapes[0].sizes) == ((64, 32), (128, 32))
     assert (first.tape.counts.steps, second.tape.counts.steps) == (3, 1)
     assert first.tape.counts.mismatched == second.tape.counts.mismatched == 0

@@ -221,7 +221,7 @@ def adversaries(fitted: bool) -> list[float]:
         losses += [judged.item(), fooled.item()]
     if fitted:
         of_maker, of_judge = fits
-        assert sum(p.tape.counts.dropped for p in of_maker._watcher.shelf.plans)
+        assert sum(p.tape.counts.dropped for p in of_maker._lifecycle.plans_by_shape.plans)
         assert "2 calls of the model, and its plan is for 1" in " ".join(of_judge.warnings)
     return losses
 
@@ -291,7 +291,7 @@ def test_a_fitted_model_inside_another_model_trains_exactly():
         fit.wait()
         assert differing(expected, outcome(outer, loss)) == []
 
-    assert fit.status().in_force and fit._watcher.shelf.plans[-1].tape.counts.dropped
+    assert fit.status().in_force and fit._lifecycle.plans_by_shape.plans[-1].tape.counts.dropped
 
 
 def test_a_batch_that_another_graph_made_is_planned_for_without_running_backward_through_that_graph(monkeypatch):

@@ -227,7 +227,7 @@ def test_a_shape_that_was_not_fitted_runs_online_unless_it_is_added(monkeypatch)
         model.zero_grad()
         torch.manual_seed(3)
         model(longer).backward()
-        assert fit._watcher.shelf.plans[-1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
+        assert fit._lifecycle.plans_by_shape.plans[-1].tape.counts.dropped > 0 and added.counts[RECOMPUTE]
         assert ours == sharded_training.digest(p.grad for p in model.parameters())
     model.zero_grad()
     torch.manual_seed(3)

@@ -51,8 +51,8 @@ def test_a_llama_with_tied_or_untied_weights_trains_exactly(tied, drops_all):
     found = step_of(model, batch)
     fit.remove()
 
-    assert fit._watcher.shelf.plans[0].tape.counts.dropped > 10
-    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.dropped > 10
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.mismatched == 0
     assert differing(expected, found) == []
     if tied:
         assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -70,7 +70,7 @@ def test_generate_between_steps_gives_the_plain_tokens(drops_all):
             m.train()
         assert torch.equal(*said)
         assert differing(step_of(bare, batch), step_of(model, batch)) == []
-    assert fit._watcher.shelf.plans[0].tape.counts.mismatched == 0
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.mismatched == 0
     assert len(fit.plans) == 1
 
 
@@ -88,7 +88,7 @@ def test_lora_on_a_frozen_base_trains_without_input_gradients(drops_all):
     found = step_of(model, batch)
     fit.remove()
 
-    assert fit._watcher.shelf.plans[0].tape.counts.dropped > 10
+    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.dropped > 10
     assert differing(expected, found) == []
     adapters = [n for n in found if "lora_" in n]
     assert adapters

@@ -20,13 +20,13 @@ def test_a_shape_that_fits_plain_as_allocated_is_not_left_alone_where_its_segmen
     graph = replace(graph, device="standin")
     plain = simulate(graph, costs, {})
     options = FitOptions("1GiB", None, None, "exact", {"budget_kind": kind}, Offload())
-    shelf = PlansByShape(ModelFacts(nn.Identity()), options, None, None, None)
-    shelf._budget_bytes = (plain.peak_bytes + plain.reserved_peak_bytes) // 2
+    plans_by_shape = PlansByShape(ModelFacts(nn.Identity()), options, None, None, None)
+    plans_by_shape._budget_bytes = (plain.peak_bytes + plain.reserved_peak_bytes) // 2
     known = SimpleNamespace(graph=graph, costs=costs)
-    shelf._book = SimpleNamespace(fits_plain=lambda *_: True, derive=lambda shape: ((shape,), known))
-    shelf._put_in_force = lambda shapes, graph, costs, plan: plan
+    plans_by_shape._statistics = SimpleNamespace(fits_plain=lambda *_: True, derive=lambda shape: ((shape,), known))
+    plans_by_shape._put_in_force = lambda shapes, graph, costs, plan: plan
 
-    kept = shelf._keep_everything(CallShape("toy", ()))
+    kept = plans_by_shape._keep_everything(CallShape("toy", ()))
 
     assert (kept is not None) is is_kept
     if is_kept:

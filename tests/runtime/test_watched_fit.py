@@ -73,7 +73,7 @@ def test_what_the_watched_step_has_proven_is_not_proven_again_under_the_plan(mod
     with lowtide.fit(model, budget=budget) as fit:
         step()
         fit.wait()
-        (planned,) = fit._watcher.shelf.plans
+        (planned,) = fit._lifecycle.plans_by_shape.plans
         dropped = [op for op in planned.tape.program.ops if op.drops and op.name == "aten.addmm.default"]
         unproven = [op for op in dropped if not op.proven]
         first, second = num_runs(torch.ops.aten.addmm.default, step), num_runs(torch.ops.aten.addmm.default, step)

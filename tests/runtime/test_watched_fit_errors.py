@@ -322,9 +322,10 @@ def test_what_waits_for_the_planner_is_asked_with_the_lower_budget(model):
     budget = 2 * resident_bytes(model) + 4 * activation_bytes(model, batch_of(256))
     with lowtide.fit(model, budget=budget) as fit:
         model(batch_of()).square().mean().backward()
-        shelf, lower = fit._watcher.shelf, int(0.9 * budget)
-        shelf._next.append((shelf._asked.shapes, shelf._asked.request))  # as a larger batch that came meanwhile
-        shelf.change_budget(lower)
+        plans_by_shape, lower = fit._lifecycle.plans_by_shape, int(0.9 * budget)
+        # As a larger batch that came meanwhile.
+        plans_by_shape._next.append((plans_by_shape._asked.shapes, plans_by_shape._asked.request))
+        plans_by_shape.change_budget(lower)
         fit.wait()
         assert [plan.budget_bytes for plan in fit.plans] == [lower]
 

@@ -181,7 +181,7 @@ def test_a_watched_loop_gives_the_same_gradients_and_leaves_nothing_behind(loop)
             expected = run(loop, plain, x)
             found = run(loop, model, x)
             assert differing(expected, found) == []
-        watcher = fit._watcher
+        lifecycle = fit._lifecycle
         gc.collect()
         told = [r for r in fit.status().reasons if "more than the budget" not in r and "on another thread" not in r]
         assert not told
@@ -189,7 +189,7 @@ def test_a_watched_loop_gives_the_same_gradients_and_leaves_nothing_behind(loop)
     assert _get_current_dispatch_mode_stack() == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert autograd_graph._engine_run_backward.__module__ == "torch.autograd.graph"
-    assert watcher._watch is None
+    assert lifecycle._watch is None
     written = torch.zeros(1)
     written.add_(1)
     assert written._version == 1, "a dispatch key was left excluded: versions count no more"

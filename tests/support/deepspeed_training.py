@@ -157,7 +157,7 @@ def train(
     if fit is not None:
         told["status"], told["planned from"] = fit.status(), planned_from
         told["plan"] = fit.plans[-1] if fit.plans else None
-        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
+        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._lifecycle.plans_by_shape.plans)
         fit.remove()
     engine.destroy()
     return told

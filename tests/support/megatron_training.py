@@ -66,7 +66,7 @@ def train(*, budget: Any = None, steps: int = 6, checkpointing: str = "replace",
     told = {"losses": losses, "weights": digest(p.float() for p in model.parameters()), "peaks": peaks}
     if fit is not None:
         told |= {"status": fit.status(), "plan": fit.plan, "was": _switches(model)}
-        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
+        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._lifecycle.plans_by_shape.plans)
         fit.remove()
     return told | {"is": _switches(model)}
 

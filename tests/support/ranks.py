@@ -192,6 +192,6 @@ def train(rank: int, *, fitted: str = "", steps: int = 4, budget: Any = "60%", a
     if fit is not None:
         told["plan"] = fit.plan
         told["warnings"] = fit.warnings
-        told["dropped"] = sum(p.tape.counts.dropped for p in fit._watcher.shelf.plans)
-        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans)
+        told["dropped"] = sum(p.tape.counts.dropped for p in fit._lifecycle.plans_by_shape.plans)
+        told["mismatched"] = sum(p.tape.counts.mismatched for p in fit._lifecycle.plans_by_shape.plans)
     return told

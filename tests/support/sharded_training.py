@@ -292,8 +292,8 @@ def facts(fit: lowtide.Fit, batch: Any = None) -> dict[str, Any]:
     proof = fit.verify(batch, rounds=0)
     return {
         "plan": fit.plan, "warnings": fit.warnings, "equal": proof.equal, "status": fit.status(),
-        "dropped": sum(p.tape.counts.dropped for p in fit._watcher.shelf.plans),
-        "mismatched": sum(p.tape.counts.mismatched for p in fit._watcher.shelf.plans),
+        "dropped": sum(p.tape.counts.dropped for p in fit._lifecycle.plans_by_shape.plans),
+        "mismatched": sum(p.tape.counts.mismatched for p in fit._lifecycle.plans_by_shape.plans),
         "predicted": proof.predicted_peak_bytes, "measured": proof.measured_peak_bytes,
     }  # fmt: skip
 

@@ -64,8 +64,8 @@ class Fit:
         self._verification: Verification | None = None
         self._reasons = Notices()
         tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)
-        self._watcher = Lifecycle(facts, options, self._budget, self._planner, tiers, self._reasons)
-        self._recovery = Recovery(model, self._budget, self._watcher)
+        self._lifecycle = Lifecycle(facts, options, self._budget, self._planner, tiers, self._reasons)
+        self._recovery = Recovery(model, self._budget, self._lifecycle)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         called = ExitStack()
         called.enter_context(called_whole(model, options.opaque))
@@ -81,21 +81,21 @@ class Fit:
             )
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
-            self._watcher.checkpointing.switch_off()
+            self._lifecycle.checkpointing.switch_off()
             tiers.measure_ahead()
             if batch is None or not self._plan_first(facts, batch):
                 self._budget.check()
                 self._planner.start()
         except BaseException:
-            self._watcher.close()
+            self._lifecycle.close()
             unprepare()
             called.close()
             raise
         self._undo: list[Any] = [
             called.close,
             unprepare,
-            backward_entry.observe(self._watcher),
-            module_calls.install(model, self._watcher),
+            backward_entry.observe(self._lifecycle),
+            module_calls.install(model, self._lifecycle),
         ]
 
     def _plan_first(self, facts: ModelFacts, batch: Any) -> bool:
@@ -107,7 +107,7 @@ class Fit:
                 raise
             self._reasons.say(f"not rehearsed, planned from real steps instead: {str(error).splitlines()[0]}")
             return False
-        self._watcher.put(first)
+        self._lifecycle.put(first)
         size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
         self._batch = batch if size < _HELD_BATCH * first.plan.plain_peak_bytes else None
         say = self._reasons.say
@@ -131,11 +131,11 @@ class Fit:
 
     @property
     def plans(self) -> list[Plan]:
-        return [planned.plan for planned in self._watcher.shelf.plans]
+        return [planned.plan for planned in self._lifecycle.plans_by_shape.plans]
 
     @property
     def _latest(self) -> PlannedStep:
-        planned = self._watcher.latest
+        planned = self._lifecycle.latest
         if planned is None:
             raise LowtideError("there is no plan yet.\nRun a training step, then call fit.wait().")
         return planned
@@ -183,10 +183,10 @@ class Fit:
         Raises:
             LowtideError: no step has been seen yet. TimeoutError: there is no plan after ``timeout_s``.
         """
-        self._watcher.settle()
-        if not self._watcher.counters.steps and self._first is None:
+        self._lifecycle.settle()
+        if not self._lifecycle.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
-        self._watcher.shelf.wait(timeout_s)
+        self._lifecycle.plans_by_shape.wait(timeout_s)
         return self
 
     def add(self, batch: Any) -> Plan:
@@ -200,15 +200,15 @@ class Fit:
         model = self.model
         with suspended(model):
             planned = self._rehearsal.planned(batch, self._options.step)
-        self._watcher.put(planned)
+        self._lifecycle.put(planned)
         return planned.plan
 
     # -- what really ran ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
         """What really ran so far."""
-        self._watcher.settle()
-        counters, shelf = self._watcher.counters, self._watcher.shelf
+        self._lifecycle.settle()
+        counters, plans_by_shape = self._lifecycle.counters, self._lifecycle.plans_by_shape
         why_not = counters.why_not_planned if self._undo else "the fit was removed"
         return Status(
             in_force=not why_not,
@@ -219,23 +219,23 @@ class Fit:
             planned_calls=counters.planned_calls,
             observed_peak_bytes=counters.observed_peak_bytes,
             budget_bytes=self._budget.absolute_bytes,
-            shapes=len(shelf.seen),
-            plans=len(shelf.plans),
-            planning_s=shelf.planning_s,
+            shapes=len(plans_by_shape.seen),
+            plans=len(plans_by_shape.plans),
+            planning_s=plans_by_shape.planning_s,
             reasons=tuple(self._reasons.lines),
             opaque_calls=self._opaque_calls(),
         )
 
     def _opaque_calls(self) -> str:
         """Of the latest plan, with what has shown since that it must be saved."""
-        planned = self._watcher.latest
+        planned = self._lifecycle.latest
         if planned is None:
             return ""
         return planned.plan.opaque_calls([op.number for op in planned.tape.program.ops if op.drops])
 
     def training_counts(self) -> TrainingCounts:
         """What the tapes of the plans at hand met in training so far."""
-        plans = self._watcher.shelf.plans or [self._latest]
+        plans = self._lifecycle.plans_by_shape.plans or [self._latest]
         counts = [planned.tape.counts for planned in plans]
         dropped = [op for op in self._latest.tape.program.ops if op.drops]
         return TrainingCounts(
@@ -279,7 +279,7 @@ class Fit:
         """The plan made for calls like this batch's, else the latest."""
         call = call_of(batch)
         shape = shape_of_call(self.model, call.args, call.kwargs)
-        return next((p for p in self._watcher.shelf.plans if p.shapes[0] == shape), self._latest)
+        return next((p for p in self._lifecycle.plans_by_shape.plans if p.shapes[0] == shape), self._latest)
 
     def report(self, *, measure: bool = True) -> str:
         """What really ran, and what the plan used last decided and predicts; at most 100 columns.
@@ -291,7 +291,7 @@ class Fit:
         if measure and self._verification is None and self._batch is not None:
             self.verify(rounds=2)
         status = self.status()
-        if self._watcher.latest is None:
+        if self._lifecycle.latest is None:
             return str(status)
         counts = self.training_counts()
         report = fit_report(self.plan, self.graph, self._verification, counts, warnings=self.warnings)
@@ -299,7 +299,7 @@ class Fit:
 
     def _repr_html_(self) -> str:
         """For notebooks: what really ran, and the plan used last over time."""
-        planned, ran = self._watcher.latest, self.status()._repr_html_()
+        planned, ran = self._lifecycle.latest, self.status()._repr_html_()
         return ran if planned is None else ran + plan_html(planned.plan, planned.graph, planned.costs)
 
     def step_region(self, batch: Any = None) -> AbstractContextManager[None]:
@@ -313,13 +313,13 @@ class Fit:
                 Without it a batch of another size shows only by its ops, and runs online.
         """
         call = Call((), {}) if batch is None else call_of(batch)
-        return step_region(self._watcher, self.model, call, self._first)
+        return step_region(self._lifecycle, self.model, call, self._first)
 
     def remove(self) -> None:
         """Detach: the model is as it was before ``fit``. Safe to call twice, and between forward and backward."""
         while self._undo:
             self._undo.pop()()
-        self._watcher.close()
+        self._lifecycle.close()
         self._planner.close()
 
     def __enter__(self) -> Self:

@@ -66,7 +66,7 @@ class Lifecycle:
 
     Attributes:
         options: What ``fit`` was asked for.
-        shelf: The plans at hand.
+        plans_by_shape: The plans at hand.
         counters: What went by so far.
         memory: What steps may take, and took.
         recovers: ``Recovery`` runs the present step, and sees to it when memory runs out.
@@ -89,12 +89,12 @@ class Lifecycle:
         self.before = None if self._compiled is None else self._compiled.before
         self._model, self.options, self._budget = weakref.ref(model), options, budget
         self._reasons, self._say = reasons, reasons.say
-        self.shelf = PlansByShape(facts, options, planner, tiers, reasons)
-        self._was_sharded = self.shelf.is_sharded
+        self.plans_by_shape = PlansByShape(facts, options, planner, tiers, reasons)
+        self._was_sharded = self.plans_by_shape.is_sharded
         self._last: PlannedStep | None = None  # that was in force
         self.counters = Counters()
         self.recovers = False
-        self.memory = StepMemory(budget, self.shelf, self.counters, reasons)
+        self.memory = StepMemory(budget, self.plans_by_shape, self.counters, reasons)
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self._thread: threading.Thread | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
@@ -131,14 +131,14 @@ class Lifecycle:
     def put(self, planned: PlannedStep) -> None:
         """Put a plan in force that was made elsewhere."""
         if planned.shapes:
-            self.shelf.put(planned)
+            self.plans_by_shape.put(planned)
         else:
             self._last = planned
 
     @property
     def latest(self) -> PlannedStep | None:
         """The plan that was used or made last."""
-        return self.shelf.plans[-1] if self.shelf.plans else self._last
+        return self.plans_by_shape.plans[-1] if self.plans_by_shape.plans else self._last
 
     # -- calls of the model ---------------------------------------------------------------------------------
 
@@ -365,12 +365,12 @@ class Lifecycle:
         self.checkpointing.switch_off()
         self._step = None
         if sharded := self._sharded_since_fit(model):
-            self.shelf.refuse(shape, sharded, saved=True)
+            self.plans_by_shape.refuse(shape, sharded, saved=True)
             self._why_no_plan = sharded
             return
-        self._step = self.shelf.plan_for(shape)
+        self._step = self.plans_by_shape.plan_for(shape)
         self.memory.begin_step(self._step)
-        self._why_no_plan = self.shelf.why_no_plan(shape)
+        self._why_no_plan = self.plans_by_shape.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
         self._more_calls = False
         self._forget_backwards()
@@ -378,8 +378,8 @@ class Lifecycle:
             self._last = self._step
             self._step.tape.sizes_vary = False
             return
-        kind = WatchedStep if self.shelf.wants_graph(shape) else OnlineTape
-        if self.shelf.is_sharded and not is_gathered_once(model):  # what a graph names is made in this step
+        kind = WatchedStep if self.plans_by_shape.wants_graph(shape) else OnlineTape
+        if self.plans_by_shape.is_sharded and not is_gathered_once(model):  # what a graph names is made in this step
             self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
             kind = OnlineTape
         self._open_watch(kind, model, batch)
@@ -390,10 +390,10 @@ class Lifecycle:
         if self._was_sharded:
             return ""
         if is_partitioned(p for p in sampled if p is not None):
-            self.shelf.is_sharded = True
+            self.plans_by_shape.is_sharded = True
             return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Fit it afterwards"
         if None in sampled and wrapped_parameters(model):
-            self.shelf.is_sharded = True
+            self.plans_by_shape.is_sharded = True
             return "the model was sharded after fit. Fit it afterwards"
         return ""
 
@@ -426,7 +426,7 @@ class Lifecycle:
         except Exception as own:
             self._fail(own)
         self._past.before_backward()
-        if self.shelf.is_sharded and self._watch is not None:
+        if self.plans_by_shape.is_sharded and self._watch is not None:
             module_calls.thread_state.observer = self._watch  # parameters are gathered and freed in backward, too
 
     def after_backward(
@@ -434,13 +434,13 @@ class Lifecycle:
     ) -> None:
         if self._paused:
             return
-        if self.shelf.is_sharded and module_calls.thread_state.observer is self._watch:
+        if self.plans_by_shape.is_sharded and module_calls.thread_state.observer is self._watch:
             module_calls.thread_state.observer = None
         try:
             self._put_back()
             moved = self._past.gradients_moved()
             if self._shapes or self._step is not None:
-                if moved or self.shelf.is_sharded or self._trains(roots):
+                if moved or self.plans_by_shape.is_sharded or self._trains(roots):
                     self._more_calls |= self._has_more_calls_than_planned(roots)
                     self._after_backward_of_step(error, retains, creates)
             elif moved and not self._awaited:
@@ -516,7 +516,7 @@ class Lifecycle:
                     f"a step ran {len(self._shapes)} calls of the model, and its plan is for {len(step.shapes)}: it "
                     "may have taken more than the budget, and is planned again"
                 )
-            self.shelf.note_step(step, self._made_nodes, diverged=diverged)
+            self.plans_by_shape.note_step(step, self._made_nodes, diverged=diverged)
         counters.why_not_planned = _RAN_OTHER_OPS if diverged else ""
         if step is None:
             counters.why_not_planned = self._why_no_plan
@@ -563,7 +563,7 @@ class Lifecycle:
         if watch.problem_of_recording:
             for op, why in self._known_calls.kept.items():  # else the graph tells
                 self._say(f"{op} {why}: saved")
-            self.shelf.refuse(shapes[0], watch.problem_of_recording)
+            self.plans_by_shape.refuse(shapes[0], watch.problem_of_recording)
             return
         if why := self._why_unlike_later_ones(watch, model):
             self.counters.why_not_planned = why
@@ -578,7 +578,7 @@ class Lifecycle:
                 "A budget in bytes holds from the first step on"
             )
         flags = watch.run_state.flags
-        self.shelf.request(shapes, graph, costs, budget_bytes, self._made_nodes, flags, watch.proven_ops)
+        self.plans_by_shape.request(shapes, graph, costs, budget_bytes, self._made_nodes, flags, watch.proven_ops)
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
         """Why ZeRO-3 will gather other parameters in later steps, which so take other memory; "" if it will not."""
@@ -640,7 +640,7 @@ class Lifecycle:
     def _suspend(self, roots: Iterable[Any]) -> None:
         """Until a backward of another model's has ended, the watch is away: those ops are not of this step."""
         seam, roots = self._seam, list(roots)
-        if seam is None or not seam.is_here or self.shelf.is_sharded:
+        if seam is None or not seam.is_here or self.plans_by_shape.is_sharded:
             return
         # By its nodes too: a call that is checkpointed shows no leaves.
         if not (reaches_any(roots, self._nodes) or self._trains(roots)):
@@ -684,14 +684,14 @@ class Lifecycle:
 class _Call:
     """Surrounds a call of the model: its ``region``, if it has one of its own, and the nodes that autograd makes."""
 
-    __slots__ = ("_first_node", "_position", "_region", "_thrown_away", "_watcher")
+    __slots__ = ("_first_node", "_lifecycle", "_position", "_region", "_thrown_away")
 
-    def __init__(self, watcher: Lifecycle, position: int, region: attach.TapedRegion | None = None) -> None:
-        self._watcher, self._position, self._region = watcher, position, region
+    def __init__(self, lifecycle: Lifecycle, position: int, region: attach.TapedRegion | None = None) -> None:
+        self._lifecycle, self._position, self._region = lifecycle, position, region
 
     def __enter__(self) -> None:
         module_calls.thread_state.fitted_calls += 1
-        self._watcher.begin_call()
+        self._lifecycle.begin_call()
         self._first_node, self._thrown_away = num_nodes(), whole_modules.num_nodes_thrown_away()
         if self._region is not None:
             self._region.__enter__()
@@ -701,7 +701,7 @@ class _Call:
             self._region.__exit__(failure)
         module_calls.thread_state.fitted_calls -= 1
         thrown_away = whole_modules.num_nodes_thrown_away() - self._thrown_away
-        self._watcher.end_call(self._position, range(self._first_node, num_nodes()), thrown_away, error)
+        self._lifecycle.end_call(self._position, range(self._first_node, num_nodes()), thrown_away, error)
 
 
 def _close_all(seams: list[Seam]) -> None:

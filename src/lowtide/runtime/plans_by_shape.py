@@ -87,7 +87,7 @@ class PlansByShape:
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
-        self._book = ShapeStatistics()
+        self._statistics = ShapeStatistics()
         self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
@@ -99,7 +99,7 @@ class PlansByShape:
         """The plan for a step that starts with a call of ``shape``; None: there is none, or it wants another watch."""
         self._adopt_plans()
         self._num_steps += 1
-        self._book.saw(shape)
+        self._statistics.saw(shape)
         latest = self.plans[-1] if self.plans else None
         as_before = latest is not None and latest.shapes[0] == shape == latest.last_served and not latest.diverged
         if as_before and shape not in self._doubted:
@@ -126,7 +126,7 @@ class PlansByShape:
         """Whether a watched step of ``shape`` should be recorded."""
         if shape in self._refused or shape.pattern in self._unsteady:
             return False
-        return not self._is_waiting_for(shape) or self._book.wants(shape)
+        return not self._is_waiting_for(shape) or self._statistics.wants(shape)
 
     def _is_waiting_for(self, shape: CallShape) -> bool:
         """Whether a plan that will serve ``shape`` is asked for."""
@@ -193,7 +193,7 @@ class PlansByShape:
         if planned.is_derived:
             self._doubted.add(own)  # the next watch tells what is different
         else:
-            self._book.forget(own)
+            self._statistics.forget(own)
         return False
 
     def _run_online(self, pattern: str) -> None:
@@ -244,7 +244,7 @@ class PlansByShape:
         """Whether the graph of ``shape`` follows from others. What to plan for is estimated for method exact alone."""
         if self._options.method != "exact" or shape.pattern in self._unsteady:
             return False
-        return shape not in self._alone | self._refused and self._book.knows(shape)
+        return shape not in self._alone | self._refused and self._statistics.knows(shape)
 
     def _plan_unwatched(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
         """The plan for ``shape``, whose graph follows from others; what is worth another plan is asked for.
@@ -255,7 +255,7 @@ class PlansByShape:
         assert self._budget_bytes is not None  # the watched steps came with it
         if found is not None and found.keeps_everything:
             return found
-        if self._book.fits_plain(shape, self._budget_bytes):
+        if self._statistics.fits_plain(shape, self._budget_bytes):
             kept = [p.shapes[0] for p in self.plans if p.keeps_everything]
             sizes = [s.sizes for s in kept if s.pattern == shape.pattern]
             together = shape._replace(sizes=join([shape.sizes, *sizes]))
@@ -265,21 +265,21 @@ class PlansByShape:
                 return planned
         wanted: CallShape | None = None
         if found is None:  # larger than all that is planned for: a plan for all that came so far
-            seen = [s for s in self.seen if s.pattern == shape.pattern and self._book.knows(s)]
+            seen = [s for s in self.seen if s.pattern == shape.pattern and self._statistics.knows(s)]
             largest = shape._replace(sizes=join(s.sizes for s in seen))
             # A plan for the largest that moves tensors is there, perhaps, and serves no other shape.
             there = {p.shapes[0] for p in self.plans}
-            wanted = next((s for s in (largest, shape) if s not in there and self._book.knows(s)), None)
+            wanted = next((s for s in (largest, shape) if s not in there and self._statistics.knows(s)), None)
         elif self._asked is None and self._num_steps >= self._choice_after:
             tops = [p.shapes[0].sizes for p in self.plans if p.shapes[0].pattern == shape.pattern]
-            wanted = self._book.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
+            wanted = self._statistics.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
             if wanted is None:
                 self._choice_after = self._num_steps + 1 + self._num_steps // 4
         if wanted is None or wanted in self._refused or self._is_waiting_for(wanted):
             return found
         if kept_plan := self._keep_everything(wanted):
             return kept_plan if wanted.covers(shape) else found
-        if (derived := self._book.derive(wanted)) is not None:
+        if (derived := self._statistics.derive(wanted)) is not None:
             shapes, known = derived
             assert known.costs is not None  # watched steps have times
             self._ask(shapes, known.graph, known.costs, self._budget_bytes)
@@ -288,7 +288,7 @@ class PlansByShape:
     def _keep_everything(self, shape: CallShape) -> PlannedStep | None:
         """A plan for ``shape`` that recomputes nothing, if it fits: no planner is asked for it."""
         assert self._budget_bytes is not None
-        derived = self._book.derive(shape) if self._book.fits_plain(shape, self._budget_bytes) else None
+        derived = self._statistics.derive(shape) if self._statistics.fits_plain(shape, self._budget_bytes) else None
         if derived is None:
             return None
         shapes, known = derived
@@ -309,8 +309,10 @@ class PlansByShape:
         while len(self.plans) > self._options.max_plans:
             *before, new = (p.shapes[0] for p in self.plans)
             gone = 0  # used least recently
-            if self._budget_bytes is not None and all(s.pattern == new.pattern and self._book.knows(s) for s in before):
-                gone = self._book.least_missed(new, [shape.sizes for shape in before], self._budget_bytes)
+            if self._budget_bytes is not None and all(
+                s.pattern == new.pattern and self._statistics.knows(s) for s in before
+            ):
+                gone = self._statistics.least_missed(new, [shape.sizes for shape in before], self._budget_bytes)
             del self.plans[gone]
 
     # -- asking ---------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ class PlansByShape:
         self._proven[shapes] = graph, flags, proven_ops
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
-        if reason := self._book.note(shapes, graph, costs):
+        if reason := self._statistics.note(shapes, graph, costs):
             self._reasons.say(f"a step was not as derived from other lengths, so such steps are watched: {reason}")
             self._let_go_of_derived(shapes[0])
         if not self._is_waiting_for(shapes[0]):

@@ -32,29 +32,29 @@ Result = TypeVar("Result")
 class Recovery:
     """Runs steps of one watched model."""
 
-    def __init__(self, model: nn.Module, budget: StepBudget, watcher: Lifecycle) -> None:
-        self._model, self._budget, self._watcher = weakref.ref(model), budget, watcher
+    def __init__(self, model: nn.Module, budget: StepBudget, lifecycle: Lifecycle) -> None:
+        self._model, self._budget, self._lifecycle = weakref.ref(model), budget, lifecycle
         # Whether to look up what a backward adds to before it runs (2 ms for 3600 nodes). Where a step runs one, and
         # only for the model, the graph of the one that fails is enough. The first step tells; None: not yet.
         self._looks_ahead: bool | None = None
 
     def run(self, step: Callable[[Any, Any], Result], batch: Any) -> Result:
         """See ``Fit.run``."""
-        watcher = self._watcher
+        lifecycle = self._lifecycle
         inner = self._model()
         if inner is None:
             raise LowtideError("the fitted model is gone: nothing holds it any more.")
         model = ddp_wrapper_of(inner) or inner
-        if watcher.recovers:  # a step in a step
+        if lifecycle.recovers:  # a step in a step
             return step(model, batch)
-        watcher.recovers = True
-        before = _StepBefore(inner, batch, watcher.spare_bytes, looks_ahead=self._looks_ahead is not False)
+        lifecycle.recovers = True
+        before = _StepBefore(inner, batch, lifecycle.spare_bytes, looks_ahead=self._looks_ahead is not False)
         try:
             return self._run(lambda: step(model, batch), before)
         finally:
             self._looks_ahead = bool(self._looks_ahead) or before.needs_look_ahead
             before.close()
-            watcher.recovers = False
+            lifecycle.recovers = False
 
     def _run(self, step: Callable[[], Result], before: "_StepBefore") -> Result:
         first: BaseException | None = None
@@ -69,9 +69,9 @@ class Recovery:
                     raise
                 failure = error
                 # Here, as the frames of the error still hold what the step has made.
-                held = held or self._watcher.what_held()
-                lowered = self._watcher.lower_budget(error, attempt=len(tried))
-            self._watcher.abandon_step()
+                held = held or self._lifecycle.what_held()
+                lowered = self._lifecycle.lower_budget(error, attempt=len(tried))
+            self._lifecycle.abandon_step()
             why_not = before.restore()
             first = first or failure
             if why_not or lowered is None:
@@ -82,7 +82,7 @@ class Recovery:
             gc.collect()
             release_cached_memory()
         if tried:  # less did not help: later steps, which may need less memory, are not to pay for it
-            self._watcher.memory.cap(self._budget.a_tenth_below(limit))
+            self._lifecycle.memory.cap(self._budget.a_tenth_below(limit))
         first.add_note(_note(tried, why_not))
         if held:
             first.add_note(held)

@@ -19,8 +19,8 @@ from lowtide.units import format_bytes
 class StepMemory:
     """Moves the budget, and the plans with it."""
 
-    def __init__(self, budget: StepBudget, shelf: PlansByShape, counters: Counters, reasons: Notices) -> None:
-        self._budget, self._shelf, self._counters, self._reasons = budget, shelf, counters, reasons
+    def __init__(self, budget: StepBudget, plans_by_shape: PlansByShape, counters: Counters, reasons: Notices) -> None:
+        self._budget, self._plans_by_shape, self._counters, self._reasons = budget, plans_by_shape, counters, reasons
         self._pressure = MemoryPressure(budget)
         self._reserved = ReservedMemory(reasons) if budget.is_of_reserved else None
         self._times_out_of_memory = 0
@@ -81,7 +81,7 @@ class StepMemory:
         elif watch is not None:
             used = budget.resident_bytes + watch.live.now + tried_bytes(error)
         lowered = budget.lower(used, missing_bytes(error, budget.device), attempt)
-        least = None if shape is None else self._shelf.least_bytes.get(shape)
+        least = None if shape is None else self._plans_by_shape.least_bytes.get(shape)
         if least is not None:
             lowered = max(lowered, least)
         if not budget.resident_bytes < lowered < budget.limit_bytes:
@@ -93,7 +93,7 @@ class StepMemory:
     def cap(self, budget_bytes: int) -> None:
         """Steps take no more than that from now on."""
         self._budget.cap(budget_bytes)
-        self._shelf.change_budget(budget_bytes)
+        self._plans_by_shape.change_budget(budget_bytes)
         times = "" if self._times_out_of_memory == 1 else f" {self._times_out_of_memory} times"
         self._reasons.say_latest(
             "out of memory", f"out of memory{times}: the budget is {format_bytes(budget_bytes)} now"
@@ -114,7 +114,7 @@ class StepMemory:
         moved = self._pressure.new_budget_bytes(model)
         if moved is not None:
             self._budget.move_to(moved)
-            self._shelf.change_budget(moved)
+            self._plans_by_shape.change_budget(moved)
             most = format_bytes(self._budget.most_bytes or moved)
             text = f"free memory has changed: the budget is {format_bytes(moved)} of {most}"
             self._reasons.say_latest("pressure", text)

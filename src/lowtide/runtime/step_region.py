@@ -17,16 +17,16 @@ from lowtide.tracing.function_calls import ObservedFunctionCall
 
 
 @contextmanager
-def step_region(watcher: Lifecycle, model: nn.Module, call: Call, first: PlannedStep | None) -> Iterator[None]:
+def step_region(lifecycle: Lifecycle, model: nn.Module, call: Call, first: PlannedStep | None) -> Iterator[None]:
     """Surround a part of the loop; ``first`` is the plan of a fit that was given a batch."""
     if first is None:
-        region = _Region(watcher, model, call)
-        with watcher.in_region(region.end_part), region:
+        region = _Region(lifecycle, model, call)
+        with lifecycle.in_region(region.end_part), region:
             yield
         return
-    with watcher.in_region(_go_on), ExitStack() as taped:
+    with lifecycle.in_region(_go_on), ExitStack() as taped:
         if not first.shapes and not first.keeps_everything:  # else the model's own calls do what is to be done
-            watcher.begin_uncalled(first)
+            lifecycle.begin_uncalled(first)
             taped.enter_context(attach.TapedRegion(first.tape, first.tape.program.root, whole_step=True))
         yield
 
@@ -41,8 +41,8 @@ class _Region:
     So what an optimizer does between two backwards is no part of a step. Between two parts it is the thread's observer.
     """
 
-    def __init__(self, watcher: Lifecycle, model: nn.Module, call: Call) -> None:
-        self._watcher, self._model, self._call = watcher, model, call
+    def __init__(self, lifecycle: Lifecycle, model: nn.Module, call: Call) -> None:
+        self._lifecycle, self._model, self._call = lifecycle, model, call
         self._num_parts = 0
         self._around: AbstractContextManager[None] | None = None  # of the part that runs
         self._entered: list[module_calls.CallObserver | None] = []  # who was told of the calls that began between parts
@@ -60,7 +60,7 @@ class _Region:
     def _begin_part(self) -> None:
         args = (f"part {self._num_parts} of a region", *self._call.args)
         module_calls.thread_state.observer = None
-        self._around = self._watcher.around(self._model, args, self._call.kwargs)
+        self._around = self._lifecycle.around(self._model, args, self._call.kwargs)
         self._around.__enter__()
         self._num_parts += 1
 
@@ -68,7 +68,7 @@ class _Region:
         around, self._around = self._around, None
         if around is not None:
             around.__exit__(*(failure or (None, None, None)))
-            self._watcher.note_region()
+            self._lifecycle.note_region()
 
     def end_part(self) -> None:
         """Backward begins."""

@@ -299,7 +299,7 @@ def test_plans_of_several_shapes_share_the_pinned_memory(accelerator):
     with lowtide.fit(model, batch, budget="40%") as fit:
         before = dict(accelerator.pinned)
         fit.add(torch.randn(511, 64))
-        tiers = {id(planned.tape.tiers["host"]) for planned in fit._watcher.shelf.plans}
+        tiers = {id(planned.tape.tiers["host"]) for planned in fit._lifecycle.plans_by_shape.plans}
 
     assert len(fit.plans) == 2 and len(tiers) == 1 and accelerator.pinned.keys() >= before.keys()
     assert sum(accelerator.pinned.values()) < 1.5 * sum(before.values())

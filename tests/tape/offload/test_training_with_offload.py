@@ -65,7 +65,7 @@ def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept(dear):
     with lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(disk_budget="1MiB")) as fit:
         model(batch).square().mean().backward()
         moved = sum(d.bytes for d in fit.plan.decisions if d.action == "disk_offload")
-        space = fit._watcher.shelf.plans[0].tape.tiers["disk"].space if moved else None
+        space = fit._lifecycle.plans_by_shape.plans[0].tape.tiers["disk"].space if moved else None
 
     assert 0 < moved <= 2**20 and space.budget_bytes == 2**20
 
