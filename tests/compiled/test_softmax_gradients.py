@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.compiled import softmax_gradients
-from lowtide.compiled.layer_peaks import is_layer_node
+from lowtide.compiled.memory_between_layers import is_layer_node
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tape import backward_entry

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.compiled.choice import called
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
-from lowtide.compiled.layer_peaks import LayerPeaks, is_layer_node
+from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_layer_node
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
@@ -85,7 +85,7 @@ class CompiledModel(nn.Module):
         self.training = model.training
         self._planners: dict[str, StepPlanner] = {}
         self._plans: dict[str, CompiledPlan] = {}
-        self._pending: tuple[str, LayerPeaks, int] | None = None
+        self._pending: tuple[str, MemoryBetweenLayers, int] | None = None
         self._last_plan: CompiledPlan | None = None
         self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
         self._num_calls = 0
@@ -241,7 +241,7 @@ class CompiledModel(nn.Module):
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
         resident = self._resident_bytes(Call(args, kwargs))
-        watch = LayerPeaks(self._model.parameters())
+        watch = MemoryBetweenLayers(self._model.parameters())
         self._pending = shapes, watch, resident
         session.variants, session.shapes, session.watch = {}, {}, watch
         try:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.choice import called
-from lowtide.compiled.layer_peaks import LayerPeaks
+from lowtide.compiled.memory_between_layers import MemoryBetweenLayers
 from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, least, least_peak
 from lowtide.errors import LowtideError, UnsupportedModelError
@@ -28,7 +28,7 @@ class Session(threading.local):
     layer = ""
     variants: Mapping[str, str] = {}  # by layer
     shapes: Mapping[str, LayerShape] = {}  # by layer, of which the variants are
-    watch: LayerPeaks | None = None
+    watch: MemoryBetweenLayers | None = None
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
     not_as_planned = ""  # why a layer of this step does not run what is planned

@@ -6,7 +6,7 @@ from torch import nn
 
 from lowtide.compiled.captured_layer import VariantMemory
 from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD
-from lowtide.compiled.layer_peaks import LayerPeaks
+from lowtide.compiled.memory_between_layers import MemoryBetweenLayers
 
 KIB = 1024
 ROW = 32 * KIB  # bytes of what each layer makes, keeps and returns
@@ -40,7 +40,7 @@ MEMORY = VariantMemory(
 def watched(layers=3):
     weight = nn.Parameter(torch.ones(8 * KIB))
     weight.grad = torch.zeros_like(weight)
-    watch = LayerPeaks([weight])
+    watch = MemoryBetweenLayers([weight])
     rows = [weight * 1.0]  # none of which goes while a layer runs
     for i in range(layers):
         watch.enter_forward(str(i), rows[-1:])
@@ -78,7 +78,7 @@ def test_what_layers_store_is_left_out_and_gradients_held_for_the_hooks_too():
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
-    watch = LayerPeaks([])
+    watch = MemoryBetweenLayers([])
     watch.enter_forward("a", [])
     watch.stop()
 
@@ -89,7 +89,7 @@ def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
 @pytest.mark.usefixtures("one_thread")
 def test_a_backward_after_the_end_of_the_watch_is_not_counted():
     weight = nn.Parameter(torch.ones(8))
-    watch = LayerPeaks([weight])
+    watch = MemoryBetweenLayers([weight])
     watch.enter_forward("a", [])
     x = CompiledFunctionLike.apply(weight * 1.0)
     watch.leave_forward("a", object(), MEMORY, [x], compiled_now=False)

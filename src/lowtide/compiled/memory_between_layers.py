@@ -23,7 +23,7 @@ from lowtide.tape import backward_entry
 from lowtide.tracing.module_calls import never_compiled
 
 
-class LayerPeaks:
+class MemoryBetweenLayers:
     """Follows one step; ``moments`` is what ``choice`` needs.
 
     Args:
