@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.doctor import step_under_test
 from lowtide.doctor.finding import Gain
+from lowtide.doctor.step_listener import StepListener
 from lowtide.doctor.step_under_test import StepUnderTest
 
 MIB = 2**20
@@ -49,6 +50,19 @@ def test_what_a_mend_gains_is_measured_on_the_step(code, less_memory):
     else:
         assert found.gain_ms > 0, found
     assert "of the peak" in found.gain or "ms a step" in found.gain
+
+
+def test_a_tensor_at_the_address_of_a_dead_copy_is_no_copy_of_that_weight():
+    model = torch.nn.Linear(64, 64)
+    listener = StepListener(model, None, compare=False)
+
+    with listener:
+        address = model.weight.to(torch.bfloat16).untyped_storage()._cdata  # dies at once
+        others = [torch.ones(64, 64) for _ in range(64)]
+    (reused,) = [tensor for tensor in others if tensor.untyped_storage()._cdata == address]
+    listener._pack(reused)
+
+    assert listener.stored[address].cast_of == ""
 
 
 @pytest.mark.parametrize(("last_turn", "gained"), [((11, 11), None), ((11, 10), 2)])

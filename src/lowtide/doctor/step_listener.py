@@ -228,6 +228,7 @@ class StepListener(TorchDispatchMode):
 
     def _note_new(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
         key, size = storage._cdata, storage.nbytes()
+        self._casts.pop(key, None)  # of a copy that died and whose address this one has
         width = tensor.shape[-1] if tensor.dim() > 1 else 0
 
         def died(_: Any) -> None:
