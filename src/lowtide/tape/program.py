@@ -12,7 +12,7 @@ from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
 from lowtide.tracing.function_calls import ObservedFunctionCall, ReportingFunctions, run_again
 from lowtide.tracing.kinds_of_calls import MOST_VALUES, KnownKinds
-from lowtide.tracing.operators import NONDETERMINISTIC, may_draw_random_numbers, omittable_arguments, packet_name
+from lowtide.tracing.operators import MAKE_UNINITIALISED, may_draw_random_numbers, omittable_arguments, packet_name
 from lowtide.tracing.sharding import recording as sharding_recording
 
 
@@ -69,7 +69,9 @@ class TapedOp:
         self.func = func  # None if it is not registered yet
         self.kernel = getattr(func, "_op", func)  # without the Python around it
         self.random = func is not None and may_draw_random_numbers(func)
-        self.uninitialised = func is not None and packet_name(func) in NONDETERMINISTIC  # until an in-place op fills it
+        self.uninitialised = (
+            func is not None and packet_name(func) in MAKE_UNINITIALISED
+        )  # until an in-place op fills it
         self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 

@@ -24,9 +24,9 @@ HIDDEN_BUFFER_WRITERS = frozenset({
 # Arguments that a replay leaves out: without running statistics the same kernel gives the same outputs in training
 # mode and moves nothing. Checked bitwise for this one; its relatives on other devices stay saved.
 OMITTED_IN_REPLAYS = {"aten.native_batch_norm": (3, 4)}
-# Known to give other bits in another run, whatever the inputs.
-NONDETERMINISTIC = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty",
-                              "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
+# They initialise nothing: other bits in another run, until an op fills what they made.
+MAKE_UNINITIALISED = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty",
+                                     "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
 # Their reserve or workspace output belongs to the one run that filled it (seen: a replayed LSTM layer on CPU gave
 # gradients that differ).
 OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", *vendor_kernels.RECURRENT})
@@ -104,7 +104,7 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     training = any(a is True for a in args) or kwargs.get("training") is True or packet.endswith("_stats")
     if packet in HIDDEN_BUFFER_WRITERS and training and packet not in OMITTED_IN_REPLAYS:
         return "moves running statistics"
-    if packet in NONDETERMINISTIC:
+    if packet in MAKE_UNINITIALISED:
         return UNINITIALISED
     if packet in OPAQUE_WORKSPACE:
         return "leaves a workspace for its own backward only"
