@@ -1,12 +1,12 @@
-"""Sizes that an allocator has rounded up to blocks, at other points: a range that holds the true size.
+"""One size of a derived graph where the examples' sizes were rounded up to blocks: the least and the most it can be.
 
-An accelerator's allocator gives blocks of 512 bytes, and a graph says how many bytes the blocks have, not how many are
-used. What was rounded lies in a range of one block below the value seen, so a polynomial explains the examples if it
-goes through all of their ranges. The coefficients that do form a polytope; at its corners lie the least and the most
-that the polynomial can be elsewhere.
+``shape_family.py`` asks for it on an accelerator, whose allocator gives blocks of 512 bytes: a graph has the bytes of
+the blocks, not the bytes asked for. These were more than the value less one block, and at most the value. A polynomial
+explains the examples if it lies in each example's range. The coefficients of all such polynomials form a polytope, and
+at two of its corners the polynomial takes its least and its largest value at the new point.
 
-A size of one term mostly has an integer coefficient (bytes per token, say). From a few hundred tokens on only one
-integer goes through the ranges, and the size is exact again.
+A polynomial of one term mostly has an integer coefficient, such as bytes per token. With examples of a few hundred
+tokens only one integer fits all ranges, so the least and the most are the same.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Which calls of a model a backward is of, and whether anything still holds what a call made."""
+"""Which calls of a model a backward runs through, and whether the autograd graph of a call is still alive.
+
+A call is known by the sequence numbers of the autograd nodes that it made.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping

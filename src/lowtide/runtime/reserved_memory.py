@@ -1,7 +1,9 @@
-"""A budget of reserved bytes while there is no plan for them: room left for segments, and what went over is told.
+"""Steps without a plan under ``budget_kind="reserved"``: part of the budget is kept for segments that do not fill.
 
-A step without a plan counts what it allocates. What the allocator reserves for that is known afterwards only, and stays
-reserved: so it is given back before a plan's first step, which counts on segments of its own.
+Without a plan a step can keep to a number of allocated bytes, but what the allocator reserves for them is known only
+afterwards. So ``bytes_for_segments`` takes an estimate off the budget, and a step that reserved more than the budget is
+reported. Reserved memory stays reserved, so the cache is emptied before the first step with a plan, whose prediction
+starts without cached segments. Plans themselves are searched in ``solvers/reserved_budget.py``.
 """
 
 import torch

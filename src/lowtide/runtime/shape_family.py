@@ -1,15 +1,21 @@
-"""Shape families: from the graphs of two or three input shapes the graph of any other, without watching it.
+"""The graph of an input shape that no step has run yet, derived from the graphs of two or three shapes that have.
 
-Graphs of one structure differ in the bytes of their storages and in workspaces, and those are polynomials of a few
-dimensions, such as batch and length (``interpolation.py``). A derived graph is *confirmed* where there were more
-examples than coefficients for each of its sizes, and *consistent* where the examples just suffice. ``check`` compares
-it with the real graph when that comes.
+Graphs of a *family* have the same ops in the same order. They differ in how many bytes storages and workspaces take,
+and each of these sizes is a polynomial in a few dimensions, such as batch and length (``interpolation.py``). A derived
+graph is *confirmed* if each of its sizes had more examples than the polynomial has coefficients, and *consistent* if
+some had just as many. When a step of the derived shape does run, ``check`` compares the two graphs.
 
-Known weaknesses. A confirmation is evidence, no proof. Kernels choose workspaces by thresholds: on a CPU, attention
-takes another one from lengths 192 and 768 on, which examples below do not show; ``extrapolated`` says where that can go
-unseen. Sizes that are padded to a multiple of something are no polynomials. On an accelerator the allocator's blocks of
-512 bytes are; there the most is taken that a size can be (``block_rounding.py``), and ``slack_bytes`` says by how much
-that can be too much in all. A small storage may still be a block larger.
+On an accelerator, sizes are multiples of a 512-byte block, so the examples only bound the polynomial
+(``block_rounding.py``). The graph then has the largest value of each size, and ``slack_bytes`` says by how much all of
+them together can be too large.
+
+Known weaknesses:
+
+- A confirmation is evidence, no proof.
+- Kernels choose workspaces by thresholds. On a CPU, attention takes another one from lengths 192 and 768 on, which
+  shorter examples do not show. ``extrapolated`` is True where that can happen.
+- A size that a kernel pads to a multiple of something is no polynomial.
+- On an accelerator, a small storage may be one block larger than derived.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,9 +1,11 @@
-"""A real step that is watched: kept within the budget as it runs, and recorded as a StepGraph in the same pass.
+"""Records a StepGraph from a step of training that runs without a plan, while the online tape keeps it in budget.
 
-What a rehearsal has to invent is seen here: the loss wherever it is computed, the backward that really comes, what the
-caller keeps alive. The tape holds what autograd saves and releases some of it; both are taken out of the record.
-Python's hold on a saved storage ends when only the tape refers to it, which is looked up before each op; autograd's
-ends with the last handle. So the graph is that of the step without a tape.
+A rehearsal has to assume what the loss is, which backward comes and what the caller keeps alive; here all of it is
+seen. The graph has to be that of the step without a tape, though the tape keeps some tensors alive for longer and frees
+others early. So the record ends a storage's life where it would have ended:
+
+- Python's reference ends when only the tape still refers to the storage, which is looked up before each op;
+- autograd's ends with the last saved-tensor handle.
 """
 
 import statistics

@@ -1,11 +1,17 @@
-"""The least peak that is found for a graph. It depends on the graph alone: op times have no say, nor has a clock.
+"""The plan with the lowest peak that a local search finds for a graph, at any cost in time.
 
-Local search from several starts: the leanest choice of columns where segments are planned apart, the leanest chain
-schedule and published method, everything recomputed; of a graph of few storages, the leanest of all choices. The first
-change that lowers the peak is taken, fewest replays per byte first: looking at all changes for the best one left no
-time to come as low. Where no change helps, a few decisions are turned over and it goes on from there.
+The search does not read op times or a clock, so its answer depends on the graph alone. It starts from several plans:
 
-Known weakness: what it finds is not proven; in graphs of many events it looks at fewer changes.
+- the chain schedule with the lowest peak or, where no layer repeats, the published method with the lowest;
+- the columns with the lowest peak, where segments are planned apart;
+- everything recomputed, in graphs of few events;
+- the best of all choices, in graphs of few storages.
+
+From each it takes the first change that lowers the peak, trying those with the fewest replays per byte first; to
+compare all changes each time left no time to get as low. Where no change helps, it flips a few decisions at random and
+goes on from there.
+
+Known weakness: the result is not proven least, and in graphs of many events fewer changes are tried.
 """
 
 import random

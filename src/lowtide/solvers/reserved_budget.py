@@ -1,14 +1,15 @@
-"""Plans for a budget that the device's allocator measures: searches for fewer bytes, lowered by what it adds.
+"""Plans whose peak fits the budget as the device's allocator counts it: solved again for less until one does.
 
-What a plan reserves beyond what it allocates is known only when the plan is there. So the search is asked for the whole
-budget, then for as much less as its plan reserved too much, until one fits; then between the two, a few times. Where
-none fits, it is asked for the least peak.
+A solver counts the bytes that ops ask for. The allocator counts whole blocks, and reserves whole segments; how much
+that adds is known only once there is a plan to simulate.
 
-A budget of allocated bytes is met so too, in fewer rounds: the device counts blocks whole, a solver what is asked for.
-Where no plan is found that fits as the device counts, the one that fits as the solver counts has to do; reports tell
-the difference.
+- ``within_reserved``, for a budget of reserved bytes: solve for the whole budget, then for less by what the plan
+  reserved too much, until one fits; then, by halves, for budgets between the two. If none fits, take the plan with the
+  least peak.
+- ``within_counted``, for a budget of allocated bytes: solve for less by what the device counts too much, a few times.
+  If no plan fits as the device counts, return the one that fits as the solver counts; reports give both numbers.
 
-Known weakness: what is reserved does not rise with what is allocated, so a faster plan that fits may be missed.
+Known weakness: a plan that allocates more may reserve less, so a faster plan that fits may be missed.
 """
 
 from collections.abc import Callable

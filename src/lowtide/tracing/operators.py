@@ -25,8 +25,10 @@ HIDDEN_BUFFER_WRITERS = frozenset({
 # mode and moves nothing. Checked bitwise for this one; its relatives on other devices stay saved.
 OMITTED_IN_REPLAYS = {"aten.native_batch_norm": (3, 4)}
 # They initialise nothing: other bits in another run, until an op fills what they made.
-MAKE_UNINITIALISED = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty",
-                                     "aten.new_empty_strided", "aten.empty_permuted"})  # fmt: skip
+MAKE_UNINITIALISED = frozenset({
+    "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
+    "aten.empty_permuted",
+})  # fmt: skip
 # Their reserve or workspace output belongs to the one run that filled it (seen: a replayed LSTM layer on CPU gave
 # gradients that differ).
 OPAQUE_WORKSPACE = frozenset({"aten.mkldnn_rnn_layer", *vendor_kernels.RECURRENT})
