@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from accelerator.build import NoCompilerError
-from support import quick, slowest
+from support import memory_growth, quick, slowest
 from support.garbage import ShortCollections, SmallHeap
 from support.quick_planner import QuickPlanner
 from support.switched_device import Switched, switch_to
@@ -62,6 +62,7 @@ def accelerator() -> ModuleType:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="what make test runs (tests/support/quick.py)")
     parser.addoption("--report-slowest", metavar="FILE", help="write the slowest tests into a page between two marks")
+    parser.addoption("--report-memory", metavar="MIB", type=int, help="list tests at which a process grew by so much")
     parser.addoption("--device", help="run with this default device: standin (tests/accelerator/README.md)")
 
 
@@ -73,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(QuickPlanner())
     if config.getoption("--report-slowest"):
         config.pluginmanager.register(slowest.SlowestTests(config.getoption("--report-slowest")))
+    if config.getoption("--report-memory") is not None:
+        config.pluginmanager.register(memory_growth.MemoryGrowth(config.getoption("--report-memory")))
     if config.getoption("--device"):
         config.pluginmanager.register(Switched(switch_to(config.getoption("--device"))))
 
