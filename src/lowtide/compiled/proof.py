@@ -29,10 +29,16 @@ def why_not_equal(captured: CapturedLayer, variant: Variant, plain: Variant) -> 
 
 
 def measure_ms(captured: CapturedLayer, variants: Sequence[Variant]) -> None:
-    """Time forward and backward of each on the processor, in turns; the least sample becomes its ``step_ms``."""
+    """Time forward and backward of each on the processor, in turns; the least sample becomes its ``step_ms``.
+
+    The first turn only warms up. It compiles what is compiled at the first backward, which would use up the time for
+    samples: a small layer would then be known by three cold ones.
+    """
     taken: dict[str, list[float]] = {v.name: [] for v in variants}
     with forked(torch.device("cpu")), captured.ambient.entered():
         inputs = captured.sample_inputs()
+        for variant in variants:
+            _results(_runnable(variant), inputs)
         while len(taken[variants[0].name]) < _SAMPLES or sum(map(sum, taken.values())) < _SAMPLED_S * len(variants):
             for variant in variants:
                 start = time.process_time()

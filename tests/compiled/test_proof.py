@@ -1,0 +1,38 @@
+"""How long a variant takes is measured warm."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowtide.compiled import proof
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of the processor, which only the variants below use up."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(proof.time, "process_time", lambda: now.s)
+    return now
+
+
+def variant(name, clock, seconds):
+    """One whose runs take ``seconds`` one after the other, the last of them ever after."""
+    left = list(seconds)
+
+    def run(*inputs):
+        clock.s += left.pop(0) if len(left) > 1 else left[0]
+        return [torch.zeros(1)]
+
+    return SimpleNamespace(name=name, run=run, step_ms=0.0)
+
+
+def test_a_slow_first_run_is_no_sample_and_leaves_time_for_warm_ones(clock):
+    captured = SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), sample_inputs=lambda: [])
+    plain = variant("plain", clock, [9.0, 0.022, 0.022, 0.022, 0.010])  # which backward compiles, then cold caches
+    least = variant("least", clock, [0.012])
+
+    proof.measure_ms(captured, [plain, least])
+
+    assert (plain.step_ms, least.step_ms) == (pytest.approx(10.0), pytest.approx(12.0))
