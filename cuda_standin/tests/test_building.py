@@ -6,9 +6,9 @@ import subprocess
 import sysconfig
 
 import pytest
+from cuda_standin.settings import StandinError
 
 from cuda_standin import build, headers, loading, symbols
-from cuda_standin.settings import StandinError
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Loads the stand-in when PyTorch is imported: CUDA's libraries before it, the value layer after it.
 
-``python -m cuda_standin enable`` writes ``import cuda_standin.autoload`` into a ``.pth`` file of the environment, so that
-every process of it has this hook. It costs nothing until ``torch`` is imported.
+``python -m cuda_standin enable`` writes ``import cuda_standin.autoload`` into a ``.pth`` file of the environment, so
+that every process of it has this hook. It costs nothing until ``torch`` is imported.
 """
 
 import sys

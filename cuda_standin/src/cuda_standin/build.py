@@ -1,8 +1,8 @@
 """Builds the stand-in libraries for one PyTorch, once, and keeps them.
 
-``libcudart``, ``libcuda``, ``libcublas``, ``libcublasLt`` and ``libnvrtc`` are ours (``csrc/``). Of every other library
-that PyTorch links against, and of every symbol that ours do not have, a stub is generated that answers "not supported".
-So no ``nvidia-*`` package is needed, and a symbol that a new PyTorch asks for is there.
+The libraries in ``OURS`` have sources here. Of every other library that PyTorch links against, and of every symbol that
+ours do not have, a stub is generated that answers "not supported". So no ``nvidia-*`` package is needed, and a symbol
+that a new PyTorch asks for is there.
 """
 
 import fcntl
@@ -27,6 +27,7 @@ OURS = {
     "libcublas": ("cublas.cpp",),
     "libcublasLt": ("cublaslt.cpp",),
     "libnvrtc": ("nvrtc.cpp",),
+    "libnvidia-ml": ("nvml.cpp",),
 }  # fmt: skip
 # One translation unit; the first comes first because it opens a private part of the dispatcher for old versions.
 VALUES = ("values/values.cpp", "values/attention.cpp", "values/by_hand.cpp", "values/skipped.cpp",
@@ -153,7 +154,7 @@ def _stubs(soname: str, names: list[str]) -> str:
     for name in names:
         if name.startswith(("nvshmemid_", "nvshmemi_device")):
             lines.append(f"char {name}[4096];")  # data, not a function
-        elif name.startswith("cublas") or (name.startswith("nvml") and "Processes" not in name):
+        elif name.startswith(("cublas", "nvml")):
             lines.append(f"int {name}() {{ return 0; }}")
         else:
             lines.append(f'int {name}() {{ return standin_unsupported("{name}", {code}); }}')

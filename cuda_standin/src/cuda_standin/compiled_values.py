@@ -1,109 +1,124 @@
-"""Values for compiled graphs: before Inductor's code runs, its own FX graph runs eagerly on a second stand-in device
-(the value layer makes the numbers there, the allocator of the first device sees nothing), and what it gives is written
-over what the code returned. Bits are those of eager ops of the post-AOT graph, however Inductor fuses.
+"""Values for compiled graphs: Inductor's kernels are compiled and launched, and do nothing.
 
-    STANDIN_DEVICES=2; import inductor_values; inductor_values.install()
+Before Inductor's code runs, its FX graph runs eagerly on a second device, where the value layer makes the numbers and
+the allocator of the first device sees nothing. What it gives is written over what the code returned. Bits are those of
+eager operators of the graph behind AOT autograd, however Inductor fuses; draws of a recomputed generator differ.
+
+    STANDIN_DEVICES=2
+    from cuda_standin import compiled_values; compiled_values.install()
 """
 
+import copy
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
+from cuda_standin.settings import StandinError
+
 SECOND = torch.device("cuda", 1)
-ran = 0
+graphs_run = 0
 
 
-def _moved(value):
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return SECOND
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_moved, value))
-    return value
+def install() -> None:
+    """From now on graphs that ``torch.compile`` makes give values; kernels are not timed, all count as equally fast.
+
+    Raises:
+        StandinError: there is no second device.
+    """
+    if torch.cuda.device_count() < 2:
+        raise StandinError("values of compiled graphs are made on a second device: set STANDIN_DEVICES=2.")
+    import torch._functorch.config as autograd_config
+    import torch._inductor.compile_fx as compiler
+
+    torch._inductor.config.fx_graph_cache = False  # a graph that is found again has no FX graph beside it
+    autograd_config.enable_autograd_cache = False
+    one_graph, whole = compiler.compile_fx_inner, compiler.compile_fx
+
+    def with_values(graph_module: fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
+        before = copy.deepcopy(graph_module)  # lowering changes it
+        return _with_values(one_graph(graph_module, example_inputs, **options), before)
+
+    compiler.compile_fx_inner = with_values
+    compiler.compile_fx = lambda *args, **options: whole(*args, **{"inner_compile": with_values, **options})
+    measure_nothing()
 
 
-def _over_there(t):
-    if not isinstance(t, torch.Tensor) or t.device.type != "cuda":
-        return t
-    with torch.no_grad():
-        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=SECOND)
-        return made.copy_(t.detach())
+def measure_nothing() -> None:
+    """Every kernel takes 1 ms: nothing takes time here, and Inductor measures until it has seen 25 ms."""
+    from torch._inductor.runtime import benchmarking
+
+    for kind in type(benchmarking.benchmarker).__mro__[:-1]:
+        for name in ("benchmark", "benchmark_gpu", "benchmark_cpu", "benchmark_gpu_with_cuda_graph"):
+            if name in vars(kind):
+                setattr(kind, name, lambda self, *args, **kwargs: 1.0)
 
 
-def _eager(gm):
-    """A copy of the graph whose factories make tensors on the second device."""
-    graph = fx.Graph()
-    returned = graph.graph_copy(gm.graph, val_map := {}, return_output_node=True)
-    value, old = returned
-    graph.output(value)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            node.kwargs = {k: _moved(v) for k, v in node.kwargs.items()}
-            node.args = tuple(map(_moved, node.args))
-    written = [
-        i
-        for i, n in enumerate(x for x in gm.graph.nodes if x.op == "placeholder")
-        if any(u.op == "call_function" and str(u.target).startswith("aten.copy_") and u.args[0] is n for u in n.users)
-    ]
-    return fx.GraphModule(gm, graph), written
+def _with_values(code: Any, graph_module: fx.GraphModule) -> Any:
+    """Inductor's code, which is called as ever and then has its outputs and what it writes written over."""
+    eager, written, run = _on_second(graph_module), _written(graph_module), code.current_callable
 
-
-def _with_values(code, gm):
-    """Inductor's code is called as ever, and has its outputs and what it writes written over."""
-    (eager, written), run = _eager(gm), code.current_callable
-
-    def both(inputs):
-        global ran
-        ran += 1
-        there = [_over_there(t) for t in inputs]
+    def both(inputs: list[Any]) -> Any:
+        global graphs_run
+        graphs_run += 1
+        there = [_moved(value) for value in inputs]
         keep = {i: inputs[i] for i in written}
-        given = [weakref.ref(t) for t in inputs if isinstance(t, torch.Tensor)]
+        given = [weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)]
         with torch.no_grad(), torch.cuda.device(SECOND):
             values = eager(*there)
-        made = run(inputs)
-        given = {
-            t.untyped_storage().data_ptr() for ref in given if (t := ref()) is not None
-        }  # the rest went, and its memory may be used again
-        with torch.no_grad():
-            for i, t in keep.items():
-                with torch.autograd._unsafe_preserve_version_counter(t):
-                    t.detach().copy_(there[i])
-            for mine, value in zip(made, values, strict=True):
-                if (
-                    not isinstance(mine, torch.Tensor)
-                    or mine.device.type != "cuda"
-                    or mine.untyped_storage().data_ptr() in given
-                ):
-                    continue
-                with torch.autograd._unsafe_preserve_version_counter(mine):
-                    mine.detach().copy_(value)
+        made = run(inputs)  # empties the list: inputs that nobody holds go, and their memory may be used again
+        alive = {t.untyped_storage().data_ptr() for ref in given if (t := ref()) is not None}
+        for i, tensor in keep.items():
+            _write(tensor, there[i])
+        for mine, value in zip(made, values, strict=True):
+            if isinstance(mine, torch.Tensor) and mine.is_cuda and mine.untyped_storage().data_ptr() not in alive:
+                _write(mine, value)
         return made
 
     code.current_callable = both
     return code
 
 
-def install():
-    import torch._inductor.compile_fx as c
-    import torch._functorch.config as f
+@torch.no_grad()
+def _write(into: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(into):
+        into.detach().copy_(value)
 
-    torch._inductor.config.fx_graph_cache = False
-    f.enable_autograd_cache = False
-    import copy
 
-    inner = c.compile_fx_inner
+@torch.no_grad()
+def _moved(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=SECOND)
+    return made.copy_(value.detach())
 
-    def with_values(gm, example_inputs, **options):
-        before = copy.deepcopy(gm)  # lowering changes the graph
-        return _with_values(inner(gm, example_inputs, **options), before)
 
-    c.compile_fx_inner, whole = with_values, c.compile_fx
-    c.compile_fx = lambda *args, **options: whole(*args, **{"inner_compile": with_values, **options})
-    from torch._inductor.runtime import (
-        benchmarking,
-    )  # kernels take no time: all configurations are as good as the first
+def _on_second(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """The graph with its factories on the second device."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(map(_elsewhere, node.args))
+            node.kwargs = {name: _elsewhere(value) for name, value in node.kwargs.items()}
+    return fx.GraphModule(graph_module, graph)
 
-    for kind in {type(benchmarking.benchmarker), *type(benchmarking.benchmarker).__mro__[:-1]}:
-        for name in ("benchmark", "benchmark_gpu", "benchmark_cpu", "benchmark_gpu_with_cuda_graph"):
-            if name in vars(kind):
-                setattr(kind, name, lambda self, *args, **kwargs: 1.0)
+
+def _elsewhere(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return SECOND
+    return type(value)(map(_elsewhere, value)) if isinstance(value, tuple | list) else value
+
+
+def _written(graph_module: fx.GraphModule) -> list[int]:
+    """Positions of the inputs that the graph writes: those that a ``copy_`` names first."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    return [
+        i
+        for i, node in enumerate(placeholders)
+        if any(
+            u.op == "call_function" and str(u.target).startswith("aten.copy_") and u.args[0] is node for u in node.users
+        )
+    ]
