@@ -44,8 +44,9 @@ def test_a_folder_without_headers_is_refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "package"), [("13.0", "nvidia-cuda-runtime==13.* nvidia-cuda-crt"), ("12.4", "nvidia-cuda-runtime-cu12==12.*")]
-)  # fmt: skip
+    ("version", "package"),
+    [("13.0", "nvidia-cuda-runtime==13.* nvidia-cuda-crt"), ("12.4", "nvidia-cuda-runtime-cu12==12.*")],
+)
 def test_headers_of_another_version_are_named_with_the_package_that_brings_the_right_ones(
     version, package, monkeypatch, tmp_path
 ):

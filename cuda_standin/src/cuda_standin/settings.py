@@ -9,7 +9,7 @@
 | ``STANDIN_SKIP_BYTES`` | operators and copies on more bytes get no values: steps of any size run in seconds |
 | ``STANDIN_RULES`` | what skipped operators leave, a sum of 1, 2, 4 (7); see ``csrc/values/skipped.cpp`` |
 | ``STANDIN_STRICT`` | 0: an operator without values is told in ``report()`` and goes on (1: it raises) |
-| ``STANDIN_LATE`` | work that runs as late as events allow: ``copies`` on side streams, ``side``, ``default``, ``all`` |
+| ``STANDIN_LATE`` | what runs as late as events allow: ``copies`` on side streams, ``side``, ``default``, ``all`` |
 | ``STANDIN_CUDNN`` | 1: cuDNN's convolutions, without workspaces (0: PyTorch's own CUDA kernels) |
 | ``STANDIN_LOG`` | a file that gets a line for each kernel, copy and allocation |
 | ``STANDIN_TRACE`` | 1: names on stderr what was called and is not there |

@@ -33,7 +33,7 @@ def stem(soname: str) -> str:
 
 
 def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, str | None]]:
-    """By library (``libcudart.so.13``), the symbols that PyTorch and ``others`` leave undefined; each with its version."""
+    """By library (``libcudart.so.13``), the symbols that PyTorch and ``others`` leave undefined, and their versions."""
     folder = torch_dir / "lib"
     libraries = sorted(folder.glob("lib*.so*"))
     wanted: dict[str, dict[str, str | None]] = {"libcuda.so.1": {}, "libnvidia-ml.so.1": dict.fromkeys(_NVML)}
