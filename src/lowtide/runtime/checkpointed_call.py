@@ -22,6 +22,7 @@ from lowtide.tape.online.dropping import DroppingTape
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.tape import Tape
 from lowtide.tracing import module_calls
+from lowtide.tracing.function_calls import looked_up_late
 
 _DIFFERENT_CONTEXTS = (
     "context_fn: backward does not run the function again here, so there is no second run to open a context around.\n"
@@ -89,7 +90,7 @@ def checkpoint(
         _warn_of_compiled(getattr(function, "__qualname__", type(function).__qualname__))
         return function(*args, **kwargs)
     with DroppingTape(modules[0] if modules else None).around():
-        return function(*args, **kwargs)
+        return looked_up_late(function)(*args, **kwargs)
 
 
 def checkpoint_sequential(

@@ -1,9 +1,11 @@
 """Calls of custom ``torch.autograd.Function``s: seen while a step is recorded or taped, and run again.
 
-What kernels such a Function launches (Triton, C, NumPy) no dispatcher sees. The call itself passes one place,
-``_SingleLevelFunction.apply``: ``Function.apply`` looks it up when it is called, so a bound ``F.apply`` that a library
-keeps passes it as well. An observer runs the call through a subclass whose ``forward`` reports what was returned and
-what is to be stored, before autograd stores it. Context, backward and the names of nodes stay those of the Function.
+What kernels such a Function launches (Triton, C, NumPy) no dispatcher sees. The call itself passes one place. Up to
+PyTorch 2.13 that is ``_SingleLevelFunction.apply``: ``Function.apply`` looks it up when it is called, so a bound
+``F.apply`` that a library keeps passes it as well. From 2.14 on it is ``Function.apply`` itself, a function of C; what
+was bound before is not seen, and what it makes is saved. An observer runs the call through a subclass whose ``forward``
+reports what was returned and what is to be stored, before autograd stores it. Context, backward and the names of nodes
+stay those of the Function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +16,7 @@ import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
@@ -32,6 +34,10 @@ TRANSPARENT = "its operators say all"  # in place of a reason why what a call ma
 TENSOR = object()  # in place of a tensor among arguments
 # Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
 _NOT_SEEN = ("torch.", "lowtide.", "deepspeed.", "torch_remat.")
+# The class whose ``apply`` every call passes.
+_BY_C = not isinstance(vars(Function)["apply"], classmethod)
+_PLACE: Any = Function if _BY_C else _SingleLevelFunction
+_C_APPLY = vars(Function)["apply"]
 _thread_state: Any = None  # whose ``observer`` gets the calls, while there is one
 _installed = 0
 
@@ -216,6 +222,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         or kwargs
         or not torch.is_grad_enabled()  # in another Function's forward, for example: part of that call
         or graph_task() != -1
+        or (_BY_C and torch._C._are_functorch_transforms_active())  # before 2.14 such calls do not come here
         or cls.__module__.startswith(_NOT_SEEN)
     ):
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
@@ -231,7 +238,7 @@ def install(thread_state: Any) -> Callable[[], None]:
     global _installed, _thread_state
     if not _installed:
         _thread_state = thread_state
-        _SingleLevelFunction.apply = classmethod(_apply)
+        _PLACE.apply = classmethod(_apply)
     _installed += 1
     done = False
 
@@ -242,9 +249,20 @@ def install(thread_state: Any) -> Callable[[], None]:
             done = True
             _installed -= 1
             if not _installed:
-                del _SingleLevelFunction.apply
+                if _BY_C:
+                    _PLACE.apply = _C_APPLY
+                else:
+                    del _PLACE.apply
 
     return undo
+
+
+def looked_up_late(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``; where it is a ``F.apply`` that was bound before, one that looks ``apply`` up when it is called."""
+    of = getattr(function, "__self__", None)
+    if isinstance(of, type) and issubclass(of, Function) and getattr(function, "__name__", "") == "apply":
+        return lambda *args, **kwargs: of.apply(*args, **kwargs)  # type: ignore[attr-defined]
+    return function
 
 
 # -- running a call again ------------------------------------------------------------------------------------------
