@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="what make test runs (tests/support/quick.py)")
     parser.addoption("--report-slowest", metavar="FILE", help="write the slowest tests into a page between two marks")
     parser.addoption("--report-memory", metavar="MIB", type=int, help="list tests at which a process grew by so much")
-    parser.addoption("--device", help="run with this default device: standin (tests/accelerator/README.md)")
+    parser.addoption("--device", help="run with this default device: standin (tests/accelerator/README.md) or cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ from support.switched_device import Switched
 
 kernels = []
 nothing = lambda *_: contextlib.nullcontext()
-device = SimpleNamespace(launched=lambda: len(kernels), schedule=nothing, expandable_segments=nothing)
+device = SimpleNamespace(NAME="standin", launched=lambda: len(kernels), schedule=nothing, expandable_segments=nothing)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "host_only(reason): why not")

@@ -141,3 +141,5 @@ LEFT_OUT = {
     "tracing/test_tracer.py::test_the_simulated_plain_peak_is_the_allocators[lstm]": _FUSED,
     "tracing/test_tracer.py::test_without_workspace": _CPU_OP,
 }
+
+LEFT_OUT_OF_CUDA: dict[str, str] = {}

@@ -1,7 +1,8 @@
 """The whole suite with another default device: what ``pytest --device standin`` does, and what is left out there.
 
-A test that names no device then makes its tensors on the accelerator, whose streams run late. ``LEFT_OUT`` has the
-tests that cannot run so, by the beginning of their id, each with its reason. For those in ``MODEL_ALONE`` the allocator
+Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in. A
+test that names no device then makes its tensors there, where streams run late. ``LEFT_OUT`` has the tests that cannot
+run so, by the beginning of their id, each with its reason; ``LEFT_OUT_OF_CUDA`` has more. For those in ``MODEL_ALONE`` the allocator
 does not tell what else is allocated, and its segments grow, so that it splits every block.
 """
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from accelerator.build import NoCompilerError
 from accelerator.schedules import LATE
-from support.not_on_the_accelerator import LEFT_OUT, MODEL_ALONE
+from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, MODEL_ALONE
 
 from lowtide import api
 from lowtide.measurement import allocator
@@ -23,12 +24,17 @@ from lowtide.tracing import tracer
 _STARTED_WORK = "started work on the accelerator"
 
 
+_MODULES = {"standin": "accelerator.device", "cuda": "support.cuda_device"}
+
+
 def switch_to(name: str) -> ModuleType:
-    """Make ``name`` the default device, with streams that run late. Only the tests' own accelerator is known."""
-    if name != "standin":
-        raise pytest.UsageError(f"--device {name}: the only device here that tests may be switched to is standin")
+    """Make ``name`` the default device, with streams that run late."""
+    if name not in _MODULES:
+        raise pytest.UsageError(f"--device {name}: tests may be switched to {' or '.join(_MODULES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: this PyTorch has no CUDA; make test-cuda makes an environment that has")
     try:
-        device = importlib.import_module("accelerator.device")
+        device = importlib.import_module(_MODULES[name])
     except NoCompilerError as error:
         raise pytest.UsageError(f"--device {name}: {error}") from error
     # Fits that name no tier have none, as on a CPU: their tests count what is recomputed. tests/accelerator offloads.
@@ -40,9 +46,10 @@ def switch_to(name: str) -> ModuleType:
     return device
 
 
-def reason_to_leave_out(node_id: str) -> str:
-    """Why this test cannot run with the default device switched; "" if it can."""
-    return next((reason for start, reason in LEFT_OUT.items() if node_id.startswith(start)), "")
+def reason_to_leave_out(node_id: str, device: str) -> str:
+    """Why this test cannot run with the default device switched to ``device``; "" if it can."""
+    reasons = LEFT_OUT | LEFT_OUT_OF_CUDA if device == "cuda" else LEFT_OUT
+    return next((reason for start, reason in reasons.items() if node_id.startswith(start)), "")
 
 
 class Switched:
@@ -56,7 +63,7 @@ class Switched:
         self.on_device = self.elsewhere = self.left_out = 0
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        if reason := reason_to_leave_out(item.nodeid.removeprefix("tests/")):
+        if reason := reason_to_leave_out(item.nodeid.removeprefix("tests/"), self._device.NAME):
             item.add_marker(pytest.mark.host_only(reason))
         if marker := item.get_closest_marker("host_only"):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))

@@ -1,0 +1,39 @@
+"""CUDA as default device of the suite: PyTorch's CUDA build on the stand-in (cuda_standin/README.md)."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import cuda_standin
+import torch
+from accelerator.schedules import LATE, Policy
+
+NAME = "cuda"
+
+
+def launched() -> int:
+    """Kernels so far."""
+    return cuda_standin.counters().launches
+
+
+@contextlib.contextmanager
+def schedule(default_stream: Policy, other_streams: Policy) -> Iterator[None]:
+    """The default streams, and all others, run their work so, early or late. Everything queued runs before and after."""
+    which = {(False, False): "", (False, True): "side", (True, False): "default", (True, True): "all"}
+    with cuda_standin.run_late(which[default_stream == LATE, other_streams == LATE]):
+        yield
+
+
+@contextlib.contextmanager
+def expandable_segments(on: bool) -> Iterator[None]:
+    """Whether segments grow from here on; the environment says so too, as where a process starts with the setting."""
+    before = os.environ.get("PYTORCH_ALLOC_CONF")
+    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{on}"
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+    try:
+        yield
+    finally:
+        del os.environ["PYTORCH_ALLOC_CONF"]
+        if before is not None:
+            os.environ["PYTORCH_ALLOC_CONF"] = before
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
