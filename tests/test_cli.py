@@ -1,6 +1,8 @@
 """The command line: exit codes, whole messages, and stdout that holds the result and nothing else."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from support.toy_graphs import chain
 
 import lowtide
-from lowtide.cli import main
+from lowtide.cli import _parser, main
 from lowtide.graph import json_format
 from lowtide.graph.costs import Costs, Link
 
@@ -248,6 +250,26 @@ def test_a_step_that_cannot_be_planned_is_bad_usage(function, capsys):
 def test_what_argparse_refuses_exits_with_two(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().out == ""
+
+
+def options() -> dict[str, list[argparse.Action]]:
+    """By verb, its options but for ``--help``."""
+    (verbs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    found = {
+        verb: [a for a in p._actions if a.option_strings and a.dest != "help"] for verb, p in verbs.choices.items()
+    }
+    assert len(found) > 8 and all(found.values())
+    return found
+
+
+def test_every_option_of_a_verb_says_what_it_does_and_is_used_by_a_test():
+    texts = [path.read_text() for path in Path(__file__).parent.rglob("*.py")]
+    used = {option for text in texts for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
+
+    assert [f"{verb} {a.option_strings}" for verb, mine in options().items() for a in mine if not a.help] == []
+    assert [
+        f"{verb} {o}" for verb, mine in options().items() for a in mine for o in a.option_strings if o not in used
+    ] == []
 
 
 def test_help_exits_with_zero(capsys):

@@ -53,6 +53,25 @@ def test_the_answer_has_every_field_and_its_parts_add_up(capsys, model):
     assert body["setup"]["seq_len"] == 512  # all positions
 
 
+def test_float32_copies_of_16_bit_weights_count_and_an_optimizer_on_the_host_does_not(capsys, model):
+    asked = ("--model", model, "--device", "h100", "--seq-len", "64", "--precision", "bf16", "--no-limits")
+    plain, copies, on_host = (
+        plan(capsys, *asked, *option)[1] for option in ((), ("--master-weights",), ("--offload-optimizer",))
+    )
+
+    more = copies["by_part"]["optimizer"] - plain["by_part"]["optimizer"]
+    assert more == pytest.approx(8 * plain["parameters"], rel=0.02)  # the copy, and both moments in float32 too
+    assert on_host["by_part"]["optimizer"] < plain["by_part"]["optimizer"] / 10
+
+
+def test_activations_go_to_the_host_only_where_that_is_asked_for(capsys, model):
+    asked = ("--model", model, "--device", "h100", "--batch-size", "8", "--seq-len", "128", "--budget", "93%")
+    alone, moved = (plan(capsys, *asked, "--no-limits", *option)[1] for option in ((), ("--offload-activations",)))
+
+    assert alone["plan"]["counts"]["cpu_offload"] == 0 < moved["plan"]["counts"]["cpu_offload"]
+    assert moved["plan"]["overhead"] < alone["plan"]["overhead"]
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(model):
     from lowtide.foresight import limits
 

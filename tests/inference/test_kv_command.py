@@ -39,6 +39,13 @@ def test_the_cache_of_llama_is_the_formula():
     assert cache_bytes(layer_caches(config), 32, 2048) == 2 * 32 * 8 * 128 * 2 * 32 * 2048
 
 
+def test_the_encoders_output_is_cached_as_long_as_its_input(capsys):
+    asked = ("--model", "t5-base", "--device", "h100", "--seq-len", "128", "--source-len")
+    short, long = (kv(capsys, *asked, length)[1]["cache_bytes"] for length in ("512", "1024"))
+
+    assert long - short == 2 * 12 * 768 * 2 * 512  # keys and values of 12 layers, in bfloat16
+
+
 def test_latent_attention_holds_the_latent():
     config = config_of(model_facts("deepseek-v3"))
 
