@@ -334,12 +334,8 @@ PARTS: dict[str, Part] = {
     "offload: large storages": Part(
         {"offload.search:OffloadSearch._carried": lambda *a: _only_saved(*a)}, telling=False, linked=True
     ),
-    "offload: start from the least peak": Part({"offload.search:_stalls_long": no}, linked=True),
     "offload: what the best plan saves": Part(
         {"offload.search:OffloadSearch._saved_by": lambda *a: _saved_before_offloads(*a)}, telling=False, linked=True
-    ),
-    "offload: asking for less memory": Part(
-        {"tuning:OFFLOAD_ROUNDS": 1}, ("offload.search:OffloadSearch._plan_with",), telling=False, linked=True
     ),
     "offload: delayed fetches": Part({"offload.transfer_schedule:_delay_fetches": no}, telling=False, linked=True),
     "offload: early fetches": Part(

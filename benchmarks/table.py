@@ -25,6 +25,7 @@ from foresight_table import zoo_table as hollow_zoo_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
 from integrations_table import cases_table, timed_table
+from limits_table import costs_table
 from real_steps_table import real_steps_table
 
 from lowtide.doctor import registry
@@ -94,6 +95,7 @@ def main() -> int:
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
         Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
         Page(ROOT / "docs" / "integrations.md", "timed", RESULTS / "integrations_cpu.jsonl", timed_table),
+        Page(ROOT / "docs" / "limits.md", "costs", None, costs_table),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
         Page(ROOT / "docs" / "planner.md", "planner", RESULTS / "planner_cpu.jsonl", planner_table),
         Page(ROOT / "docs" / "planner.md", "times", RESULTS / "planner_time_cpu.jsonl", times_table),

@@ -86,11 +86,6 @@ class OffloadSearch:
             attempt(self._saved_by(base), base, load)
         for load in loads[1:]:
             attempt(self.worth_moving, base, load)
-        if loads is tuning.HEAVY_LINK_LOADS and (not evaluated or _stalls_long(evaluated)):
-            # Slower to find, but this plan saves little, so there is little to offload.
-            base = self.search.min_peak
-            for load in loads:
-                attempt(self._saved_by(base), base, load)
         if not evaluated:
             return self._leanest(budget_bytes)
         best = min(evaluated, key=lambda e: e.rank)
@@ -184,20 +179,15 @@ class OffloadSearch:
         # Fetches are scheduled beside the replays of the plan that this one starts from.
         beside = replace(base.candidate, actions={**base.candidate.actions, **offloaded})
         moves = schedule_transfers(self.context, beside, budget_bytes).candidate.moves
-        rest_budget_bytes = budget_bytes
-        for _ in range(tuning.OFFLOAD_ROUNDS):
-            try:
-                search = ExactSearch(rewrite_without_tiers(self.context, offloaded, moves))
-                rest = search.within(rest_budget_bytes, allow_fallback=False)
-            except BudgetInfeasibleError:
-                return []
-            actions = {**self._of_graph(rest.actions), **offloaded}
-            candidate = Candidate(actions, "feasible", None, rest.provenance, rest.replays)
-            found = schedule_transfers(self.context, candidate, budget_bytes)
-            if found.peak_bytes <= budget_bytes:
-                return [found]
-            rest_budget_bytes -= found.peak_bytes - budget_bytes
-        return []
+        try:
+            search = ExactSearch(rewrite_without_tiers(self.context, offloaded, moves))
+            rest = search.within(budget_bytes, allow_fallback=False)
+        except BudgetInfeasibleError:
+            return []
+        actions = {**self._of_graph(rest.actions), **offloaded}
+        candidate = Candidate(actions, "feasible", None, rest.provenance, rest.replays)
+        found = schedule_transfers(self.context, candidate, budget_bytes)
+        return [found] if found.peak_bytes <= budget_bytes else []
 
     def _assign_tiers(self, storages: Iterable[int]) -> dict[int, str]:
         """Actions that offload ``storages`` in this order, each to the fastest tier with room left."""
@@ -242,12 +232,6 @@ class OffloadSearch:
 def exact_search(context: SearchContext, capacities: Mapping[str, int | None]) -> ExactSearch | OffloadSearch:
     """The search for plans that offload up to ``capacities``, or nothing."""
     return OffloadSearch(context, capacities) if capacities else ExactSearch(context)
-
-
-def _stalls_long(evaluated: list[Evaluated]) -> bool:
-    """The best plan so far spends a good part of its time waiting for links."""
-    best = min(evaluated, key=lambda e: e.rank).timeline
-    return best.stall_ms > tuning.LONG_STALL_SHARE * best.step_ms
 
 
 def _groups(graph: StepGraph, moves: Mapping[int, str]) -> list[tuple[int, ...]]:
