@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wide() -> tuple[nn.Module, Any]:
-    return mlp(6, 512), torch.randn(2048, 512)
+    return mlp(6, 256), torch.randn(1024, 256)
 
 
 def conv() -> tuple[nn.Module, Any]:
@@ -109,7 +109,7 @@ def makes_gradients_again(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "remove",
     thorough_but(
-        (copies_the_batch, makes_gradients_again),  # the first takes 700 MiB
+        (copies_the_batch, makes_gradients_again),
         (holds_what_it_drops, sweeps_whatever_is_free, copies_the_batch, makes_gradients_again),
     ),
 )
@@ -185,7 +185,7 @@ def test_where_a_second_trace_needs_more_it_is_taken_and_told():
     model, batch = wide()
     with pytest.raises(BudgetInfeasibleError) as error:
         lowtide.fit(model, batch, budget=1)
-    longer = torch.randn(2304, 512)
+    longer = torch.randn(1152, 256)
 
     fit = lowtide.fit(model, longer, budget=error.value.least_bytes)
     fit.remove()
