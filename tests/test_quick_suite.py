@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from _pytest.mark.expression import Expression
-from support import quick, slowest
+from support import memory_growth, quick, slowest
 
 ROOT = Path(__file__).parents[1]
 MARKS = ("accelerator", "slow", "thorough")
@@ -123,3 +123,24 @@ def test_the_slowest_tests_replace_those_of_the_last_report(tmp_path):
     assert "3 tests took 0.1 minutes" in text and "had 700 MiB" in text
     with pytest.raises(pytest.UsageError, match="the page has no lines"):
         slowest.replaced("nothing here", "")
+
+
+def test_a_test_at_which_a_worker_grew_is_listed_below_that_worker(monkeypatch):
+    peaks = iter([300, 10, 305, 10, 450, 20])  # of the process and of its children, after each test
+    monkeypatch.setattr(memory_growth, "_peak_mib", lambda who: 300)
+    growth = memory_growth.MemoryGrowth(least_mib=50)
+    monkeypatch.setattr(memory_growth, "_peak_mib", lambda who: next(peaks))
+    for worker, test in (("gw1", "t.py::test_a"), ("gw0", "t.py::test_b"), ("gw1", "t.py::test_c")):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        report = SimpleNamespace(when="teardown", user_properties=[])
+        hook = growth.pytest_runtest_makereport(SimpleNamespace(nodeid=test), SimpleNamespace(when="teardown"))
+        next(hook)
+        with pytest.raises(StopIteration):
+            hook.send(report)
+        growth.pytest_runtest_logreport(report)
+
+    assert growth.lines() == [
+        "gw0: 305 MiB; its largest child 10 MiB; 1 tests",
+        "gw1: 450 MiB; its largest child 20 MiB; 2 tests",
+        "  + 145 to  450  t.py::test_c",
+    ]
