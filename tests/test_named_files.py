@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-READ = sorted(p for part in ("src", "tests", "benchmarks", ".ci") for p in (ROOT / part).rglob("*.py"))
-FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", "tools", "changelog.d", ".ci", ".github")
+READ = sorted(p for part in ("src", "tests", "benchmarks", "cuda_standin", ".ci") for p in (ROOT / part).rglob("*.py"))
+FOLDERS = (
+    "src", "tests", "benchmarks", "docs", "examples", "tools", "changelog.d", "cuda_standin", ".ci", ".github",
+)  # fmt: skip
 THERE = {
     path.relative_to(ROOT).as_posix()
     for paths in (ROOT.iterdir(), *((ROOT / part).rglob("*") for part in FOLDERS))
