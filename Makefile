@@ -27,7 +27,7 @@ test-accelerator: .venv/.ready  ## run the tests that use the tests' own acceler
 	$(BIN)/python .ci/parts.py --only accelerator
 
 test-cuda: | sound  ## run the tests of CUDA on PyTorch's CUDA build, without a GPU; 1.4 GB; needs g++
-	@sh tools/test_cuda.sh $(PYTHON)
+	@sh tools/test_cuda.sh $(PYTHON) -m "not slow" cuda_standin/tests tests/cuda
 
 test-triton: .venv/.ready  ## run the tests with Triton's interpreter; needs triton==3.9.0
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n 0 -rs tests/tape/test_triton_kernels.py

@@ -23,6 +23,8 @@ SWITCHED = (
     "models", "settings", "test_long_sequences.py", "foresight", "solvers", "doctor", "docs", "distributed",
     "integrations", "benchmarks", "device", "test_cli.py",
 )  # fmt: skip
+# What runs so on CUDA's stand-in: the device's own, and where steps are seen, stored and made again.
+SWITCHED_TO_CUDA = ("tracing", "tape", "runtime", "api", "measurement", "device", "inference", "models")
 WITH_PLANS = ("tests/solvers", "tests/foresight", "tests/graph", "tests/simulation", "tests/reports", "tests/docs")
 WITH_PROCESSES = ("tests/distributed", "tests/integrations", "tests/benchmarks")
 
@@ -39,9 +41,11 @@ def rest_of(*folders: str) -> tuple[str, ...]:
     return tuple(f"--ignore={folder}" for folder in folders)
 
 
+CUDA = ("sh", "tools/test_cuda.sh", sys.executable)
 QUICK = Part("the quick tests", 6.0, ("make", "--no-print-directory", "test"))
 PARTS = (
     Part("thorough tests on the accelerator", 1.5, (*PYTEST, "-m", "accelerator and thorough")),
+    Part("the tests of CUDA, without a GPU", 7.0, ("make", "--no-print-directory", "test-cuda")),
     Part("thorough tests of plans", 2.0, (*PYTEST, "-m", "thorough", *WITH_PLANS)),
     Part("thorough tests in processes", 4.0, (*PYTEST, "-m", "thorough", *WITH_PROCESSES)),
     Part("other thorough tests", 2.0, (*PYTEST, "-m", "thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),
@@ -53,6 +57,9 @@ PARTS = (
          (*PYTEST, "-m", "accelerator and not slow and not thorough")),
     Part("the quick tests with all examples and full effort", 11.0,
          (*PYTEST, "--dist", "worksteal", "-m", "not slow and not thorough")),
+    Part("slow tests of CUDA", 5.0, (*CUDA, "-m", "slow", "cuda_standin/tests", "tests/cuda")),
+    Part("the quick tests with CUDA as default device", 15.0,
+         (*CUDA, "--quick", "--device", "cuda", *(f"tests/{name}" for name in SWITCHED_TO_CUDA))),
     Part("the tests with the accelerator as default device", 15.0,
          (*PYTEST, "--device", "standin", "-m", "not slow", *(f"tests/{name}" for name in SWITCHED))),
 )  # fmt: skip

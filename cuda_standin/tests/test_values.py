@@ -112,6 +112,31 @@ print(cuda_standin.report().without_values)
     assert "'aten::_flash_attention_forward': (1, " in python(source, STANDIN_STRICT="0")
 
 
+def test_an_error_of_late_work_comes_with_a_later_call(python):
+    source = """
+import torch, cuda_standin
+offsets = torch.tensor([0, 4, 8], dtype=torch.int32, device="cuda")
+q = torch.randn(8, 2, 16, device="cuda", dtype=torch.bfloat16)
+with cuda_standin.run_late("all"):
+    torch.ops.aten._flash_attention_forward(q, q, q, offsets, offsets, 4, 4, 0.0, False, False)
+    torch.cuda.synchronize()
+    print("synchronized")
+    try: q + 1
+    except RuntimeError as error: print(error)
+print((q * 0).sum().item())
+"""
+    lines = python(source).splitlines()
+    assert (lines[0], lines[-1]) == ("synchronized", "0.0")
+    assert lines[1].startswith("cuda_standin: no values for aten::_flash_attention_forward: ")
+
+
+def test_batch_norm_in_evaluation_has_values():
+    norm, x = torch.nn.BatchNorm1d(4), torch.randn(8, 4)
+    norm(x)
+    norm.eval()
+    torch.testing.assert_close(norm.cuda()(x.cuda()).cpu(), norm.cpu()(x))
+
+
 def test_without_values_memory_keeps_what_was_there(python):
     source = "import torch; print(torch.full((3,), 7.0, device='cuda').tolist())"
     assert python(source) == "[7.0, 7.0, 7.0]"

@@ -4,9 +4,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-import cuda_standin
 import torch
 from accelerator.schedules import LATE, Policy
+
+import cuda_standin
 
 NAME = "cuda"
 

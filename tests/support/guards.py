@@ -33,7 +33,8 @@ def _counted(x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
     return x.sin()
 
 
-_library.impl("counted", _counted, "CPU")
+for _key in ("CPU", "CUDA"):
+    _library.impl("counted", _counted, _key)
 
 
 class FalseSchema(nn.Module):

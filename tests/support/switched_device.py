@@ -2,8 +2,8 @@
 
 Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in. A
 test that names no device then makes its tensors there, where streams run late. ``LEFT_OUT`` has the tests that cannot
-run so, by the beginning of their id, each with its reason; ``LEFT_OUT_OF_CUDA`` has more. For those in ``MODEL_ALONE`` the allocator
-does not tell what else is allocated, and its segments grow, so that it splits every block.
+run so, by the beginning of their id, each with its reason; ``LEFT_OUT_OF_CUDA`` has more. For those in ``MODEL_ALONE``
+the allocator does not tell what else is allocated, and its segments grow, so that it splits every block.
 """
 
 import importlib

@@ -132,8 +132,9 @@ def _count_hidden(x: torch.Tensor) -> torch.Tensor:
     return x.sin()
 
 
-_library.impl("noisy", _noisy, "CPU")
-_library.impl("tally", _count_hidden, "CPU")
+for _key in ("CPU", "CUDA"):
+    _library.impl("noisy", _noisy, _key)
+    _library.impl("tally", _count_hidden, _key)
 
 
 # -- in-place writes and versions -----------------------------------------------------------------------------------
