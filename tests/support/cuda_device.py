@@ -19,7 +19,7 @@ def launched() -> int:
 
 @contextlib.contextmanager
 def schedule(default_stream: Policy, other_streams: Policy) -> Iterator[None]:
-    """The default streams, and all others, run their work so, early or late. Everything queued runs before and after."""
+    """The default streams, and all others, run their work early or late. What is queued runs before and after."""
     which = {(False, False): "", (False, True): "side", (True, False): "default", (True, True): "all"}
     with cuda_standin.run_late(which[default_stream == LATE, other_streams == LATE]):
         yield
