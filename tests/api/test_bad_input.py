@@ -246,12 +246,12 @@ def test_a_plan_for_another_model_is_refused_by_the_module_it_names():
 
 def test_a_plan_for_another_device_is_refused():
     model = mlp(2)
-    plan = replace(harshest(model, torch.randn(4, 16)), device="cuda")
+    plan = replace(harshest(model, torch.randn(4, 16)), device="xpu")
 
     text = refused(lambda: enter(model, plan), model, PlanMismatchError)
 
     here = torch.get_default_device().type
-    assert text == f"the plan is for cuda, the model is on {here}.\nMove the model, or trace and solve there."
+    assert text == f"the plan is for xpu, the model is on {here}.\nMove the model, or trace and solve there."
 
 
 def test_verify_refuses_a_plan_for_another_model():
