@@ -75,6 +75,7 @@ struct Operation {
 };
 
 std::atomic<bool> alone{false};
+std::atomic<double> patience_s{300};  // for ranks that start
 std::atomic<unsigned long long> calls[KINDS], bytes_moved[KINDS];
 thread_local int depth = 0, next_size = 0, next_rank = 0;
 thread_local std::vector<Operation> group;
@@ -82,17 +83,14 @@ thread_local std::string last_error;
 std::mutex factors_lock;
 std::map<int, double> factors;  // of the sums that ncclRedOpCreatePreMulSum made
 
-size_t skip_above() {
+// Large integers have values as in the value layer: they are indices and counts. 8 bits may be the bytes of anything.
+size_t skip_above(int type) {
   static const size_t limit = [] {
     const char* values = getenv("STANDIN_VALUES");
     const char* skip = getenv("STANDIN_SKIP_BYTES");
     return values && !strcmp(values, "0") ? 0 : skip ? (size_t)strtoull(skip, nullptr, 10) : SIZE_MAX;
   }();
-  return limit;
-}
-double patience() {
-  const char* seconds = getenv("STANDIN_NCCL_TIMEOUT");
-  return seconds ? atof(seconds) : 300;
+  return limit && type >= ncclInt32 && type <= ncclUint64 ? SIZE_MAX : limit;
 }
 
 int fail(int code, std::string why, ncclComm* comm = nullptr) {
@@ -101,8 +99,16 @@ int fail(int code, std::string why, ncclComm* comm = nullptr) {
   return code;
 }
 int enqueue(cudaStream_t stream, std::function<void()> f) {
-  return cudaLaunchHostFunc(stream, [](void* p) { (*(std::function<void()>*)p)(); delete (std::function<void()>*)p; },
-                            new std::function<void()>(std::move(f))) ? ncclUnhandledCudaError : ncclSuccess;
+  using F = std::function<void()>;
+  int capturing = 0;
+  cudaStreamIsCapturing(stream, &capturing);
+  auto once = [](void* p) {
+    (*(F*)p)();
+    delete (F*)p;
+  };
+  auto again = [](void* p) { (*(F*)p)(); };  // a graph runs it as often as it is launched
+  return cudaLaunchHostFunc(stream, capturing ? +again : +once, new F(std::move(f))) ? ncclUnhandledCudaError
+                                                                                     : ncclSuccess;
 }
 
 // What N parts that are all equal to `part` come to.
@@ -131,7 +137,7 @@ const Operation* sent_for(const Operation& o, const std::vector<Operation>& othe
 
 int run_alone(const Operation& o, const std::vector<Operation>& others) {
   const size_t bytes = o.bytes();
-  if (o.kind == SEND || !bytes || bytes > skip_above()) return ncclSuccess;
+  if (o.kind == SEND || !bytes || bytes > skip_above(o.type)) return ncclSuccess;
   if (o.kind == RECEIVE) {
     const Operation* source = sent_for(o, others);
     const char* from = source ? source->send : nullptr;
@@ -151,7 +157,7 @@ int run_alone(const Operation& o, const std::vector<Operation>& others) {
 
 int post(const Operation& o) {
   if (cudaStreamSynchronize(o.stream)) return fail(ncclUnhandledCudaError, "the stream cannot be waited for", o.comm);
-  const uint64_t bytes = o.bytes(), sent = bytes > skip_above() ? 0 : bytes;
+  const uint64_t bytes = o.bytes(), sent = bytes > skip_above(o.type) ? 0 : bytes;
   const uint64_t kind = o.kind == RECEIVE ? SEND : o.kind;
   for (int r = 0; r < o.comm->size; r++) {
     const char* content = o.to(r);
@@ -225,8 +231,8 @@ int make(ncclComm_t* out, int size, int rank, const std::string& id) {
   return ncclSuccess;
 }
 int meet(const std::vector<ncclComm_t>& comms) {
-  for (auto c : comms) if (c->peers) if (auto why = c->peers->connect(patience()); !why.empty()) return fail(ncclSystemError, why, c);
-  for (auto c : comms) if (c->peers) if (auto why = c->peers->accept(patience()); !why.empty()) return fail(ncclSystemError, why, c);
+  for (auto c : comms) if (c->peers) if (auto why = c->peers->connect(patience_s); !why.empty()) return fail(ncclSystemError, why, c);
+  for (auto c : comms) if (c->peers) if (auto why = c->peers->accept(patience_s); !why.empty()) return fail(ncclSystemError, why, c);
   return ncclSuccess;
 }
 std::string text(const ncclUniqueId& id) { return std::string(id.internal, strnlen(id.internal, sizeof id.internal)); }
@@ -243,6 +249,8 @@ extern "C" {
 
 // Whether communicators that are made from now on have one rank that exists.
 void standin_nccl_alone(int yes) { alone = yes; }
+// For how long a rank that starts waits for the others.
+void standin_nccl_patience(double seconds) { patience_s = seconds; }
 // What the next ncclCommSplit of this thread leads to: NCCL asks the other ranks, who do not exist.
 void standin_nccl_next_split(int size, int rank) { next_size = size; next_rank = rank; }
 // Names of collectives, nullptr behind the last; how often each was called, and the bytes of one rank's part in all.
@@ -273,6 +281,7 @@ int ncclCommInitAll(ncclComm_t* out, int size, const int* devices) {
 int ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out, void*) {
   const std::string id = comm->id + "." + std::to_string(comm->splits++);
   *out = nullptr;
+  calls[SPLIT]++;
   if (!comm->peers) {
     if (color < 0) return ncclSuccess;
     if (!next_size) return fail(ncclInvalidUsage, "ncclCommSplit of a lone rank: nobody said how many ranks have its color", comm);

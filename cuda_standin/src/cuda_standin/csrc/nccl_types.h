@@ -10,6 +10,7 @@ int cudaGetDevice(int*);
 int cudaMalloc(void**, size_t);
 int cudaFree(void*);
 int cudaStreamSynchronize(cudaStream_t);
+int cudaStreamIsCapturing(cudaStream_t, int*);
 int cudaLaunchHostFunc(cudaStream_t, void (*)(void*), void*);
 
 enum ncclResult_t {
