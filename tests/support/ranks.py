@@ -53,8 +53,9 @@ def on_every_rank(run: Callable[..., Any], *args: Any, world: int = WORLD) -> li
 
 def start_group(rank: int, world: int, store: dist.Store) -> None:
     """The default group, for tensors of the default device."""
-    backend = "gloo"
-    if torch.get_default_device().type != "cpu":
+    device = torch.get_default_device().type
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # PyTorch's own, on the stand-in's NCCL library
+    if device == "standin":
         from accelerator.process_group import BACKEND as backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 

@@ -28,6 +28,7 @@ OURS = {
     "libcublasLt": ("cublaslt.cpp",),
     "libnvrtc": ("nvrtc.cpp",),
     "libnvidia-ml": ("nvml.cpp",),
+    "libnccl": ("nccl.cpp",),
 }  # fmt: skip
 # One translation unit; the first comes first because it opens a private part of the dispatcher for old versions.
 VALUES = ("values/values.cpp", "values/attention.cpp", "values/by_hand.cpp", "values/skipped.cpp",

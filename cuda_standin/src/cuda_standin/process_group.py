@@ -51,6 +51,13 @@ def collectives() -> dict[str, Collective]:
     return found
 
 
+def _no_objects(object_list: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        f"recv_object_list from rank {src}: that rank does not exist, and what it would send is not known.\n"
+        "Give what it is asked for beforehand: PipelineStage takes input_args= and output_args=."
+    )
+
+
 class Installed:
     """What ``install`` changed; ``remove()`` puts it back."""
 
@@ -81,7 +88,8 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
     Every other rank is taken to hold what this one holds: ``all_gather`` repeats this rank's part, a sum is
     ``world_size`` times it, an average is it, ``all_to_all`` gives what this rank would send to itself, from each.
     What a root that does not exist would send stays as it is; a receive gets what this rank sends in the same group
-    of calls (a ring), else zeros.
+    of calls (a ring), else zeros, or ones where whole numbers are received (votes and counts). Objects of a root that
+    does not exist stay what they are; receiving objects is refused.
 
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set as a
     launcher does; the local ones go by the number of devices. Stores of PyTorch are kept in this process, and
@@ -110,6 +118,13 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
 
         return split_group
 
+    def kept_where_absent(broadcast: Any) -> Any:
+        def broadcast_object_list(object_list: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
+            if src in (None, rank):
+                broadcast(object_list, src, *args, **kwargs)
+
+        return broadcast_object_list
+
     devices = max(torch.cuda.device_count(), 1)
     for name, value in {
         "WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank % devices,
@@ -130,6 +145,9 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
     if hasattr(dist.ProcessGroup, "split_group"):
         done._replace(dist.ProcessGroup, "split_group", told(dist.ProcessGroup.split_group))
     done._replace(distributed_c10d, "ProcessGroupGloo", lone_gloo.LoneGloo)
+    for module in (dist, distributed_c10d):
+        done._replace(module, "broadcast_object_list", kept_where_absent(dist.broadcast_object_list))
+        done._replace(module, "recv_object_list", _no_objects)
     return done
 
 

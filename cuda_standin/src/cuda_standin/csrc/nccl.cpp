@@ -6,7 +6,7 @@
 //                sends what this rank would send to itself. So a gather repeats this rank's part, a sum is N times it,
 //                an average is it, an exchange of counts and the exchange that follows agree. What comes from a root
 //                that does not exist stays as it is. A receive gets what this rank sends in the same group (a ring),
-//                else zeros.
+//                else zeros, or ones where it is of whole numbers: those are votes and counts, and none would be "no".
 //
 // Everything happens in the order of the stream that it was given, through the runtime (cudaLaunchHostFunc).
 // STANDIN_SKIP_BYTES and STANDIN_VALUES=0 leave values out here as in the runtime.
@@ -84,13 +84,14 @@ std::mutex factors_lock;
 std::map<int, double> factors;  // of the sums that ncclRedOpCreatePreMulSum made
 
 // Large integers have values as in the value layer: they are indices and counts. 8 bits may be the bytes of anything.
+bool is_whole(int type) { return type >= ncclInt32 && type <= ncclUint64; }
 size_t skip_above(int type) {
   static const size_t limit = [] {
     const char* values = getenv("STANDIN_VALUES");
     const char* skip = getenv("STANDIN_SKIP_BYTES");
     return values && !strcmp(values, "0") ? 0 : skip ? (size_t)strtoull(skip, nullptr, 10) : SIZE_MAX;
   }();
-  return limit && type >= ncclInt32 && type <= ncclUint64 ? SIZE_MAX : limit;
+  return limit && is_whole(type) ? SIZE_MAX : limit;
 }
 
 int fail(int code, std::string why, ncclComm* comm = nullptr) {
@@ -144,6 +145,8 @@ int run_alone(const Operation& o, const std::vector<Operation>& others) {
     return enqueue(o.stream, [o, from, bytes] {
       if (from) memmove(o.receive, from, bytes);
       else memset(o.receive, 0, bytes);
+      if (!from && is_whole(o.type))  // little endian: the first byte is the 1
+        for (size_t i = 0; i < bytes; i += bytes_of(o.type)) o.receive[i] = 1;
     });
   }
   const char* own = o.to(o.comm->rank);
@@ -258,7 +261,7 @@ const char* standin_nccl_name(int kind) { return kind >= 0 && kind < KINDS ? NAM
 unsigned long long standin_nccl_calls(int kind) { return calls[kind]; }
 unsigned long long standin_nccl_bytes(int kind) { return bytes_moved[kind]; }
 
-int ncclGetVersion(int* version) { *version = 22809; return ncclSuccess; }
+int ncclGetVersion(int* version) { *version = 23007; return ncclSuccess; }
 int ncclGetUniqueId(ncclUniqueId* out) {
   std::random_device random;
   memset(out, 0, sizeof *out);
