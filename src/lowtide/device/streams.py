@@ -47,6 +47,19 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_device_index(device_before)
 
 
+@contextmanager
+def run_in_order_on(stream: torch.Stream | None) -> Iterator[None]:
+    """Inside, ``stream`` is the current one; afterwards the former one waits for it. None: a CPU, nothing to do."""
+    before = None if stream is None else current_stream(stream.device)
+    if stream is None or before == stream:
+        yield
+        return
+    with on_stream(stream):
+        yield
+    assert before is not None
+    before.wait_stream(stream)
+
+
 def synchronize(device: str | torch.device) -> None:
     """Wait for all that was started on an accelerator; on a CPU nothing is."""
     if is_accelerator(device):

@@ -540,6 +540,7 @@ class Lifecycle:
         model = self._model()
         assert watch is not None and seam is not None
         self._close_seam(seam)
+        watch.end_step()
         self.memory.note_peak(watch)
         if watch.checkpointed:
             self._say(

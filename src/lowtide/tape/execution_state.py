@@ -42,9 +42,10 @@ class ExecutionState:
         gathered: Where the model's parameters are, if ZeRO-3 gathers and frees them.
         windows: Of a sharded model in a step without a plan: where its parameters are whole.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
+        stream: In a step without a plan on an accelerator: where the forward pass runs, and so replays.
     """
 
-    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference", "windows")
+    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference", "stream", "windows")
 
     def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
         self.flags = numeric_flags()
@@ -54,6 +55,7 @@ class ExecutionState:
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
         self.windows: OpenWindows | None = None
         self.on_difference: Callable[[Any], None] | None = None
+        self.stream: torch.Stream | None = None
 
     @property
     def is_sharded(self) -> bool:

@@ -51,6 +51,22 @@ class Holdings:
             self.released[id(value)] = value
         self._need(value)
 
+    def let_go_unclaimed(self) -> None:
+        """The step is over: what no claim of autograd's can ask for any more goes, whatever was counted of it.
+
+        A graph that somebody keeps may still run backward: what it claims stays, and so does what that is made from.
+        """
+        wanted: set[int] = set()
+        todo = [v for v in (*self._held.values(), *self.released.values()) if v.claim() is not None]
+        while todo:
+            value = todo.pop()
+            if id(value) not in wanted:
+                wanted.add(id(value))
+                todo += value.inputs if value.tensor is None else ()
+        for value in self:
+            if id(value) not in wanted:
+                self.let_go(value)
+
     def restore(self, value: StoredValue, tensor: Tensor) -> None:
         """A released value has been made again."""
         self.released.pop(id(value), None)

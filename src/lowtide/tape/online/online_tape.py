@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import UncompiledMode
 from lowtide.device.generators import state_bytes
+from lowtide.device.names import is_accelerator
+from lowtide.device.streams import current_stream
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
@@ -129,6 +131,9 @@ class OnlineTape(UncompiledMode):
         self.releaser.forget_step()
         self._run = run = ExecutionState(self._model, wrapped=self._wrapped)
         model = self._model()
+        first = next(model.parameters(), None) if model is not None else None
+        if first is not None and is_accelerator(first.device):
+            run.stream = current_stream(first.device)
         if model is not None and (self._wrapped or run.gathered is not None):
             self._windows = run.windows = OpenWindows(model)
             if not unseen_bytes:  # else they are among them
@@ -158,6 +163,10 @@ class OnlineTape(UncompiledMode):
         """For an op that no dispatcher has shown."""
         self._number += 1
         return self._number
+
+    def end_step(self) -> None:
+        """Only what autograd may still ask for stays: somebody may keep the step's graph."""
+        self._holdings.let_go_unclaimed()
 
     @property
     def num_claims(self) -> int:

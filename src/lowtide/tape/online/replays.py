@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # where ops were recorded
 
+from lowtide.device.streams import run_in_order_on
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import no_autocast
 from lowtide.tape.online.online_values import MARK, StoredValue
@@ -100,6 +101,8 @@ def run_chain(
         locked = stack.enter_context(inputs_locked(chain))
         stack.enter_context(below_autograd())
         stack.enter_context(no_autocast())
+        # FSDP allocates on streams of its own, which do not wait for what is read here, and need no workspaces.
+        stack.enter_context(run_in_order_on(chain[0].run.stream if chain else None))
         for value in chain:
             if id(value) in run_anyway or (not value.is_present and value not in transient):
                 before(value)

@@ -1,0 +1,122 @@
+"""FSDP2 and DDP on PyTorch's CUDA build: two real processes, and rank 0 of 8 alone (cuda_standin/docs/ranks.md)."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks, sharded_training
+from support.ranks import on_every_rank
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import lowtide
+from lowtide.device.streams import current_stream
+from lowtide.plan import RECOMPUTE
+from lowtide.tape.online.online_values import Recipe
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this PyTorch has no CUDA device: make test-cuda makes one that needs no GPU"
+)
+
+
+@pytest.fixture
+def on_cuda():
+    """Ranks have the default device of the test that starts them."""
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.thorough
+def test_data_parallel_training_in_two_processes_is_bitwise_the_same(on_cuda):
+    for told in on_every_rank(ranks.all_ways, ["gradients as views of buckets"]):
+        plain = told["gradients as views of buckets", ""]
+        for fitted in ("before", "after"):
+            ours = told["gradients as views of buckets", fitted]
+            assert all(ours[what] == plain[what] for what in ("losses", "gradients", "weights"))
+            assert ours["dropped"] > 0 and ours["plan"].counts[RECOMPUTE] > 0
+
+
+@pytest.mark.thorough
+def test_sharded_training_in_two_processes_is_bitwise_the_same_within_the_budget(on_cuda):
+    """Streams run late, and NCCL's group is PyTorch's own."""
+    ways = ["mixed precision", "units in units"]
+    for told in on_every_rank(sharded_training.all_ways, ways):
+        for plain, ours in told.values():
+            assert all(ours[what] == plain[what] for what in ("losses", "gradients", "state", "sent"))
+            assert ours["equal"] and ours["dropped"] > 0 and ours["mismatched"] == 0
+            assert ours["measured"] <= ours["predicted"]
+
+
+@contextlib.contextmanager
+def rank_0_of(world):
+    process_group = pytest.importorskip("cuda_standin.process_group", reason="cuda_standin is not here: make test-cuda")
+    with process_group.lone_rank(world):
+        dist.init_process_group("nccl")
+        yield
+
+
+WIDTH, LAYERS, ROWS = 64, 6, 2048
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def sharded():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(LAYERS))).cuda()
+    for part in (*model, model):
+        fully_shard(part)
+    return model
+
+
+def step(model, batch):
+    """Gradients, and the bytes above what was there before, as the allocator counts them."""
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(batch).square().mean().backward()
+    torch.cuda.synchronize()
+    return [p.grad.to_local().clone() for p in model.parameters()], before, torch.cuda.max_memory_allocated()
+
+
+def test_rank_0_of_8_trains_within_its_budget_and_bitwise_the_same(monkeypatch):
+    """Without a plan from the first step on, then under one; what is counted is what was predicted."""
+    streams = set()
+    run = Recipe.run
+
+    def noting(recipe, transient):
+        streams.add(current_stream(torch.device("cuda")))
+        return run(recipe, transient)
+
+    with rank_0_of(8):
+        batch = torch.randn(ROWS, WIDTH, device="cuda")
+        model = sharded()
+        step(model, batch)  # workspaces of matrix products
+        expected, before, plain_peak = step(model, batch)
+        budget = int(before + 0.6 * (plain_peak - before))
+        fit = lowtide.fit(model, budget=budget)
+        monkeypatch.setattr(Recipe, "run", noting)
+        watched, _, watched_peak = step(model, batch)
+        monkeypatch.undo()
+        fit.wait()
+        planned, _, planned_peak = step(model, batch)
+        status, plan = fit.status(), fit.plan
+        fit.remove()
+    assert status.planned_steps == 1 and plan.counts[RECOMPUTE] > 0
+    assert all(map(torch.equal, watched, expected)) and all(map(torch.equal, planned, expected))
+    assert watched_peak <= 1.01 * budget and planned_peak <= budget < plain_peak
+    assert planned_peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    # FSDP gathers on streams of its own, where the tape makes room: what runs again runs where the step does.
+    assert len(streams) == 1
