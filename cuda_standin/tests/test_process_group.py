@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_standin.lone_store import LoneStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import cuda_standin
 from cuda_standin import process_group
-from cuda_standin.lone_store import LoneStore
 
 WORLD, RANK = 8, 3
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch renames collectives; both names are called here

@@ -66,7 +66,8 @@ part = dist.new_group([1])
 objects = [None, None]
 dist.all_gather_object(objects, {"rank": rank})
 dist.barrier()
-print(values.tolist(), average.tolist(), gathered.tolist(), share.tolist(), exchanged.tolist(), sent.tolist(), highest.tolist(), objects)
+tensors = [values, average, gathered, share, exchanged, sent, highest]
+print(*[tensor.tolist() for tensor in tensors], objects)
 """
     )
     common = "[3.0, 6.0] [1.5, 3.0] [[0.0, 10.0], [1.0, 11.0]]"

@@ -1,4 +1,4 @@
-"""Rank 0 of 8 and of 64, alone: DDP, FSDP and parallel layers run their own CUDA code, and what they take is counted."""
+"""Rank 0 of 8 and of 64, alone: DDP, FSDP and parallel layers run their CUDA code, and what they take is counted."""
 
 import contextlib
 import copy
@@ -221,7 +221,11 @@ def test_replicas_of_shards_reduce_twice(world, model, batch):
     with counted() as found:
         step(model, batch)
     assert found["reduce_scatter"][0] == found["all_reduce"][0] == DEPTH
-    assert found["all_reduce"][1] == found["reduce_scatter"][1] == pytest.approx(DEPTH * LAYER * 4 / (world // 2), rel=0.01)
+    assert (
+        found["all_reduce"][1]
+        == found["reduce_scatter"][1]
+        == pytest.approx(DEPTH * LAYER * 4 / (world // 2), rel=0.01)
+    )
 
 
 def test_the_older_sharding_runs(world, model, batch):
@@ -253,7 +257,11 @@ def test_sequence_parallel_layers_hold_their_positions(world):
     mesh = init_device_mesh("cuda", (world // size, size), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     model = Net().cuda()
-    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}  # fmt: skip
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
     shapes = []
     for layer in model.layers:
         parallelize_module(layer, mesh["tensor"], plan)

@@ -1,4 +1,4 @@
-"""A store for one rank of many: what the others would have written is made up where that can be, else refused by name."""
+"""A store for one rank of many: what the others would have written is made up, or refused by name."""
 
 from datetime import timedelta
 from typing import Any
@@ -89,6 +89,7 @@ class LoneStore(dist.Store):
 
     def _missing(self, key: str) -> str:
         return (
-            f"the store has no {key!r}: another of the {self._world_size} ranks would have written it, and only one exists.\n"
+            f"the store has no {key!r}: another of the {self._world_size} ranks would have written it, and only one "
+            "exists.\n"
             "Leave out what exchanges values through the store, or start real processes."
         )

@@ -34,7 +34,8 @@ def _library() -> ctypes.CDLL:
         loaded = "no CUDA build" if library is None else "another libnccl.so.2 than the stand-in's"
         raise RuntimeError(
             f"PyTorch {torch.__version__} has {loaded}, so ranks that do not exist cannot be stood in for.\n"
-            "Run the Python of the stand-in's environment; a PyTorch with NCCL linked into it (not from PyPI) cannot be used."
+            "Run the Python of the stand-in's environment. A PyTorch that has NCCL linked into it, as some builds that "
+            "are not from PyPI, cannot be used."
         )
     library.standin_nccl_name.restype = ctypes.c_char_p
     library.standin_nccl_calls.restype = library.standin_nccl_bytes.restype = ctypes.c_ulonglong

@@ -41,7 +41,7 @@ def test_what_no_claim_asks_for_goes_though_readers_are_counted():
 
 def test_what_a_released_value_is_made_from_stays_as_long_as_it_is_claimed():
     holdings = Holdings()
-    root, root_memory = stored(1)
+    root, _root_memory = stored(1)
     between, _ = stored(2, root)
     last, last_memory = stored(3, between)
     claim = Claim(last, holdings.end_claim)
