@@ -1,8 +1,9 @@
-// A stand-in for libnccl.so.2: PyTorch's own ProcessGroupNCCL runs on it, with its streams, events, futures, and what it
-// keeps alive for how long. Two ways:
+// A stand-in for libnccl.so.2: PyTorch's own ProcessGroupNCCL runs on it, with its streams, events, futures, and what
+// it keeps alive for how long. Two ways:
 //
-//   real ranks   processes of this machine, as many as the communicator has; values travel through sockets (nccl_peers.h)
-//   a lone rank  one rank of N exists (standin_nccl_alone). Every other rank is taken to hold what this one holds: it
+//   real ranks   processes of this machine, as many as the communicator has; values travel through sockets
+//   (nccl_peers.h) a lone rank  one rank of N exists (standin_nccl_alone). Every other rank is taken to hold what this
+//   one holds: it
 //                sends what this rank would send to itself. So a gather repeats this rank's part, a sum is N times it,
 //                an average is it, an exchange of counts and the exchange that follows agree. What comes from a root
 //                that does not exist stays as it is. A receive gets what this rank sends in the same group (a ring),
@@ -10,10 +11,6 @@
 //
 // Everything happens in the order of the stream that it was given, through the runtime (cudaLaunchHostFunc).
 // STANDIN_SKIP_BYTES and STANDIN_VALUES=0 leave values out here as in the runtime.
-#include "nccl_peers.h"
-#include "nccl_reduce.h"
-#include "nccl_types.h"
-
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -23,13 +20,28 @@
 #include <memory>
 #include <random>
 
+#include "nccl_peers.h"
+#include "nccl_reduce.h"
+#include "nccl_types.h"
+
 using namespace standin_nccl;
 
 enum Kind {
-  ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, ALL_TO_ALL, GATHER, SCATTER, SEND, RECEIVE, SPLIT, KINDS
+  ALL_REDUCE,
+  REDUCE,
+  REDUCE_SCATTER,
+  BROADCAST,
+  ALL_GATHER,
+  ALL_TO_ALL,
+  GATHER,
+  SCATTER,
+  SEND,
+  RECEIVE,
+  SPLIT,
+  KINDS
 };
-static const char* const NAMES[] = {"all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all",
-                                    "gather", "scatter", "send", "recv", "split"};
+static const char* const NAMES[] = {"all_reduce", "reduce",  "reduce_scatter", "broadcast", "all_gather", "all_to_all",
+                                    "gather",     "scatter", "send",           "recv",      "split"};
 
 struct ncclComm {
   int rank = 0, size = 1, device = 0;
@@ -42,10 +54,12 @@ namespace {
 
 struct Operation {
   Kind kind;
-  const char* send; char* receive;
-  size_t count; int type;  // count: of one part
+  const char* send;
+  char* receive;
+  size_t count;
+  int type;  // count: of one part
   Reduction reduction;
-  int root;                // or the peer
+  int root;  // or the peer
   ncclComm* comm;
   cudaStream_t stream;
 
@@ -55,18 +69,26 @@ struct Operation {
   const char* to(int rank) const {
     const bool i_am_root = comm->rank == root;
     switch (kind) {
-      case ALL_REDUCE: case ALL_GATHER: case SPLIT: return send;
-      case REDUCE: case GATHER: case SEND: return rank == root ? send : nullptr;
+      case ALL_REDUCE:
+      case ALL_GATHER:
+      case SPLIT: return send;
+      case REDUCE:
+      case GATHER:
+      case SEND: return rank == root ? send : nullptr;
       case BROADCAST: return i_am_root ? send : nullptr;
-      case REDUCE_SCATTER: case ALL_TO_ALL: return send + rank * bytes();
+      case REDUCE_SCATTER:
+      case ALL_TO_ALL: return send + rank * bytes();
       case SCATTER: return i_am_root ? send + rank * bytes() : nullptr;
       default: return nullptr;
     }
   }
   bool from(int rank) const {
     switch (kind) {
-      case REDUCE: case GATHER: return comm->rank == root;
-      case BROADCAST: case SCATTER: case RECEIVE: return rank == root;
+      case REDUCE:
+      case GATHER: return comm->rank == root;
+      case BROADCAST:
+      case SCATTER:
+      case RECEIVE: return rank == root;
       case SEND: return false;
       default: return true;
     }
@@ -166,7 +188,10 @@ int post(const Operation& o) {
     const char* content = o.to(r);
     if (!content && !(o.kind == SEND && r == o.root)) continue;
     if (!o.comm->peers->send(r, {kind, bytes, sent}, content))
-      return fail(ncclRemoteError, "rank " + std::to_string(r) + " ended before " + NAMES[o.kind] + " of rank " + std::to_string(o.comm->rank), o.comm);
+      return fail(
+          ncclRemoteError,
+          "rank " + std::to_string(r) + " ended before " + NAMES[o.kind] + " of rank " + std::to_string(o.comm->rank),
+          o.comm);
   }
   return ncclSuccess;
 }
@@ -177,11 +202,16 @@ int collect(const Operation& o) {
   bool any = false;
   for (int r = 0; r < o.comm->size; r++) {
     if (!o.from(r)) continue;
-    const std::string who = "rank " + std::to_string(r), me = "rank " + std::to_string(o.comm->rank) + " waited for its part of " + NAMES[o.kind] + " of " + std::to_string(bytes) + " bytes";
+    const std::string who = "rank " + std::to_string(r), me = "rank " + std::to_string(o.comm->rank) +
+                                                              " waited for its part of " + NAMES[o.kind] + " of " +
+                                                              std::to_string(bytes) + " bytes";
     Message& m = (*parts)[r];
     if (!o.comm->peers->receive(r, &m)) return fail(ncclRemoteError, who + " ended while " + me, o.comm);
     if (m.header.kind != (uint64_t)(o.kind == RECEIVE ? SEND : o.kind) || m.header.bytes != bytes)
-      return fail(ncclInvalidUsage, who + " did " + NAMES[m.header.kind % KINDS] + " of " + std::to_string(m.header.bytes) + " bytes while " + me, o.comm);
+      return fail(
+          ncclInvalidUsage,
+          who + " did " + NAMES[m.header.kind % KINDS] + " of " + std::to_string(m.header.bytes) + " bytes while " + me,
+          o.comm);
     any = any || m.header.sent;
   }
   if (!any) return ncclSuccess;
@@ -207,10 +237,16 @@ int run(const std::vector<Operation>& operations) {
   return ncclSuccess;
 }
 
-int submit(Kind kind, const void* send, void* receive, size_t count, int type, int op, int root, ncclComm* comm, cudaStream_t stream) {
+int submit(Kind kind, const void* send, void* receive, size_t count, int type, int op, int root, ncclComm* comm,
+           cudaStream_t stream) {
   if (!comm) return fail(ncclInvalidArgument, std::string(NAMES[kind]) + " without a communicator");
-  if (!bytes_of(type)) return fail(ncclInvalidArgument, std::string(NAMES[kind]) + " of data type " + std::to_string(type) + ", which is not known", comm);
-  if (root < 0 || root >= comm->size) return fail(ncclInvalidArgument, std::string(NAMES[kind]) + " with rank " + std::to_string(root) + " of " + std::to_string(comm->size), comm);
+  if (!bytes_of(type))
+    return fail(ncclInvalidArgument,
+                std::string(NAMES[kind]) + " of data type " + std::to_string(type) + ", which is not known", comm);
+  if (root < 0 || root >= comm->size)
+    return fail(ncclInvalidArgument,
+                std::string(NAMES[kind]) + " with rank " + std::to_string(root) + " of " + std::to_string(comm->size),
+                comm);
   Reduction reduction{op, 1};
   if (op >= ncclOwnOps) {
     std::lock_guard<std::mutex> lock(factors_lock);
@@ -220,29 +256,43 @@ int submit(Kind kind, const void* send, void* receive, size_t count, int type, i
   Operation o{kind, (const char*)send, (char*)receive, count, type, reduction, root, comm, stream};
   calls[kind]++;
   bytes_moved[kind] += o.bytes();
-  if (depth) { group.push_back(o); return ncclSuccess; }
+  if (depth) {
+    group.push_back(o);
+    return ncclSuccess;
+  }
   return run({o});
 }
 
 int make(ncclComm_t* out, int size, int rank, const std::string& id) {
   auto comm = std::make_unique<ncclComm>();
-  comm->rank = rank; comm->size = size; comm->id = id;
+  comm->rank = rank;
+  comm->size = size;
+  comm->id = id;
   cudaGetDevice(&comm->device);
-  if (rank < 0 || rank >= size) return fail(ncclInvalidArgument, "rank " + std::to_string(rank) + " of " + std::to_string(size));
+  if (rank < 0 || rank >= size)
+    return fail(ncclInvalidArgument, "rank " + std::to_string(rank) + " of " + std::to_string(size));
   if (!alone) comm->peers = std::make_unique<Peers>(id, rank, size);
   *out = comm.release();
   return ncclSuccess;
 }
 int meet(const std::vector<ncclComm_t>& comms) {
-  for (auto c : comms) if (c->peers) if (auto why = c->peers->connect(patience_s); !why.empty()) return fail(ncclSystemError, why, c);
-  for (auto c : comms) if (c->peers) if (auto why = c->peers->accept(patience_s); !why.empty()) return fail(ncclSystemError, why, c);
+  for (auto c : comms)
+    if (c->peers)
+      if (auto why = c->peers->connect(patience_s); !why.empty()) return fail(ncclSystemError, why, c);
+  for (auto c : comms)
+    if (c->peers)
+      if (auto why = c->peers->accept(patience_s); !why.empty()) return fail(ncclSystemError, why, c);
   return ncclSuccess;
 }
 std::string text(const ncclUniqueId& id) { return std::string(id.internal, strnlen(id.internal, sizeof id.internal)); }
 
 int init(ncclComm_t* out, int size, const ncclUniqueId& id, int rank) {
   if (int failed = make(out, size, rank, text(id))) return failed;
-  if (int failed = meet({*out})) { delete *out; *out = nullptr; return failed; }
+  if (int failed = meet({*out})) {
+    delete *out;
+    *out = nullptr;
+    return failed;
+  }
   return ncclSuccess;
 }
 
@@ -255,13 +305,19 @@ void standin_nccl_alone(int yes) { alone = yes; }
 // For how long a rank that starts waits for the others.
 void standin_nccl_patience(double seconds) { patience_s = seconds; }
 // What the next ncclCommSplit of this thread leads to: NCCL asks the other ranks, who do not exist.
-void standin_nccl_next_split(int size, int rank) { next_size = size; next_rank = rank; }
+void standin_nccl_next_split(int size, int rank) {
+  next_size = size;
+  next_rank = rank;
+}
 // Names of collectives, nullptr behind the last; how often each was called, and the bytes of one rank's part in all.
 const char* standin_nccl_name(int kind) { return kind >= 0 && kind < KINDS ? NAMES[kind] : nullptr; }
 unsigned long long standin_nccl_calls(int kind) { return calls[kind]; }
 unsigned long long standin_nccl_bytes(int kind) { return bytes_moved[kind]; }
 
-int ncclGetVersion(int* version) { *version = 23007; return ncclSuccess; }
+int ncclGetVersion(int* version) {
+  *version = 23007;
+  return ncclSuccess;
+}
 int ncclGetUniqueId(ncclUniqueId* out) {
   std::random_device random;
   memset(out, 0, sizeof *out);
@@ -269,8 +325,12 @@ int ncclGetUniqueId(ncclUniqueId* out) {
   return ncclSuccess;
 }
 int ncclCommInitRank(ncclComm_t* out, int size, ncclUniqueId id, int rank) { return init(out, size, id, rank); }
-int ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, int rank, void*) { return init(out, size, id, rank); }
-int ncclCommInitRankScalable(ncclComm_t* out, int size, int rank, int, ncclUniqueId* ids, void*) { return init(out, size, ids[0], rank); }
+int ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, int rank, void*) {
+  return init(out, size, id, rank);
+}
+int ncclCommInitRankScalable(ncclComm_t* out, int size, int rank, int, ncclUniqueId* ids, void*) {
+  return init(out, size, ids[0], rank);
+}
 int ncclCommInitAll(ncclComm_t* out, int size, const int* devices) {
   ncclUniqueId id;
   ncclGetUniqueId(&id);
@@ -287,7 +347,8 @@ int ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out, void*) {
   calls[SPLIT]++;
   if (!comm->peers) {
     if (color < 0) return ncclSuccess;
-    if (!next_size) return fail(ncclInvalidUsage, "ncclCommSplit of a lone rank: nobody said how many ranks have its color", comm);
+    if (!next_size)
+      return fail(ncclInvalidUsage, "ncclCommSplit of a lone rank: nobody said how many ranks have its color", comm);
     const int size = next_size, rank = next_rank;
     next_size = 0;
     return make(out, size, rank, id);
@@ -296,10 +357,12 @@ int ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out, void*) {
   std::vector<std::pair<int64_t, int>> same;  // key, rank in the parent
   Operation o{SPLIT, (const char*)mine, nullptr, 2, ncclInt64, {}, 0, comm, nullptr};
   for (int r = 0; r < comm->size; r++)
-    if (!comm->peers->send(r, {SPLIT, o.bytes(), o.bytes()}, mine)) return fail(ncclRemoteError, "rank " + std::to_string(r) + " ended before ncclCommSplit", comm);
+    if (!comm->peers->send(r, {SPLIT, o.bytes(), o.bytes()}, mine))
+      return fail(ncclRemoteError, "rank " + std::to_string(r) + " ended before ncclCommSplit", comm);
   for (int r = 0; r < comm->size; r++) {
     Message m;
-    if (!comm->peers->receive(r, &m) || m.header.kind != SPLIT) return fail(ncclRemoteError, "rank " + std::to_string(r) + " did not split", comm);
+    if (!comm->peers->receive(r, &m) || m.header.kind != SPLIT)
+      return fail(ncclRemoteError, "rank " + std::to_string(r) + " did not split", comm);
     int64_t theirs[2];
     memcpy(theirs, m.content.data(), sizeof theirs);
     if (theirs[0] == color) same.push_back({theirs[1], r});
@@ -312,23 +375,52 @@ int ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out, void*) {
   return meet({*out});
 }
 int ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
-int ncclCommDestroy(ncclComm_t comm) { delete comm; return ncclSuccess; }
+int ncclCommDestroy(ncclComm_t comm) {
+  delete comm;
+  return ncclSuccess;
+}
 // Others may wait in it: it is left there.
-int ncclCommAbort(ncclComm_t comm) { if (comm && comm->peers) comm->peers->stop(); return ncclSuccess; }
-int ncclCommGetAsyncError(ncclComm_t, int* result) { *result = ncclSuccess; return ncclSuccess; }
-int ncclCommCount(ncclComm_t comm, int* size) { *size = comm->size; return ncclSuccess; }
-int ncclCommUserRank(ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
-int ncclCommCuDevice(ncclComm_t comm, int* device) { *device = comm->device; return ncclSuccess; }
-int ncclCommRegister(ncclComm_t, void* buffer, size_t, void** handle) { *handle = buffer; return ncclSuccess; }
+int ncclCommAbort(ncclComm_t comm) {
+  if (comm && comm->peers) comm->peers->stop();
+  return ncclSuccess;
+}
+int ncclCommGetAsyncError(ncclComm_t, int* result) {
+  *result = ncclSuccess;
+  return ncclSuccess;
+}
+int ncclCommCount(ncclComm_t comm, int* size) {
+  *size = comm->size;
+  return ncclSuccess;
+}
+int ncclCommUserRank(ncclComm_t comm, int* rank) {
+  *rank = comm->rank;
+  return ncclSuccess;
+}
+int ncclCommCuDevice(ncclComm_t comm, int* device) {
+  *device = comm->device;
+  return ncclSuccess;
+}
+int ncclCommRegister(ncclComm_t, void* buffer, size_t, void** handle) {
+  *handle = buffer;
+  return ncclSuccess;
+}
 int ncclCommDeregister(ncclComm_t, void*) { return ncclSuccess; }
 int ncclMemAlloc(void** out, size_t bytes) { return cudaMalloc(out, bytes) ? ncclUnhandledCudaError : ncclSuccess; }
 int ncclMemFree(void* p) { return cudaFree(p) ? ncclUnhandledCudaError : ncclSuccess; }
 const char* ncclGetErrorString(int code) {
-  static const char* const words[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error", "invalid argument",
-                                      "invalid usage", "remote process exited or there was a network error", "NCCL operation in progress"};
+  static const char* const words[] = {"no error",
+                                      "unhandled cuda error",
+                                      "unhandled system error",
+                                      "internal error",
+                                      "invalid argument",
+                                      "invalid usage",
+                                      "remote process exited or there was a network error",
+                                      "NCCL operation in progress"};
   return code >= 0 && code < 8 ? words[code] : "unknown result code";
 }
-const char* ncclGetLastError(ncclComm_t comm) { return comm && !comm->error.empty() ? comm->error.c_str() : last_error.c_str(); }
+const char* ncclGetLastError(ncclComm_t comm) {
+  return comm && !comm->error.empty() ? comm->error.c_str() : last_error.c_str();
+}
 
 int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int, ncclComm_t comm) {
   double factor = 1;
@@ -340,16 +432,24 @@ int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int, ncclComm_t co
     case ncclBfloat16: factor = *(Bfloat16*)wide; break;
     case ncclFloat32: factor = *(float*)wide; break;
     case ncclFloat64: factor = *(double*)wide; break;
-    default: return fail(ncclInvalidArgument, "a factor of data type " + std::to_string(type) + ", which is no float", comm);
+    default:
+      return fail(ncclInvalidArgument, "a factor of data type " + std::to_string(type) + ", which is no float", comm);
   }
   std::lock_guard<std::mutex> lock(factors_lock);
   *op = factors.empty() ? (int)ncclOwnOps : factors.rbegin()->first + 1;
   factors[*op] = factor;
   return ncclSuccess;
 }
-int ncclRedOpDestroy(int op, ncclComm_t) { std::lock_guard<std::mutex> lock(factors_lock); factors.erase(op); return ncclSuccess; }
+int ncclRedOpDestroy(int op, ncclComm_t) {
+  std::lock_guard<std::mutex> lock(factors_lock);
+  factors.erase(op);
+  return ncclSuccess;
+}
 
-int ncclGroupStart() { depth++; return ncclSuccess; }
+int ncclGroupStart() {
+  depth++;
+  return ncclSuccess;
+}
 int ncclGroupEnd() {
   if (!depth) return fail(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
   if (--depth) return ncclSuccess;
@@ -359,16 +459,38 @@ int ncclGroupEnd() {
 }
 int ncclGroupSimulateEnd(void*) { return fail(ncclInvalidUsage, "no estimates of time"); }
 
-int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, ncclComm_t c, cudaStream_t q) { return submit(ALL_REDUCE, s, r, n, type, op, 0, c, q); }
-int ncclReduce(const void* s, void* r, size_t n, int type, int op, int root, ncclComm_t c, cudaStream_t q) { return submit(REDUCE, s, r, n, type, op, root, c, q); }
-int ncclBroadcast(const void* s, void* r, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) { return submit(BROADCAST, s, r, n, type, 0, root, c, q); }
-int ncclBcast(void* b, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) { return submit(BROADCAST, b, b, n, type, 0, root, c, q); }
-int ncclAllGather(const void* s, void* r, size_t n, int type, ncclComm_t c, cudaStream_t q) { return submit(ALL_GATHER, s, r, n, type, 0, 0, c, q); }
-int ncclReduceScatter(const void* s, void* r, size_t n, int type, int op, ncclComm_t c, cudaStream_t q) { return submit(REDUCE_SCATTER, s, r, n, type, op, 0, c, q); }
-int ncclAlltoAll(const void* s, void* r, size_t n, int type, ncclComm_t c, cudaStream_t q) { return submit(ALL_TO_ALL, s, r, n, type, 0, 0, c, q); }
-int ncclGather(const void* s, void* r, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) { return submit(GATHER, s, r, n, type, 0, root, c, q); }
-int ncclScatter(const void* s, void* r, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) { return submit(SCATTER, s, r, n, type, 0, root, c, q); }
-int ncclSend(const void* s, size_t n, int type, int peer, ncclComm_t c, cudaStream_t q) { return submit(SEND, s, nullptr, n, type, 0, peer, c, q); }
-int ncclRecv(void* r, size_t n, int type, int peer, ncclComm_t c, cudaStream_t q) { return submit(RECEIVE, nullptr, r, n, type, 0, peer, c, q); }
+int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, ncclComm_t c, cudaStream_t q) {
+  return submit(ALL_REDUCE, s, r, n, type, op, 0, c, q);
+}
+int ncclReduce(const void* s, void* r, size_t n, int type, int op, int root, ncclComm_t c, cudaStream_t q) {
+  return submit(REDUCE, s, r, n, type, op, root, c, q);
+}
+int ncclBroadcast(const void* s, void* r, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) {
+  return submit(BROADCAST, s, r, n, type, 0, root, c, q);
+}
+int ncclBcast(void* b, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) {
+  return submit(BROADCAST, b, b, n, type, 0, root, c, q);
+}
+int ncclAllGather(const void* s, void* r, size_t n, int type, ncclComm_t c, cudaStream_t q) {
+  return submit(ALL_GATHER, s, r, n, type, 0, 0, c, q);
+}
+int ncclReduceScatter(const void* s, void* r, size_t n, int type, int op, ncclComm_t c, cudaStream_t q) {
+  return submit(REDUCE_SCATTER, s, r, n, type, op, 0, c, q);
+}
+int ncclAlltoAll(const void* s, void* r, size_t n, int type, ncclComm_t c, cudaStream_t q) {
+  return submit(ALL_TO_ALL, s, r, n, type, 0, 0, c, q);
+}
+int ncclGather(const void* s, void* r, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) {
+  return submit(GATHER, s, r, n, type, 0, root, c, q);
+}
+int ncclScatter(const void* s, void* r, size_t n, int type, int root, ncclComm_t c, cudaStream_t q) {
+  return submit(SCATTER, s, r, n, type, 0, root, c, q);
+}
+int ncclSend(const void* s, size_t n, int type, int peer, ncclComm_t c, cudaStream_t q) {
+  return submit(SEND, s, nullptr, n, type, 0, peer, c, q);
+}
+int ncclRecv(void* r, size_t n, int type, int peer, ncclComm_t c, cudaStream_t q) {
+  return submit(RECEIVE, nullptr, r, n, type, 0, peer, c, q);
+}
 
 }  // extern "C"

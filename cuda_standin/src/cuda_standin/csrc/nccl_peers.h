@@ -11,9 +11,9 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -33,16 +33,20 @@ struct Message {
 
 class Peers {
  public:
-  Peers(std::string name, int rank, int size) : name_(std::move(name)), rank_(rank), inbox_(size), gone_(size), sockets_(size, -1) {
+  Peers(std::string name, int rank, int size)
+      : name_(std::move(name)), rank_(rank), inbox_(size), gone_(size), sockets_(size, -1) {
     listener_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    socklen_t length; sockaddr_un at = address(rank, &length);
+    socklen_t length;
+    sockaddr_un at = address(rank, &length);
     bound_ = listener_ >= 0 && !::bind(listener_, (sockaddr*)&at, length) && !::listen(listener_, size);
   }
   ~Peers() {
     stopping_ = true;
-    for (int s : sockets_) if (s >= 0) ::shutdown(s, SHUT_RDWR);
+    for (int s : sockets_)
+      if (s >= 0) ::shutdown(s, SHUT_RDWR);
     if (reader_.joinable()) reader_.join();
-    for (int s : sockets_) if (s >= 0) ::close(s);
+    for (int s : sockets_)
+      if (s >= 0) ::close(s);
     if (listener_ >= 0) ::close(listener_);
   }
 
@@ -51,10 +55,14 @@ class Peers {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     if (!bound_) return "no socket for rank " + std::to_string(rank_) + ": " + std::strerror(errno);
     for (int r = 0; r < rank_; r++) {
-      socklen_t length; sockaddr_un at = address(r, &length);
+      socklen_t length;
+      sockaddr_un at = address(r, &length);
       int s = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
       while (::connect(s, (sockaddr*)&at, length)) {
-        if (std::chrono::steady_clock::now() > end) { ::close(s); return missing(r, seconds); }
+        if (std::chrono::steady_clock::now() > end) {
+          ::close(s);
+          return missing(r, seconds);
+        }
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
       }
       int32_t me = rank_;
@@ -68,9 +76,11 @@ class Peers {
     for (int left = size - 1 - rank_; left > 0; left--) {
       pollfd waiting{listener_, POLLIN, 0};
       int32_t r = -1;
-      int s = ::poll(&waiting, 1, (int)(seconds * 1000)) == 1 ? ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC) : -1;
+      int s =
+          ::poll(&waiting, 1, (int)(seconds * 1000)) == 1 ? ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC) : -1;
       if (s < 0 || !read_all(s, &r, sizeof r) || r <= rank_ || r >= size) {
-        for (int k = rank_ + 1; k < size; k++) if (sockets_[k] < 0) return missing(k, seconds);
+        for (int k = rank_ + 1; k < size; k++)
+          if (sockets_[k] < 0) return missing(k, seconds);
       }
       sockets_[r] = s;
     }
@@ -138,7 +148,10 @@ class Peers {
     std::vector<pollfd> open;
     std::vector<int> of;
     for (size_t r = 0; r < sockets_.size(); r++)
-      if (sockets_[r] >= 0) { open.push_back({sockets_[r], POLLIN, 0}); of.push_back((int)r); }
+      if (sockets_[r] >= 0) {
+        open.push_back({sockets_[r], POLLIN, 0});
+        of.push_back((int)r);
+      }
     while (!open.empty() && ::poll(open.data(), open.size(), -1) >= 0 && !stopping_) {
       for (size_t k = open.size(); k-- > 0;) {
         if (!open[k].revents) continue;
@@ -154,7 +167,10 @@ class Peers {
           else gone_[of[k]] = true;
         }
         arrived_.notify_all();
-        if (!whole) { open.erase(open.begin() + k); of.erase(of.begin() + k); }
+        if (!whole) {
+          open.erase(open.begin() + k);
+          of.erase(of.begin() + k);
+        }
       }
     }
   }

@@ -17,7 +17,8 @@ inline size_t bytes_of(int type) {
 
 // A float of few bits: 1 sign, E of exponent, M of mantissa, as an IEEE number unless FN ("finite": the largest
 // exponent holds numbers too, and only all ones is NaN).
-template <class Bits, int E, int M, bool FN = false> struct Small {
+template <class Bits, int E, int M, bool FN = false>
+struct Small {
   Bits bits;
   static constexpr int bias = (1 << (E - 1)) - 1;
   operator float() const {
@@ -34,16 +35,25 @@ template <class Bits, int E, int M, bool FN = false> struct Small {
   Small(float value) {
     const int largest = (1 << E) - 1;
     Bits sign = (Bits)((std::signbit(value) ? 1 : 0) << (E + M));
-    if (std::isnan(value)) { bits = (Bits)(sign | largest << M | ((1 << M) - 1)); return; }
+    if (std::isnan(value)) {
+      bits = (Bits)(sign | largest << M | ((1 << M) - 1));
+      return;
+    }
     float size = std::fabs(value);
     int exponent = size == 0 || std::isinf(size) ? 0 : std::max(std::ilogb(size), 1 - bias);
     float units = std::isinf(size) ? INFINITY : std::nearbyint(std::ldexp(size, M - exponent));  // ties to even
-    if (units >= std::ldexp(1.f, M + 1)) { units /= 2; exponent++; }
+    if (units >= std::ldexp(1.f, M + 1)) {
+      units /= 2;
+      exponent++;
+    }
     int field = std::isinf(size) ? largest : units < std::ldexp(1.f, M) ? 0 : exponent + bias;
     int mantissa = std::isinf(size) ? 0 : (int)units & ((1 << M) - 1);
-    const bool over = FN ? field > largest || (field == largest && (mantissa == (1 << M) - 1 || std::isinf(size)))
-                         : field >= largest;
-    if (over) { field = largest; mantissa = FN ? (1 << M) - 1 : 0; }
+    const bool over =
+        FN ? field > largest || (field == largest && (mantissa == (1 << M) - 1 || std::isinf(size))) : field >= largest;
+    if (over) {
+      field = largest;
+      mantissa = FN ? (1 << M) - 1 : 0;
+    }
     bits = (Bits)(sign | field << M | mantissa);
   }
 };
@@ -53,20 +63,25 @@ using Float8e4m3 = Small<uint8_t, 4, 3, true>;
 using Float8e5m2 = Small<uint8_t, 5, 2>;
 
 struct Reduction {
-  int op = ncclSum;    // never ncclOwnOps: that is a sum with a factor
-  double factor = 1;   // of each part before the sum
+  int op = ncclSum;   // never ncclOwnOps: that is a sum with a factor
+  double factor = 1;  // of each part before the sum
 };
 
-template <class T, class Wide> void reduce_as(char* out, const std::vector<const char*>& parts, size_t count, Reduction r) {
+template <class T, class Wide>
+void reduce_as(char* out, const std::vector<const char*>& parts, size_t count, Reduction r) {
   for (size_t i = 0; i < count; i++) {
     auto part = [&](size_t k) {
-      T value; std::memcpy(&value, parts[k] + i * sizeof(T), sizeof(T));
+      T value;
+      std::memcpy(&value, parts[k] + i * sizeof(T), sizeof(T));
       return r.factor == 1 ? value : T((Wide)((Wide)value * (Wide)r.factor));
     };
     T sum = part(0);
     for (size_t k = 1; k < parts.size(); k++) {
       Wide a = (Wide)sum, b = (Wide)part(k);
-      sum = T((Wide)(r.op == ncclProd ? a * b : r.op == ncclMax ? std::max(a, b) : r.op == ncclMin ? std::min(a, b) : a + b));
+      sum = T((Wide)(r.op == ncclProd  ? a * b
+                     : r.op == ncclMax ? std::max(a, b)
+                     : r.op == ncclMin ? std::min(a, b)
+                                       : a + b));
     }
     if (r.op == ncclAvg) sum = T((Wide)((Wide)sum / (Wide)parts.size()));
     std::memcpy(out + i * sizeof(T), &sum, sizeof(T));
