@@ -5,8 +5,7 @@ norms, the lists of autocast) is put in as kernels of the CPU's autograd and aut
 outputs look, comes from fake kernels (``output_specs.py``). The kernels hold for the whole process while the
 context is open.
 
-Nothing here has met a GPU. Attention: ``ATen/native/transformers/cuda/sdp_utils.cpp``. Autocast:
-``ATen/autocast_mode.h``; ``tests/hollow/test_cuda_kernels.py`` compares the lists with the installed PyTorch's.
+Nothing here has met a GPU. Attention: ``cuda_attention.py``. Autocast: ``ATen/autocast_mode.h``; ``tests/hollow/test_cuda_kernels.py`` compares the lists with the installed PyTorch's.
 """
 
 import warnings
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.library import Library
+
+from lowtide.hollow.cuda_attention import attention
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -38,17 +39,6 @@ NOT_IN_CUDA_AUTOCAST = [
 ]  # fmt: skip
 
 
-def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, capability: tuple[int, int]) -> str:
-    """``flash``, ``efficient`` or ``math``, as the device chooses."""
-    if q.dim() != 4:
-        return "math"
-    half, same = q.dtype in _HALF, q.shape[-1] == v.shape[-1]
-    if half and mask is None and same and q.shape[-1] <= 256 and capability >= (8, 0):
-        return "flash"
-    supported = q.dtype == torch.float32 or (half and (q.dtype == torch.float16 or capability >= (8, 0)))
-    return "efficient" if supported and q.shape[1] == k.shape[1] else "math"
-
-
 @contextmanager
 def cuda_kernels(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, CPU tensors go through the kernels of a CUDA device; they have to be hollow."""
@@ -63,7 +53,7 @@ def cuda_kernels(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def _put_in(library: Library, capability: tuple[int, int]) -> None:
-    library.impl("scaled_dot_product_attention", _attention(capability), "AutogradCPU")
+    library.impl("scaled_dot_product_attention", attention(capability), "AutogradCPU")
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("rms_norm", _rms_norm, "AutogradCPU")
     for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):  # else autograd has no formula of them
@@ -75,44 +65,6 @@ def _put_in(library: Library, capability: tuple[int, int]) -> None:
         op = getattr(getattr(aten, packet), overload or "default")
         wrapped = _asking_float32(op) if name in AUTOCAST_FLOAT32_RESULT else _in_float32(op)
         library.impl(name, wrapped, "AutocastCPU", allow_override=True)
-
-
-def _attention(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        kernel = attention_kernel(q, k, v, attn_mask, capability)
-        if kernel == "math":
-            found = aten._scaled_dot_product_attention_math(
-                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return found[0]
-        if kernel == "flash":
-            width = q.shape[-1]
-            if missing := -width % 8:
-                q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in (q, k, v))
-            scale = width**-0.5 if scale is None else scale
-            found = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
-            return found[0][..., :width] if missing else found[0]
-        if attn_mask is not None:
-            attn_mask = _aligned_bias(attn_mask, q, k)
-        keeps_sums = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, attn_mask, keeps_sums, dropout_p, is_causal, scale=scale
-        )[0]
-
-    return attention
-
-
-def _aligned_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """A mask as the kernel takes it: added numbers, rows padded to 16 elements."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    tokens = mask.shape[-1]
-    if missing := -tokens % 16:
-        mask = torch.nn.functional.pad(mask, (0, missing))[..., :tokens]
-    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
