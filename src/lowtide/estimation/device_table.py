@@ -50,6 +50,7 @@ class Device:
         op_us: Measured: microseconds of each op in a step whatever it computes; None for devices of the table.
         cold_us: Measured: added to a view where data has taken the caches from the code.
         error_fraction: How far a predicted step may be off: measured where it was, else assumed.
+        multiprocessors: What a CUDA device divides the work of a kernel among; 0 where nobody needs it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Device:
     cold_us: float = 0.0
     error_fraction: float = 0.4
     peer_link_bytes_per_s: float = 0.0
+    multiprocessors: int = 0
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products on ``dtype``; where the device has no unit for it, the rate of the next wider one."""
@@ -138,6 +140,9 @@ def _read(body: Mapping[str, Any]) -> Device:
     sources |= {f"matrix_flops.{dtype}": fact["source"] for dtype, fact in flops.items()}
     peer = body.get("peer_link_bytes_per_s", body["host_link_bytes_per_s"])
     sources["peer_link_bytes_per_s"] = peer["source"]
+    multiprocessors = body.get("multiprocessors", {"value": 0})
+    if "source" in multiprocessors:
+        sources["multiprocessors"] = multiprocessors["source"]
     return Device(
         **{name: body[name] for name in ("name", "title", "kind", "compute_capability", "note")},
         **{name: body[name]["value"] for name in _AMOUNTS},
@@ -149,6 +154,7 @@ def _read(body: Mapping[str, Any]) -> Device:
         cold_us=body.get("cold_us", 0.0),
         error_fraction=body.get("error_fraction", Device.error_fraction),
         peer_link_bytes_per_s=peer["value"],
+        multiprocessors=multiprocessors["value"],
     )
 
 

@@ -88,6 +88,16 @@ def origin_of(tensor: torch.Tensor) -> str:
         return ""
 
 
+def mark_on_host(tensor: torch.Tensor) -> None:
+    """On the device that is planned for, ``tensor`` lies in host memory and takes none of the device's."""
+    tensor.untyped_storage()._lowtide_on_host = True
+
+
+def is_on_host(storage: torch.UntypedStorage) -> bool:
+    """Whether ``mark_on_host`` was told so."""
+    return getattr(storage, "_lowtide_on_host", False)
+
+
 def mark_origin(tensor: torch.Tensor, origin: str) -> None:
     """The values of a solid ``tensor`` are ``origin``."""
     tensor.untyped_storage()._lowtide_origin = origin

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
-from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_origin, origin_of
+from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_on_host, mark_origin, origin_of
 from lowtide.hollow.output_specs import DependsOnValues, OutputSpec, OutputSpecs, TensorSpec, spec_of
 from lowtide.measurement.op_inputs import span
 
@@ -166,7 +166,8 @@ class HollowMode(UncompiledMode):
         for o in spec.outputs:
             if not isinstance(o, TensorSpec):
                 outputs.append(o)
-            elif o.alias is not None:
+                continue
+            if o.alias is not None:
                 source = tensors[o.alias]
                 same = source.shape == o.size and source.stride() == o.stride and not o.offset
                 offset = source.storage_offset() + o.offset
@@ -177,6 +178,8 @@ class HollowMode(UncompiledMode):
                 zeros = torch.zeros(o.storage_bytes // o.dtype.itemsize, dtype=o.dtype)
                 mark_origin(zeros, UNKNOWN)
                 outputs.append(zeros.as_strided(o.size, o.stride))
+            if o.on_host:
+                mark_on_host(outputs[-1])
         return pytree.tree_unflatten(outputs, spec.nesting)
 
     def _write(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Any:

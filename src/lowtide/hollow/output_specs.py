@@ -17,7 +17,11 @@ aten = torch.ops.aten
 
 
 class TensorSpec(NamedTuple):
-    """One output. ``alias``: position among the call's tensors of the one whose storage it shares."""
+    """One output.
+
+    ``alias``: position among the call's tensors of the one whose storage it shares. ``on_host``: it lies in host memory,
+    though the kernel is another device's.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -25,6 +29,7 @@ class TensorSpec(NamedTuple):
     storage_bytes: int
     alias: int | None = None
     offset: int = 0
+    on_host: bool = False
 
 
 class OutputSpec(NamedTuple):
@@ -113,6 +118,7 @@ def spec_of(output: Any, inputs: list[torch.Tensor]) -> OutputSpec:
                 TensorSpec(
                     tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, storage.nbytes(),
                     place.get(storage._cdata), leaf.storage_offset(),
+                    leaf.is_cpu and any(not t.is_cpu for t in inputs),
                 )
             )  # fmt: skip
         else:
@@ -176,6 +182,14 @@ def _rms_norm_backward(func: Any, args: tuple, kwargs: dict) -> Any:
     return torch.empty_like(args[1]), torch.empty_like(args[4]) if wanted[1] else None
 
 
+def _efficient_attention(func: Any, args: tuple, kwargs: dict) -> Any:
+    """With dropout, seed and offset are numbers on the CPU."""
+    output, sums, *drawn = func(*args, **kwargs)
+    if len(args) > 5 and args[5] > 0:
+        drawn = [torch.empty((), dtype=torch.int64, device="cpu") for _ in drawn]
+    return output, sums, *drawn
+
+
 Rule = Callable[[Any, tuple, dict], Any]
 _CPU_RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: _statistics_in_float32,
@@ -186,4 +200,6 @@ _CPU_RULES: dict[Any, Rule] = {
 _CUDA_RULES: dict[Any, Rule] = {
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._grouped_mm.default: _grouped_mm_any_type,
 }

@@ -1,6 +1,7 @@
 """What a kernel allocates beside its outputs, and writes though its schema does not say so.
 
-Both are functions of an op's signature. Each is run once, on synthetic inputs, where it fits in ``limit_bytes``.
+Both are functions of an op's signature. On a CPU each is run once, on synthetic inputs, where it fits in
+``limit_bytes``; a CUDA device's are formulas (``cuda_workspaces.py``).
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.hollow.cuda_workspaces import workspace_bytes
+from lowtide.hollow.devices import TargetDevice
 from lowtide.hollow.memory import is_hollow
 from lowtide.hollow.output_specs import OutputSpecs, spec_of
 from lowtide.measurement.allocator import measuring
@@ -28,12 +31,10 @@ _STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_nor
 class Workspaces:
     """Facts of signatures, found at their first use."""
 
-    def __init__(self, specs: OutputSpecs, limit_bytes: int | None = LIMIT_BYTES) -> None:
-        """``specs``: of the same kernels, which are corrected by what ran.
-
-        ``limit_bytes``: None where the kernels are not here.
-        """
+    def __init__(self, specs: OutputSpecs, target: TargetDevice, limit_bytes: int = LIMIT_BYTES) -> None:
+        """``specs``: of the same kernels, which are corrected by what ran. Those of a CUDA device are not here."""
         self._specs = specs
+        self._target = target
         self._limit_bytes = limit_bytes
         self.unmeasured: dict[str, int] = {}  # op name -> signatures whose workspace is taken as 0
 
@@ -45,14 +46,14 @@ class Workspaces:
         writes = _declared_nowhere(func, args)
         if func.is_view or func is torch.ops.aten._unsafe_view.default:
             return 0, writes
+        if self._target.kernels == "cuda":
+            return workspace_bytes(func, args, self._target), writes
         runnable = func.namespace == "aten" and str(func.overloadpacket) not in _NEED_REAL_INPUTS
-        if self._limit_bytes is not None and runnable and tensor_bytes(signature) <= self._limit_bytes:
+        if runnable and tensor_bytes(signature) <= self._limit_bytes:
             try:
                 return self._run(signature, args, kwargs), writes
             except (NotRebuildableError, RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
                 pass
-        if self._limit_bytes is None:
-            return 0, writes
         name = str(func.overloadpacket).removeprefix("aten.")
         self.unmeasured[name] = self.unmeasured.get(name, 0) + 1
         return 0, writes

@@ -456,6 +456,7 @@ class Tape(SwitchedMode):
             varies = op.dynamic or self.sizes_vary
             if (
                 not (varies or storage.nbytes() == size or allocated_bytes(storage) == size)
+                and not (size == 0 and _is_on_host(storage, args))
                 or MARK in attributes
                 or (use_count(storage._cdata) > _UNSHARED_REFERENCES and _is_memory_of_argument(storage, args))
             ):
@@ -667,6 +668,11 @@ class Tape(SwitchedMode):
                 raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)
             return packed.tensor
         return packed.unpack(self.unpack) if kind is PackedWrapper else packed()
+
+
+def _is_on_host(storage: torch.UntypedStorage, args: Sequence[Any]) -> bool:
+    """Made on the CPU by an op on an accelerator's tensors: it counts as 0 bytes of the accelerator."""
+    return storage.device.type == "cpu" and any(isinstance(a, torch.Tensor) and not a.is_cpu for a in args)
 
 
 def _is_memory_of_argument(storage: torch.UntypedStorage, args: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lowtide.graph.step_graph import DROP, FREE
+from lowtide.hollow.memory import is_on_host
 from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import allocated_bytes, storage_of
@@ -14,8 +15,10 @@ from lowtide.tracing.operators import allocated_bytes, storage_of
 class LiveStorages:
     """Storage ids by the address of the storage; its death ends the entry and becomes an event."""
 
-    def __init__(self, builder: GraphBuilder) -> None:
+    def __init__(self, builder: GraphBuilder, device: torch.device) -> None:
+        """``device``: whose memory is counted; what lies elsewhere has 0 bytes of it."""
         self._builder = builder
+        self._device = device
         self._ids: dict[int, int] = {}
         self._references: dict[int, weakref.ref] = {}
         self._adopted: set[int] = set()
@@ -38,7 +41,10 @@ class LiveStorages:
             return None
         number = self._ids.get(storage._cdata)
         if number is None:
-            number = self._builder.add_storage(allocated_bytes(storage), kind, op=op, output=output, fixed=fixed)
+            # A random kernel's seed may be a number on the CPU.
+            is_elsewhere = storage.device.type != self._device.type or is_on_host(storage)
+            size = 0 if is_elsewhere else allocated_bytes(storage)
+            number = self._builder.add_storage(size, kind, op=op, output=output, fixed=fixed)
             self._add(storage, number, None if op is None else (FREE, number))
         return number
 

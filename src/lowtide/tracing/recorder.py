@@ -85,7 +85,7 @@ class Recorder(UncompiledMode):
         self._kernel_facts = kernel_facts
         self._restores_parameters = restores_parameters
         self.builder = GraphBuilder(region=region)
-        self.live = LiveStorages(self.builder)
+        self.live = LiveStorages(self.builder, device)
         self.sums = GradientSums(self.live)
         self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before

@@ -14,9 +14,10 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.cuda_kernels import cuda_kernels
 from lowtide.hollow.cuda_scripts import cuda_means_cpu
 from lowtide.hollow.devices import TargetDevice, target_of
+from lowtide.hollow.kept_workspaces import kept_workspace_bytes
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import hollow_batch, hollow_parameters, is_config, model_of
-from lowtide.hollow.workspaces import LIMIT_BYTES, Workspaces
+from lowtide.hollow.workspaces import Workspaces
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.optimizer_state import bytes_without_memory
 from lowtide.tracing.recorder import Recorder
@@ -80,7 +81,7 @@ def trace_hollow(
 ) -> StepGraph:
     """``trace`` on hollow tensors; ``mode``: one that has seen models like it knows their ops."""
     mode = mode or HollowMode(target.kernels)
-    workspaces = Workspaces(mode.specs, LIMIT_BYTES if target.kernels == "cpu" else None)
+    workspaces = Workspaces(mode.specs, target)
     with torch.device("cpu"):
         batch = hollow_batch(batch)
 
@@ -107,7 +108,7 @@ def trace_hollow(
         finally:
             mode.where = lambda: None
     if target.kernels == "cuda":
-        graph = _on_cuda(graph, target.block_bytes)
+        graph = _on_cuda(graph, target)
     return replace(
         graph,
         device_name=target.name or (target.kernels if target.kernels != "cpu" else platform.processor() or "cpu"),
@@ -115,12 +116,17 @@ def trace_hollow(
     )
 
 
-def _on_cuda(graph: StepGraph, block_bytes: int) -> StepGraph:
-    """``graph``, whose tensors were on the CPU, as a CUDA device has it: blocks, names, generators in host memory."""
+def _on_cuda(graph: StepGraph, target: TargetDevice) -> StepGraph:
+    """``graph``, whose tensors were on the CPU, as a CUDA device has it.
+
+    It has blocks, names, generators in host memory, and libraries that keep a workspace.
+    """
+    kept = kept_workspace_bytes(graph, target)
     return replace(
         graph,
         device="cuda",
-        storages=tuple(replace(s, bytes=-(-s.bytes // block_bytes) * block_bytes) for s in graph.storages),
+        storages=tuple(replace(s, bytes=target.in_blocks(s.bytes)) for s in graph.storages),
+        resident=graph.resident | {"other": graph.resident["other"] + kept},
         ops=tuple(replace(op, rng_bytes=0) for op in graph.ops),
         signatures=tuple(_named_cuda(s) for s in graph.signatures),
         calls=tuple(call.replace("autocast(cpu,", "autocast(cuda,") for call in graph.calls),
