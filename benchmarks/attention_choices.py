@@ -22,6 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = ((64, 64), (36, 36), (80, 80), (97, 97), (128, 128), (200, 200), (256, 256), (264, 264), (96, 64))
 MASKS = ("none", "bool", "float", "one row")
 BATCH, HEADS, TOKENS = 2, 4, 16
+# How many heads keys and values have, and whether the caller says that they are grouped.
+KEY_HEADS = {"as queries": (4, 4, False), "grouped": (2, 2, True), "one": (1, 1, False), "fewer": (2, 2, False),
+             "fewer values": (4, 1, True)}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -29,7 +32,7 @@ class Case(NamedTuple):
 
     dtype: torch.dtype
     widths: tuple[int, int]
-    grouped: bool
+    heads: str
     mask: str
     causal: bool
     dropout: float
@@ -43,7 +46,7 @@ class Case(NamedTuple):
             return torch.empty(*size, dtype=self.dtype, device=device, requires_grad=self.trains)
 
         keys, (width, value_width) = TOKENS if self.square else 2 * TOKENS, self.widths
-        key_heads = HEADS // 2 if self.grouped else HEADS
+        key_heads, value_heads, is_grouped = KEY_HEADS[self.heads]
         mask = None
         if self.mask == "bool":
             mask = torch.ones(BATCH, 1, TOKENS, keys, dtype=torch.bool, device=device)
@@ -52,15 +55,15 @@ class Case(NamedTuple):
             mask = torch.zeros(BATCH, 1, rows, keys, dtype=self.dtype, device=device).expand(BATCH, 1, TOKENS, keys)
         given = [
             empty(BATCH, HEADS, TOKENS, width), empty(BATCH, key_heads, keys, width),
-            empty(BATCH, key_heads, keys, value_width), mask,
+            empty(BATCH, value_heads, keys, value_width), mask,
         ]  # fmt: skip
-        return given, {"dropout_p": self.dropout, "is_causal": self.causal, "enable_gqa": self.grouped}
+        return given, {"dropout_p": self.dropout, "is_causal": self.causal, "enable_gqa": is_grouped}
 
 
 def cases() -> Iterator[Case]:
     """In the order of the results. A causal mask beside another is refused by PyTorch."""
     flags = (False, True)
-    for case in itertools.product(DTYPES, WIDTHS, flags, MASKS, flags, (0.0, 0.1), flags, flags):
+    for case in itertools.product(DTYPES, WIDTHS, KEY_HEADS, MASKS, flags, (0.0, 0.1), flags, flags):
         if not (case[3] != "none" and case[4]):
             yield Case(*case)
 

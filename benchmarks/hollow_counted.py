@@ -92,10 +92,10 @@ def _apart(hollow: lowtide.StepGraph, real: lowtide.StepGraph) -> list[str]:
         for part in hollow.resident | real.resident
         if hollow.resident.get(part) != real.resident.get(part)
     )
-    for a, b in itertools.zip_longest(hollow.ops, real.ops):
+    for number, (a, b) in enumerate(itertools.zip_longest(hollow.ops, real.ops)):
         if a is None or b is None or a.name != b.name:
             names = [None if op is None else op.name for op in (a, b)]
-            found[f"op {(a or b).index}: {names[0]}, on the device {names[1]}"] += 1
+            found[f"op {number}: {names[0]}, on the device {names[1]}"] += 1
             break
         described = json.dumps(hollow.signatures[a.signature])
         if a.workspace_bytes != b.workspace_bytes:

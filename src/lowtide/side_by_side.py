@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device.autocast import outside_autocast
 from lowtide.device.memory import release_cached_memory, reserved_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError
@@ -203,7 +204,8 @@ class SideBySide:
         with torch.enable_grad():
             with self._around(way) as found:
                 loss, output = run_step(self.model, self.batch, self.step)
-            loss.backward()
+            with outside_autocast():
+                loss.backward()
             del output
         return loss.detach(), Counts() if way.plan is None else found.counts
 

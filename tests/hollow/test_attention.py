@@ -63,7 +63,7 @@ def test_each_rule_is_seen_by_the_table(monkeypatch, guard, broken):
 
 
 def test_older_devices_have_fewer_kernels():
-    case = Case(torch.float16, (64, 64), False, "none", False, 0.0, True, True)
+    case = Case(torch.float16, (64, 64), "as queries", "none", False, 0.0, True, True)
 
     assert chosen(case, (7, 5)) == "efficient"
     assert chosen(case._replace(dtype=torch.bfloat16), (7, 5)) == "math"
@@ -74,6 +74,7 @@ def test_older_devices_have_fewer_kernels():
 def test_heads_that_differ_without_being_grouped_are_math():
     q, k = (torch.empty(2, heads, 8, 64, device="meta") for heads in (4, 1))
 
-    assert attention_kernel(q, k, k, None, H100) == "math"
+    assert attention_kernel(q, k, k, None, H100, release=(2, 13)) == "math"
+    assert attention_kernel(q, k, k, None, H100, release=RELEASE) == "efficient"  # one head is for all
     assert attention_kernel(q, k, k, None, H100, enable_gqa=True, release=RELEASE) == "efficient"
     assert attention_kernel(q[0], k[0], k[0], None, H100) == "math"

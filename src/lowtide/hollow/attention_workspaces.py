@@ -56,7 +56,7 @@ def _rounded_width(width: int) -> int:
 
 def flash_backward(args: tuple, target: TargetDevice) -> int:
     """Sums in float32 for queries and rows, gradients of keys for each head, and copies of what lies otherwise."""
-    grad, q, k, v, output = args[:5]
+    grad, q, k, _, output = args[:5]
     batch, heads, queries, width = q.shape
     rows = _ceil(queries, 128) * 128
     sums = 1

@@ -15,6 +15,7 @@ import torch
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_WIDTH = 256  # the widest head of flash attention
+_MASK_ALIGNMENT = 8  # elements
 # Flash attention has too little shared memory there for the backward of wide heads.
 _LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -43,15 +44,18 @@ def attention_kernel(
         capability: Compute capability of the device.
         release: Of PyTorch; None: the installed one.
     """
-    if not (q.dim() == k.dim() == v.dim() == 4) or q.shape[0] != k.shape[0]:
+    release = release or torch_release()
+    if not (q.dim() == k.dim() == v.dim() == 4) or not q.shape[0] == k.shape[0] == v.shape[0]:
         return "math"
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and not enable_gqa:
+    heads, key_heads = q.shape[1], k.shape[1]
+    grouped = heads != key_heads
+    if key_heads != v.shape[1] or heads % key_heads:
+        return "math"
+    if grouped and not enable_gqa and not (key_heads == 1 and release >= (2, 14)):
         return "math"
     if _takes_flash(q, k, v, mask, capability, dropout_p, is_causal):
         return "flash"
-    takes_groups = (release or torch_release()) >= (2, 14)
-    if _is_efficient_type(q.dtype, capability) and (takes_groups or not grouped):
+    if _is_efficient_type(q.dtype, capability) and (not grouped or release >= (2, 14)):
         step = _efficient_alignment(q.dtype, capability)
         if q.shape[-1] % step == 0 and v.shape[-1] % step == 0:
             return "efficient"
@@ -117,10 +121,11 @@ def attention(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
 
 
 def _aligned_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """A mask as the kernel takes it: added numbers, rows padded to 16 elements."""
+    """A mask as the kernel takes it: added numbers, rows padded to 8 elements."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        hidden, seen = (torch.scalar_tensor(value, dtype=q.dtype) for value in (float("-inf"), 0.0))
+        mask = torch.where(mask, seen, hidden)
     tokens = mask.shape[-1]
-    if missing := -tokens % 16:
+    if missing := -tokens % _MASK_ALIGNMENT:
         mask = torch.nn.functional.pad(mask, (0, missing))[..., :tokens]
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

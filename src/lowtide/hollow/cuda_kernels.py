@@ -5,7 +5,8 @@ norms, the lists of autocast) is put in as kernels of the CPU's autograd and aut
 outputs look, comes from fake kernels (``output_specs.py``). The kernels hold for the whole process while the
 context is open.
 
-Nothing here has met a GPU. Attention: ``cuda_attention.py``. Autocast: ``ATen/autocast_mode.h``; ``tests/hollow/test_cuda_kernels.py`` compares the lists with the installed PyTorch's.
+Nothing here has met a GPU. Attention: ``cuda_attention.py``. Autocast: ``ATen/autocast_mode.h``;
+``tests/hollow/test_cuda_kernels.py`` compares the lists with the installed PyTorch's.
 """
 
 import warnings

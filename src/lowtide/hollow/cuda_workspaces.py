@@ -99,6 +99,13 @@ def _softmax_backward(args: tuple, target: TargetDevice) -> int:
     return target.in_blocks(grad.numel() * grad.itemsize)
 
 
+def _safe_softmax(args: tuple, target: TargetDevice) -> int:
+    """``native/transformers/attention.cpp``: which numbers are minus infinity, which rows are nothing else, and 0."""
+    x, dim = args[0], args[1]
+    rows = x.numel() // max(x.shape[dim], 1)
+    return target.in_blocks(x.numel()) + target.in_blocks(rows) + target.block_bytes
+
+
 def _group_norm(args: tuple, target: TargetDevice) -> int:
     """``group_norm_kernel.cu``: statistics in float32 for half precision, and scale and shift by sample and channel."""
     x, weight, bias, samples, channels, pixels, groups = args[:7]
@@ -186,12 +193,35 @@ def _grouped_product(args: tuple, target: TargetDevice) -> int:
     return 512 * target.multiprocessors + target.in_blocks(56 * groups + 16)
 
 
-# -- convolutions
+# -- losses and convolutions
 
 
-def uses_cudnn() -> bool:
-    """As PyTorch decides: it is asked for unless ``torch.backends.cudnn.enabled`` is off."""
-    return bool(torch.backends.cudnn.enabled)
+def _mean_loss(args: tuple, target: TargetDevice) -> int:
+    """``Loss.cpp``: a loss for each element, of which the mean or the sum is taken."""
+    reduction = args[2] if len(args) > 2 else 1
+    return target.in_blocks(args[0].numel() * args[0].itemsize) if reduction else 0
+
+
+def _convolution(first: int) -> Rule:
+    """``NaiveConvolution*.cu``: the columns of one sample, unless each is a pixel, or a channel has its own kernel.
+
+    Where cuDNN is on, as it is unless ``torch.backends.cudnn.enabled`` is off, it takes a workspace that nobody tells.
+    """
+
+    def rule(args: tuple, target: TargetDevice) -> int:
+        x, weight = args[first], args[first + 1]
+        stride, padding, dilation, transposed, _, groups = args[first + 3 : first + 9]
+        if torch.backends.cudnn.enabled or transposed or groups > 1 or not x.numel():
+            return 0
+        kernel, pixels = weight.shape[2:], list(x.shape[2:])
+        for i, size in enumerate(pixels):
+            step, pad, wide = (v[i if len(v) > 1 else 0] for v in (stride, padding, dilation))
+            pixels[i] = (size + 2 * pad - wide * (kernel[i] - 1) - 1) // step + 1
+        if all(k == 1 for k in kernel) and set(stride) == {1} and not any(padding):
+            return 0
+        return target.in_blocks(x.shape[1] * math.prod(kernel) * math.prod(pixels) * x.itemsize)
+
+    return rule
 
 
 _RULES: dict[str, Rule] = {
@@ -221,6 +251,7 @@ _RULES: dict[str, Rule] = {
     "aten.std_mean": _reduction(16, dims_at=1),
     "aten.logsumexp": _log_sum_exp,
     "aten._softmax_backward_data": _softmax_backward,
+    "aten._safe_softmax": _safe_softmax,
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm_backward,
     "aten.sort.default": _sort(1),
@@ -233,6 +264,12 @@ _RULES: dict[str, Rule] = {
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
     "aten._grouped_mm": _grouped_product,
+    "aten.mse_loss": _mean_loss,
+    "aten.l1_loss": _mean_loss,
+    "aten.smooth_l1_loss": _mean_loss,
+    "aten.huber_loss": _mean_loss,
+    "aten.convolution": _convolution(0),
+    "aten.convolution_backward": _convolution(1),
 }
 # Arguments that a kernel reads from a contiguous copy.
 _MADE_CONTIGUOUS: dict[str, Sequence[int]] = {

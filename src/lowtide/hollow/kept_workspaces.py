@@ -9,8 +9,8 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.devices import TargetDevice
 
 _PRODUCTS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation", "_scaled_mm",
-    "_int_mm", "addr",
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation",
+    "_scaled_mm", "_int_mm",
 })  # fmt: skip
 
 

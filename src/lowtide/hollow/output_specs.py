@@ -19,8 +19,8 @@ aten = torch.ops.aten
 class TensorSpec(NamedTuple):
     """One output.
 
-    ``alias``: position among the call's tensors of the one whose storage it shares. ``on_host``: it lies in host memory,
-    though the kernel is another device's.
+    ``alias``: position among the call's tensors of the one whose storage it shares. ``on_host``: it lies in host
+    memory, though the kernel is another device's.
     """
 
     size: tuple[int, ...]

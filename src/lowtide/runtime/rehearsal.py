@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowtide.device.autocast import outside_autocast
 from lowtide.device.memory import is_short_of, release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, missing_bytes, told_by_name
 from lowtide.errors import BudgetInfeasibleError, TierError
@@ -192,7 +193,8 @@ class Rehearsal:
             with torch.enable_grad(), attach.taped_step(model, tape):
                 loss, output = run_step(model, batch, step)
             before = [fingerprint(b) for b in model.buffers()]
-            loss.backward()
+            with outside_autocast():
+                loss.backward()
             moved = before != [fingerprint(b) for b in model.buffers()]
             del loss, output
         if moved:  # an op of somebody's own writes a buffer that it is not even handed

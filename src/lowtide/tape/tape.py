@@ -455,8 +455,10 @@ class Tape(SwitchedMode):
             attributes = storage.__dict__
             varies = op.dynamic or self.sizes_vary
             if (
-                not (varies or storage.nbytes() == size or allocated_bytes(storage) == size)
-                and not (size == 0 and _is_on_host(storage, args))
+                (
+                    not (varies or storage.nbytes() == size or allocated_bytes(storage) == size)
+                    and not (size == 0 and _is_on_host(storage, args))
+                )
                 or MARK in attributes
                 or (use_count(storage._cdata) > _UNSHARED_REFERENCES and _is_memory_of_argument(storage, args))
             ):

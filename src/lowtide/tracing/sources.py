@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,7 @@ def trace_hollow(
         stack.enter_context(torch.device("cpu"))  # hollow tensors are the CPU's, whatever the default device is
         stack.enter_context(mode)
         if target.kernels == "cuda":
+            stack.enter_context(_device_autocast())
             stack.enter_context(cuda_kernels(target.capability))
             stack.enter_context(cuda_means_cpu())
         if is_config(model):
@@ -114,6 +115,15 @@ def trace_hollow(
         device_name=target.name or (target.kernels if target.kernels != "cpu" else platform.processor() or "cpu"),
         provenance=graph.provenance | {"source": "no memory", "assumed": _assumptions(mode, workspaces)},
     )
+
+
+def _device_autocast() -> AbstractContextManager[Any]:
+    """Hollow tensors lie on the CPU, so its autocast stands for the device's; one around the trace is followed."""
+    if not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    return torch.autocast(
+        "cpu", torch.get_autocast_dtype("cuda"), cache_enabled=torch.is_autocast_cache_enabled()
+    )  # fmt: skip
 
 
 def _on_cuda(graph: StepGraph, target: TargetDevice) -> StepGraph:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device.autocast import outside_autocast
 from lowtide.device.block_size import block_bytes
 from lowtide.device.memory import allocated_bytes as device_bytes
 from lowtide.device.names import device_name, is_accelerator
@@ -193,8 +194,9 @@ def _record_step(
                 raise StepError(
                     "the step called backward itself.\nReturn the loss and leave its backward to the caller."
                 )
-            recorder.start_backward()
-            loss.backward()
+            with outside_autocast():
+                recorder.start_backward()
+                loss.backward()
         builder.recording = False
         del loss, output
     finally:
