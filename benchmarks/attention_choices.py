@@ -2,8 +2,8 @@
 
     python attention_choices.py          adds this PyTorch's choices on this device to results/attention_choices.json
 
-``tests/hollow/test_attention.py`` compares lowtide's own choice with them, and with PyTorch's where it has CUDA. cuDNN's
-attention is switched off: lowtide counts its memory as flash attention's.
+``tests/hollow/test_attention.py`` compares lowtide's own choice with them. cuDNN's attention is switched off: lowtide
+counts its memory as flash attention's.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
     python hollow_counted.py                      every architecture, variant and attention
     python hollow_counted.py --only llama t5      some architectures, printed and not written
     python hollow_counted.py --only llama --why   and the ops whose bytes differ from a trace on the device
+    python hollow_counted.py --missing            only those that the results do not have yet
 
 Needs a PyTorch with CUDA; a runtime without a GPU will do, for the allocator and the host's code decide all bytes.
 A traced step's gradients are there before it begins, so the counted one's are too.
@@ -35,12 +36,12 @@ import lowtide
 RESULTS = Path(__file__).parent / "results" / "hollow_counted.json"
 DEVICE = "h100"
 BUDGET = "60%"
+CASE = ("architecture", "variant", "attention")
 
 
 def counted_peak_bytes(step: Callable[[], Any]) -> int:
     """The allocator's peak in ``step``, which has run before: gradients and libraries' workspaces are there."""
-    for _ in range(2):
-        step()
+    step()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -111,14 +112,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="architectures")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--why", action="store_true", help="print which ops' bytes differ")
+    parser.add_argument("--missing", action="store_true", help="keep the results that there are")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this PyTorch finds no CUDA device; see make test-cuda")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    lines = []
+    lines = json.loads(RESULTS.read_text())["lines"] if args.missing and RESULTS.exists() else []
+    known = {tuple(line[name] for name in CASE) for line in lines}
+    shared = provenance()
     for kind, variant, attention in itertools.product(args.only or ARCHITECTURES, args.variants, ATTENTIONS):
-        case = {"architecture": kind, "variant": variant, "attention": attention}
+        if (kind, variant, attention) in known:
+            continue
+        case = dict(zip(CASE, (kind, variant, attention)))
         gc.collect()
         torch.cuda.empty_cache()
         try:
@@ -133,8 +139,9 @@ def main() -> int:
             lines.append(case | line)
             apart = line.get("traced_peak_bytes", 0) - line.get("counted_peak_bytes", 0)
             print(kind, variant, attention, line["plan"], f"{apart:+d}", line.get("error", ""), flush=True)
-    if not args.only:
-        RESULTS.write_text(json.dumps({"benchmark": "hollow_counted", **provenance(), "lines": lines}, indent=1) + "\n")
+        if not args.only:
+            body = {"benchmark": "hollow_counted", **shared, "target": DEVICE, "lines": lines}
+            RESULTS.write_text(json.dumps(body, indent=1) + "\n")
     equal = sum(line.get("traced_peak_bytes") == line.get("counted_peak_bytes", -1) for line in lines)
     print(f"{equal} of {len(lines)} equal to the byte")
     return 0
