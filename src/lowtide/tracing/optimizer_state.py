@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lowtide.device.block_size import in_blocks
+from lowtide.device.names import is_accelerator
 from lowtide.hollow.optimizer import hollow_optimizer_bytes
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tracing.operators import tensors_in
@@ -15,7 +16,7 @@ _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
 }  # fmt: skip
-_PROBED: dict[tuple, tuple[list[float], float]] = {}  # what probes have found in this process
+_PROBED: dict[tuple, tuple[list[float], int, float]] = {}  # what probes have found in this process
 _SIDE = 64  # of the probe's square parameter: large beside per-parameter scalars such as Adam's step
 
 
@@ -23,7 +24,7 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     """(state, temporaries of one ``step()``) in bytes for ``parameters``.
 
     State that exists is counted; state still to come is read off one step of a small optimizer of the same class
-    and settings, as bytes per parameter element.
+    and settings, as bytes per parameter element, and scalars on the device as a block each.
 
     Raises:
         TypeError: neither an ``Optimizer`` nor a known name.
@@ -34,14 +35,15 @@ def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tup
     kind, settings = found
     sizes = [sum(t.numel() for t in plain_tensors(p)) for p in parameters]
     like = parameters[0] if parameters else torch.zeros(1)
-    states, one = _probe(kind, settings, like, 1)
-    _, two = _probe(kind, settings, like, 2)
+    states, scalars, one = _probe(kind, settings, like, 1)
+    _, _, two = _probe(kind, settings, like, 2)
     together = two > 1.5 * one  # foreach and fused kernels hold temporaries of all parameters, a loop those of one
     state = existing_state_bytes(optimizer)
     if not state:
         to_come = [round(each * size) for each in states for size in sizes]
         in_blocks_more = sum(in_blocks(size, like.device.type) - size for size in to_come)
         state = round(sum(states) * sum(sizes)) + in_blocks_more
+        state += scalars * len(sizes) * in_blocks(1, like.device.type)
     return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
 
 
@@ -53,6 +55,8 @@ def bytes_without_memory(
     if found is None:
         return 0, 0
     state, step = hollow_optimizer_bytes(*found, parameters, kernels=kernels, block_bytes=block_bytes)
+    if kernels == "cuda":  # state that exists may lie elsewhere, where blocks and scalars are others
+        return state, step
     return existing_state_bytes(optimizer) or state, step
 
 
@@ -71,7 +75,11 @@ def existing_state_bytes(optimizer: Any) -> int:
     optimizer = checked_optimizer(optimizer)
     if optimizer is None or isinstance(optimizer, str):
         return 0
-    return sum(in_blocks(t.nbytes, t.device.type) for s in optimizer.state.values() for t in _state_tensors(s))
+    return sum(
+        in_blocks(t.nbytes, t.device.type)
+        for p, s in optimizer.state.items()
+        for t in [*_state_tensors(s), *_scalars(p, s)]
+    )
 
 
 def checked_optimizer(optimizer: Any) -> Any:
@@ -92,7 +100,7 @@ def checked_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], float]:
+def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], int, float]:
     """(each state tensor of one, step temporaries) of ``count`` small parameters, in bytes per element of one.
 
     Measured once: a probe takes 0.2 s, and every watched step asks.
@@ -112,18 +120,26 @@ def _kept(value: Any) -> Any:
     return value if isinstance(value, (int, str, type(None))) else type(value)
 
 
-def _measured(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], float]:
+def _measured(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], int, float]:
     probes = [torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device)) for _ in range(count)]
     known = {k: v for k, v in settings.items() if k in inspect.signature(kind).parameters}
     small = kind(probes, **known)
     for probe in probes:
         probe.grad = torch.zeros_like(probe)
     small.step()
-    states = [t.nbytes / probes[0].numel() for t in _state_tensors(small.state[probes[0]])]
+    state = small.state[probes[0]]
+    states = [t.nbytes / probes[0].numel() for t in _state_tensors(state)]
     temporaries = peak_bytes(small.step, like.device)
-    return states, temporaries / probes[0].numel()
+    return states, len(_scalars(probes[0], state)), temporaries / probes[0].numel()
 
 
 def _state_tensors(state: dict) -> list[torch.Tensor]:
-    """Not the scalars, such as Adam's step, which are mostly on the CPU."""
+    """Not the scalars, such as Adam's step."""
     return list(plain_tensors(*(t for t in tensors_in(state) if t.numel() > 1)))
+
+
+def _scalars(parameter: Any, state: dict) -> list[torch.Tensor]:
+    """Those on an accelerator, where fused and capturable kernels read them: each takes a block. Others are on the CPU."""
+    if not isinstance(parameter, torch.Tensor) or not is_accelerator(parameter.device):
+        return []
+    return [t for t in plain_tensors(*tensors_in(state)) if t.numel() == 1 and t.device.type == parameter.device.type]
