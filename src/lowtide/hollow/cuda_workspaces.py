@@ -19,7 +19,8 @@ from lowtide.hollow.devices import TargetDevice
 from lowtide.hollow.reductions import reduction_bytes
 
 Rule = Callable[[tuple, TargetDevice], int]
-# Sizes of CUB's radix sort and scan of PyTorch 2.14's kernels, elements of a block of threads by bytes of a key.
+# Sizes of CUB's radix sort and scan for compute capability 9.0, elements of a block of threads by bytes of a key. Other
+# devices have other sizes, and occupancy has a say: sorts may be off by a few blocks, those of half precision by more.
 _SORT_TILE = {1: 5632, 2: 5632, 4: 5376, 8: 4608}
 _SCAN_TILE = {1: 7680, 2: 7680, 4: 1920, 8: 896}
 _SMALL_SORT = 4096  # up to here a row is sorted by one block
@@ -142,9 +143,11 @@ def _sort(dim_at: int) -> Rule:
         rows = x.shape[dim] if x.dim() else 1
         if rows <= 1:
             return 0
-        if x.numel() != rows or rows <= _SMALL_SORT:
-            # Several rows are sorted one block each, in place; of a single one the places are written down first.
+        if rows <= _SMALL_SORT:  # by one block, in place; the places are written down first
             return target.in_blocks(8 * rows)
+        if x.numel() != rows:  # rows are sorted as one, with the number of each, and then by that number
+            count = x.numel()
+            return 4 * target.in_blocks(8 * count) + _radix_sort(count, x.itemsize, x.itemsize, target)
         twice = -(-rows * x.itemsize // 256) * 256 + -(-8 * rows // 256) * 256
         more = _radix_sort(rows, x.itemsize, x.itemsize, target) - target.block_bytes + 256
         return target.in_blocks(8 * rows) + target.in_blocks(twice + more)
@@ -217,8 +220,8 @@ def _convolution(first: int) -> Rule:
         for i, size in enumerate(pixels):
             step, pad, wide = (v[i if len(v) > 1 else 0] for v in (stride, padding, dilation))
             pixels[i] = (size + 2 * pad - wide * (kernel[i] - 1) - 1) // step + 1
-        if all(k == 1 for k in kernel) and set(stride) == {1} and not any(padding):
-            return 0
+        if first == 0 and all(k == 1 for k in kernel) and set(stride) == {1} and not any(padding):
+            return 0  # backward has columns all the same
         return target.in_blocks(x.shape[1] * math.prod(kernel) * math.prod(pixels) * x.itemsize)
 
     return rule

@@ -47,10 +47,12 @@ def reduction_bytes(
         return 0
     gone = {d % max(len(size), 1) for d in reduced} or set(range(len(size)))
     dims = _merged([_Dim(n, s, d in gone) for d, (n, s) in enumerate(zip(size, stride)) if n != 1])
-    return max(
-        (_bytes(part, target, element_bytes, accumulator_bytes) for part in _indexed_by_32_bits(dims, element_bytes)),
-        default=0,
-    )
+    parts = _indexed_by_32_bits(dims, element_bytes)
+    found = max((_bytes(part, target, accumulator_bytes) for part in parts), default=0)
+    if len(parts) > 1 and accumulator_bytes > element_bytes:  # what parts have added up does not fit into the output
+        outputs = math.prod(d.size for d in dims if not d.is_reduced)
+        found += target.in_blocks(accumulator_bytes * outputs)
+    return found
 
 
 def _merged(dims: list[_Dim]) -> list[_Dim]:
@@ -73,18 +75,16 @@ def _indexed_by_32_bits(dims: list[_Dim], element_bytes: int) -> list[list[_Dim]
         return [dims]
     widest = max(range(len(dims)), key=lambda i: ((dims[i].size - 1) * dims[i].stride, i))
     size = dims[widest].size
-    halves = (size // 2, size - size // 2)
-    # Equal halves need the same: one of each size is looked at.
     return [
         part
-        for half in dict.fromkeys(halves)
+        for half in (size // 2, size - size // 2)
         for part in _indexed_by_32_bits(
             [*dims[:widest], dims[widest]._replace(size=half), *dims[widest + 1 :]], element_bytes
         )
     ]
 
 
-def _bytes(dims: list[_Dim], target: TargetDevice, element_bytes: int, accumulator_bytes: int) -> int:
+def _bytes(dims: list[_Dim], target: TargetDevice, accumulator_bytes: int) -> int:
     inputs = math.prod(d.size for d in dims if d.is_reduced)
     outputs = math.prod(d.size for d in dims if not d.is_reduced)
     kept = [d for d in dims if not d.is_reduced]

@@ -55,9 +55,14 @@ def bytes_without_memory(
     if found is None:
         return 0, 0
     state, step = hollow_optimizer_bytes(*found, parameters, kernels=kernels, block_bytes=block_bytes)
-    if kernels == "cuda":  # state that exists may lie elsewhere, where blocks and scalars are others
-        return state, step
+    if kernels == "cuda" and not _is_on_accelerator(optimizer):
+        return state, step  # state that exists has the CPU's blocks, and scalars that would be on the device
     return existing_state_bytes(optimizer) or state, step
+
+
+def _is_on_accelerator(optimizer: Any) -> bool:
+    keys = getattr(checked_optimizer(optimizer), "state", ())
+    return any(isinstance(p, torch.Tensor) and is_accelerator(p.device) for p in keys)
 
 
 def _kind_and_settings(optimizer: Any) -> tuple[type, dict[str, Any]] | None:
@@ -101,7 +106,9 @@ def checked_optimizer(optimizer: Any) -> Any:
 
 
 def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], int, float]:
-    """(each state tensor of one, step temporaries) of ``count`` small parameters, in bytes per element of one.
+    """(each state tensor of one, its scalars on the device, step temporaries) of ``count`` small parameters.
+
+    Tensors and temporaries in bytes per element of one parameter.
 
     Measured once: a probe takes 0.2 s, and every watched step asks.
     """
@@ -139,7 +146,7 @@ def _state_tensors(state: dict) -> list[torch.Tensor]:
 
 
 def _scalars(parameter: Any, state: dict) -> list[torch.Tensor]:
-    """Those on an accelerator, where fused and capturable kernels read them: each takes a block. Others are on the CPU."""
+    """Those on an accelerator, where fused and capturable kernels read them; others are on the CPU."""
     if not isinstance(parameter, torch.Tensor) or not is_accelerator(parameter.device):
         return []
     return [t for t in plain_tensors(*tensors_in(state)) if t.numel() == 1 and t.device.type == parameter.device.type]
