@@ -180,13 +180,18 @@ def counted_bytes(signature: dict[str, Any]) -> int | None:
     return max(0, peak - max(0, left))
 
 
+def take_blas_workspaces() -> None:
+    """Which the first product takes and keeps."""
+    for dtype in (F32, BF16):
+        torch.mm(*(torch.ones(8, 8, dtype=dtype, device="cuda") for _ in range(2)))
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("this PyTorch finds no CUDA device", file=sys.stderr)
         return 2
     torch.backends.cudnn.enabled = False  # what it takes nobody tells
-    for dtype in (F32, BF16):
-        torch.mm(*(torch.ones(8, 8, dtype=dtype, device="cuda") for _ in range(2)))
+    take_blas_workspaces()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     name = torch.cuda.get_device_name()
     device = next((d for d in ("h100", "a100", "l4") if d in name.lower()), name)

@@ -18,7 +18,8 @@ from lowtide.foresight.training_setup import TrainingSetup
 FITS, UNCERTAIN, DOES_NOT_FIT = "fits", "uncertain", "does not fit"
 FRAGMENTATION = (0.0, 0.03, 0.10)  # of what a step makes
 _CONTEXT = (0.7, 1.0, 1.3)
-_WORKSPACE = (0, 1, 2)  # streams that use the libraries' workspace
+EXPECTED_WORKSPACES = 2  # of cuBLAS: each thread that multiplies has one, the forward pass's and backward's
+_WORKSPACE = (0, EXPECTED_WORKSPACES, EXPECTED_WORKSPACES + 1)  # and perhaps another stream
 COMMUNICATION_BYTES = 1 << 29  # of one group of ranks
 _COMMUNICATION = (0.5, 1.0, 2.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lowtide.explanation import collapse_path
-from lowtide.foresight.device_peak import COMMUNICATION_BYTES, amounts, groups
+from lowtide.foresight.device_peak import COMMUNICATION_BYTES, EXPECTED_WORKSPACES, amounts, groups
 from lowtide.foresight.rank_memory import RankMemory, parameter_bytes
 from lowtide.foresight.subjects import Facts
 from lowtide.foresight.training_setup import TrainingSetup
@@ -29,7 +29,7 @@ def parts(
         "activations": activations - waiting if in_step else 0,
         "micro_batches_that_wait": waiting if in_step else 0,
         "optimizer_step": 0 if in_step else allocated - resident,
-        "workspace": setup.device.blas_workspace_bytes,
+        "workspace": EXPECTED_WORKSPACES * setup.device.blas_workspace_bytes,
         "context": setup.device.context_bytes,
     }
     found["communication"] = groups(setup) * COMMUNICATION_BYTES

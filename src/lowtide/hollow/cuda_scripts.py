@@ -1,7 +1,7 @@
 """Code that names a CUDA device, on a machine that has none: tensors stay hollow and on the CPU.
 
 ``.cuda()``, ``.to("cuda")``, ``device="cuda"``, ``torch.autocast("cuda")`` and ``torch.cuda.is_available()`` mean what
-they mean on the device that is planned for.
+they mean on the device that is planned for. A number that is made without a device lies on the host, as there.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,9 @@ from unittest.mock import patch
 import torch
 from torch.amp.autocast_mode import autocast
 from torch.overrides import TorchFunctionMode
+
+from lowtide.hollow.memory import is_on_host
+from lowtide.hollow.mode import FACTORIES, HollowMode
 
 _CPU = torch.device("cpu")
 
@@ -24,16 +27,31 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _CudaIsCpu(TorchFunctionMode):
+    def __init__(self, hollow: HollowMode) -> None:
+        super().__init__()
+        self._hollow = hollow
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in FACTORIES and (kwargs or {}).get("device") is None:
+            with self._hollow.numbers(on_host=True):
+                return func(*args, **kwargs or {})
+        moves = func is torch.Tensor.cuda or (func is torch.Tensor.to and _names_a_device(args[1:], kwargs or {}))
+        if moves and not args[0].dim() and is_on_host(args[0].untyped_storage()):
+            with self._hollow.numbers(on_host=False):
+                args = args[0].clone(), *args[1:]
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         return func(*map(_on_cpu, args), **kwargs)
 
 
+def _names_a_device(args: tuple, kwargs: dict) -> bool:
+    return kwargs.get("device") is not None or any(isinstance(a, (str, torch.device, torch.Tensor)) for a in args)
+
+
 @contextmanager
-def cuda_means_cpu() -> Iterator[None]:
-    """Inside, CUDA devices are the CPU."""
+def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
+    """Inside, CUDA devices are the CPU; ``hollow``: under which code runs here."""
     enter = autocast.__init__
 
     def entered(
@@ -43,7 +61,7 @@ def cuda_means_cpu() -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         enter(self, device_type, dtype, enabled, cache_enabled)
 
-    run_engine, mode = torch.autograd._engine_run_backward, _CudaIsCpu()
+    run_engine, mode = torch.autograd._engine_run_backward, _CudaIsCpu(hollow)
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         with mode:  # off inside ``Tensor.backward``; checkpoints run the script's forward again

@@ -8,14 +8,15 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
-from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, mark_on_host, mark_origin, origin_of
+from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, is_on_host, mark_on_host, mark_origin, origin_of
 from lowtide.hollow.output_specs import DependsOnValues, OutputSpec, OutputSpecs, TensorSpec, spec_of
 from lowtide.measurement.op_inputs import span
 
@@ -37,6 +38,10 @@ _OTHER_DEVICES = frozenset({
 })  # fmt: skip
 
 
+# Told no device, they make a tensor on the host.
+FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.scalar_tensor})
+
+
 class HollowMode(UncompiledMode):
     """Ops on hollow tensors give hollow tensors.
 
@@ -54,6 +59,21 @@ class HollowMode(UncompiledMode):
         self.assumed: dict[str, tuple[int, str]] = {}
         self.where: Callable[[], str | None] = lambda: None
         self._solid_bytes = solid_bytes
+        self._on_host: bool | None = None  # where numbers are made; None: where those are that they are made of
+        self._has_numbers_on_host = False
+
+    @contextmanager
+    def numbers(self, *, on_host: bool) -> Iterator[None]:
+        """Tensors of no dimension that are made inside lie in host memory, where a device's kernels read them, or not.
+
+        What is made of nothing but numbers on the host is on the host, too.
+        """
+        before, self._on_host = self._on_host, on_host
+        self._has_numbers_on_host |= on_host
+        try:
+            yield
+        finally:
+            self._on_host = before
 
     def note(self, sentence: str) -> None:
         """A value was assumed."""
@@ -68,6 +88,19 @@ class HollowMode(UncompiledMode):
         if types and any(map(is_wrapper_type, types)):
             return NotImplemented
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
+        output = self._run_op(func, args, kwargs, tensors)
+        if self._has_numbers_on_host and self._on_host is not False:
+            self._keep_on_host(tensors, list(tensors_in(output)))
+        return output
+
+    def _keep_on_host(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        if any(t.dim() or t.is_meta for t in (*given, *made)):
+            return
+        if self._on_host or (given and all(is_on_host(t.untyped_storage()) for t in given)):
+            for tensor in made:
+                mark_on_host(tensor)
+
+    def _run_op(self, func: Any, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> Any:
         if any(t.is_meta for t in tensors) or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         if func.is_view or func in _VIEWS or torch.Tag.inplace_view in func.tags:

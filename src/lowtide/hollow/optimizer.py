@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.device.dispatch import tensors_in
 from lowtide.hollow.memory import hollow_like
+from lowtide.hollow.mode import FACTORIES
 
 
 class _Counting(TorchDispatchMode):
@@ -55,16 +56,13 @@ class _HostScalars(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _FACTORIES or kwargs.get("device") is not None:
+        if func not in FACTORIES or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         self._counting.on_host = True
         try:
             return func(*args, **kwargs)
         finally:
             self._counting.on_host = False
-
-
-_FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.scalar_tensor})
 
 
 def hollow_optimizer_bytes(

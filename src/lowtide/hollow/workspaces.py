@@ -23,6 +23,8 @@ LIMIT_BYTES = 1 << 25
 _NEED_REAL_INPUTS = frozenset({
     "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn_backward", "aten.miopen_rnn_backward",
 })  # fmt: skip
+# Parts of names of ops that cuDNN runs on a CUDA device where it is on.
+_CUDNN = ("convolution", "cudnn", "_rnn", "lstm", "gru")
 # Of kernels too large to run: what they write undeclared, by the names of their arguments.
 _STATISTICS = ("running_mean", "running_var")
 _STATISTICS_WRITERS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm"})
@@ -36,6 +38,7 @@ class Workspaces:
         self._specs = specs
         self._target = target
         self._limit_bytes = limit_bytes
+        self._by_cudnn: dict[str, int] = {}  # op name -> signatures
         self.unmeasured: dict[str, int] = {}  # op name -> signatures whose workspace is taken as 0
 
     def facts(self, signature: Mapping[str, Any], func: Any, args: tuple, kwargs: dict) -> tuple[int, list[int]]:
@@ -47,6 +50,9 @@ class Workspaces:
         if func.is_view or func is torch.ops.aten._unsafe_view.default:
             return 0, writes
         if self._target.kernels == "cuda":
+            if torch.backends.cudnn.enabled and any(word in func.name() for word in _CUDNN):
+                name = str(func.overloadpacket).removeprefix("aten.")
+                self._by_cudnn[name] = self._by_cudnn.get(name, 0) + 1
             return workspace_bytes(func, args, self._target), writes
         runnable = func.namespace == "aten" and str(func.overloadpacket) not in _NEED_REAL_INPUTS
         if runnable and tensor_bytes(signature) <= self._limit_bytes:
@@ -57,6 +63,15 @@ class Workspaces:
         name = str(func.overloadpacket).removeprefix("aten.")
         self.unmeasured[name] = self.unmeasured.get(name, 0) + 1
         return 0, writes
+
+    def unknown_on_device(self) -> list[str]:
+        """What is not counted of a CUDA device's kernels that the step runs, in words."""
+        lines = []
+        if not self._target.multiprocessors:
+            lines.append("the device's multiprocessors are not known: workspaces of its reductions count as 0")
+        if ops := ", ".join(f"{op} ({count})" for op, count in sorted(self._by_cudnn.items())):
+            lines.append(f"workspaces of cuDNN are not known and count as 0: {ops}")
+        return lines
 
     def _run(self, signature: Mapping[str, Any], args: tuple, kwargs: dict) -> int:
         """Raises: whatever the kernel raises on synthetic inputs."""

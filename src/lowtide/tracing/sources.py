@@ -99,7 +99,7 @@ def trace_hollow(
         if target.kernels == "cuda":
             stack.enter_context(_device_autocast())
             stack.enter_context(cuda_kernels(target.capability))
-            stack.enter_context(cuda_means_cpu())
+            stack.enter_context(cuda_means_cpu(mode))
         if is_config(model):
             model = model_of(model)
         stack.enter_context(hollow_parameters(model))
@@ -154,7 +154,7 @@ def _assumptions(mode: HollowMode, workspaces: Workspaces) -> str:
     """A line for each thing that was taken for granted."""
     lines = [f"{what} ({count} times, first in {path})" for what, (count, path) in mode.assumed.items()]
     if mode.specs.device != "cpu":
-        lines.append("workspaces of the device's kernels are not known and count as 0")
+        lines += workspaces.unknown_on_device()
     if unmeasured := workspaces.unmeasured:
         ops = ", ".join(f"{op} ({count})" for op, count in sorted(unmeasured.items()))
         lines.append(f"workspaces that were not measured count as 0: {ops}")
