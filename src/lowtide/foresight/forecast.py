@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lowtide.foresight.device_peak import FITS, Amount
 from lowtide.foresight.training_setup import TrainingSetup
@@ -36,6 +38,7 @@ class Forecast:
         by_module: Bytes of parameters and of what backward needs, milliseconds; numbered siblings together.
         traced: False where what is resident alone is too much, so nothing had to be traced.
         stages: Of a pipeline, first to last; all else is of the one that holds most.
+        allocated_bytes: Of ``peak_bytes.expected`` what the device's allocator counts as allocated.
     """
 
     setup: TrainingSetup
@@ -50,6 +53,16 @@ class Forecast:
     by_module: dict[str, dict[str, float]] = field(default_factory=dict)
     traced: bool = True
     stages: tuple[Stage, ...] = ()
+    allocated_bytes: int = 0
+    ask_reserved: Callable[[], int | None] = field(default=lambda: None, repr=False, compare=False)
+
+    @cached_property
+    def reserved_bytes(self) -> int | None:
+        """What the device's allocator reserves at most; simulated when first asked for.
+
+        None where nothing was traced, no plan fits, or the allocator is not modelled.
+        """
+        return self.ask_reserved()
 
     @property
     def fits(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lowtide.foresight import device_peak
@@ -11,6 +12,7 @@ from lowtide.foresight.device_peak import DOES_NOT_FIT, FITS, UNCERTAIN, Amount
 from lowtide.foresight.forecast import Forecast, Stage
 from lowtide.foresight.forecast_parts import by_module, parts
 from lowtide.foresight.rank_memory import RankMemory, rank_memory
+from lowtide.foresight.reserved import reserved_bytes
 from lowtide.foresight.step_planner import StepPlanner
 from lowtide.foresight.step_time import step_ms
 from lowtide.foresight.subjects import Subject
@@ -77,6 +79,10 @@ class Forecaster:
             None if plan is None else Amount(took / (1 + error), took, took * (1 + error)),
             None if plan is None else 1e3 * setup.sequences * setup.seq_len / took,
             plan, assumptions(setup, rank, graph), by_module(facts, graph, costs),
+            allocated_bytes=allocated + setup.device.blas_workspace_bytes,
+            ask_reserved=partial(
+                reserved_bytes, graph, costs, plan, rank, waiting, setup.device.blas_workspace_bytes
+            ),
         )  # fmt: skip
 
     def best_rate(self, setup: TrainingSetup) -> float:
