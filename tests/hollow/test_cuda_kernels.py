@@ -108,3 +108,17 @@ def test_a_script_may_name_the_device():
         pytest.raises((AssertionError, RuntimeError)) if not torch.cuda.is_available() else pytest.MonkeyPatch.context()
     ):
         torch.ones(1).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 256])
+def test_batch_norm_is_traced_at_any_size_without_running_a_kernel(rows, dtype):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.BatchNorm2d(64)).to(dtype)
+
+    graph = lowtide.trace(model, torch.empty(rows, 3, 224, 224, dtype=dtype, device="meta"), device="cuda")
+
+    norm = next(op for op in graph.ops if "norm" in op.name)
+    sizes = [graph.storages[s].bytes for s in norm.makes]
+    assert sizes == [rows * 64 * 112 * 112 * dtype.itemsize, 512, 512]  # statistics of 64 channels: a block each
+    assert "native_batch_norm" not in graph.provenance["assumed"]

@@ -190,6 +190,13 @@ def _efficient_attention(func: Any, args: tuple, kwargs: dict) -> Any:
     return output, sums, *drawn
 
 
+def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The fake kernel writes running statistics, for which a PyTorch without CUDA has no copy."""
+    x = args[0]
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
+
+
 Rule = Callable[[Any, tuple, dict], Any]
 _CPU_RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: _statistics_in_float32,
@@ -202,4 +209,6 @@ _CUDA_RULES: dict[Any, Rule] = {
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     aten._grouped_mm.default: _grouped_mm_any_type,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
 }
