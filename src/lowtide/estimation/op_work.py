@@ -1,6 +1,7 @@
 """Work of one op signature: floating-point operations and bytes moved. Nothing is allocated: tensors are on ``meta``.
 
 Operations are counted by PyTorch's own registry (``torch.utils.flop_counter``): a multiply and an add count as two.
+The registry counts every score of attention; kernels of causal attention skip those that the mask leaves out.
 """
 
 import math
@@ -64,6 +65,8 @@ def work_of(signature: Mapping[str, Any]) -> Work:
         # The table itself is not read, only the rows that are asked for: as many bytes as are made.
         read -= max(_read_bytes(t) for t in tensors)
     flops = _flops(signature, name) if kind in COMPUTE else 0
+    if kind == "attention" and flops:
+        flops = int(flops * _share_of_scores(signature, name))
     variant = _variant(kind, name, tensors)
     problems = math.prod(largest["t"][:-2]) if kind == "attention" or variant == "batched" else 1
     return Work(kind, largest["dtype"], flops, read, variant, max(1, problems))
@@ -84,6 +87,19 @@ def _flops(signature: Mapping[str, Any], name: str) -> int:
         return int(flop_registry[packet](*args, **kwargs, out_val=made))
     except Exception:  # an opaque argument, or no kernel on meta: then its bytes alone count
         return 0
+
+
+def _share_of_scores(signature: Mapping[str, Any], name: str) -> float:
+    """Scores that are computed: 1, or of causal attention those of keys up to each query, about a half."""
+    namespace, packet, overload = name.split(".")
+    arguments = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema.arguments
+    known = dict(zip((a.name for a in arguments), signature.get("args", []))) | dict(signature.get("kwargs", {}))
+    if not known.get("is_causal") or "query" not in known or "key" not in known:
+        return 1.0
+    queries, keys = known["query"]["t"][-2], known["key"]["t"][-2]
+    full = min(queries, keys)
+    scores = full * (full + 1) // 2 + (queries - full) * keys
+    return scores / (queries * keys) if queries and keys else 1.0
 
 
 def _product_flops(signature: Mapping[str, Any]) -> int:

@@ -3,8 +3,8 @@
     Williams, Waterman and Patterson 2009, "Roofline", CACM 52(4), https://doi.org/10.1145/1498765.1498785
 
 An op takes as long as its arithmetic or its bytes, whichever is longer, and never less than a launch. Differs: neither
-peak is reached by small ops, so each is multiplied by an efficiency that grows with the size. For devices of the table
-those are assumed (``_GPU``), the same for all of them, and no step has been compared: ``error_fraction`` is a guess.
+peak is reached by small ops, so each is multiplied by an efficiency that grows with the size. For devices of the table those
+are of published measurements (``_GPU``, ``_BY_CAPABILITY``); ``docs/published.md`` compares whole steps.
 For the device ``here`` they were measured by ``lowtide calibrate``.
 
 Known weaknesses: cuDNN's choice of a convolution, wave quantisation, power limits and caches are not modelled.
@@ -22,9 +22,8 @@ from lowtide.graph.costs import HOST, Costs, Link
 from lowtide.graph.step_graph import Op, StepGraph
 
 # Share of the peak by the time that the op would take at the peak, in microseconds. Large matrix products reach 70 to
-# 80 % on A100 and H100 (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator/benchmarks), attention
-# forward 35 to 60 % (Dao 2023, https://arxiv.org/abs/2307.08691, figures 4 to 6), copies about 90 %; the small ends
-# are assumed.
+# 80 % in short benchmarks (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator/benchmarks), copies
+# about 90 %; the small ends are assumed.
 _GPU: dict[str, tuple[tuple[float, float], ...]] = {
     "matmul": ((1, 0.1), (10, 0.4), (100, 0.65), (1000, 0.75)),
     "conv": ((1, 0.07), (10, 0.3), (100, 0.5), (1000, 0.6)),
@@ -33,6 +32,20 @@ _GPU: dict[str, tuple[tuple[float, float], ...]] = {
     "norm": ((1, 0.25), (10, 0.55), (100, 0.7)),
     "softmax": ((1, 0.25), (10, 0.6), (100, 0.8)),
     "reduction": ((1, 0.25), (10, 0.55), (100, 0.75)),
+}
+# By compute capability, where it is known better. Long runs at a device's power limit reach less than short ones: the
+# shares of matrix products are those at which one step of training took as long as published, a 7B model of 6 x 2048
+# tokens (https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md). Attention: forward
+# and backward of FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, figures 4 to 7; Shah et al. 2024,
+# https://arxiv.org/abs/2407.08608, for the H100), less as much. B200: assumed to be as the H100.
+_HOPPER = {
+    "matmul": ((1, 0.07), (10, 0.28), (100, 0.45), (1000, 0.52)),
+    "attention": ((1, 0.05), (10, 0.17), (100, 0.25), (1000, 0.28)),
+}
+_BY_CAPABILITY: dict[float, dict[str, tuple[tuple[float, float], ...]]] = {
+    8.0: {"matmul": ((1, 0.1), (10, 0.37), (100, 0.6), (1000, 0.69))},
+    9.0: _HOPPER,
+    10.0: _HOPPER,
 }
 _MEMORY = ((1.0, 0.3), (10.0, 0.7), (100.0, 0.88))
 _LAUNCH_US = 4.0  # a kernel that does nothing, launched after another
@@ -102,7 +115,8 @@ def _compute_s(work: Work, device: Device) -> float:
     # cuDNN may round float32 to tf32, and does by default; matrix products may not.
     dtype = "tf32" if work.kind == "conv" and work.dtype == "float32" and "tf32" in device.matrix_flops else work.dtype
     at_peak_s = work.flops / device.flops_per_s(dtype)
-    return at_peak_s / between(_GPU[work.kind], at_peak_s * 1e6)
+    shares = _BY_CAPABILITY.get(device.compute_capability or 0.0, {}).get(work.kind, _GPU[work.kind])
+    return at_peak_s / between(shares, at_peak_s * 1e6)
 
 
 def _memory_s(work: Work, moved: int, device: Device) -> float:

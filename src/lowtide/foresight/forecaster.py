@@ -81,7 +81,7 @@ class Forecaster:
             plan, assumptions(setup, rank, graph), by_module(facts, graph, costs),
             allocated_bytes=allocated + setup.device.blas_workspace_bytes,
             ask_reserved=partial(
-                reserved_bytes, graph, costs, plan, rank, waiting, setup.device.blas_workspace_bytes
+                reserved_bytes, graph, plan, rank, waiting, setup.device.blas_workspace_bytes, setup.accumulate
             ),
         )  # fmt: skip
 

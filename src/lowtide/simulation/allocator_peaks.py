@@ -4,21 +4,24 @@ Allocated bytes are those of ``torch.accelerator.max_memory_allocated``: a block
 off it. Reserved bytes are those that a device's own tools show for the process.
 
 The step starts from an allocator that holds what is resident and nothing else, and runs until another run reserves
-nothing more. So memory that others left cached, other shapes and ``optimizer.step()`` are not part of it. What resident
-tensors count is what ``graph.resident`` says, which on an accelerator is the statistic itself.
+nothing more. So memory that others left cached and other shapes are not part of it. What resident tensors count is what
+``graph.resident`` says, which on an accelerator is the statistic itself.
+
+``training_peaks`` begins earlier, with parameters alone: the first ``optimizer.step()`` makes its state in what
+activations have left, so the next steps reserve more, and each makes its temporaries. Gradients come in backward.
 
 Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
-state is cut into tensors (it counts as copies of the gradients), nor what lies between resident tensors. So a step
-that just fills a segment may need one more, and what is not split off a large block may differ.
+state and temporaries are cut into tensors (they count as copies of the gradients), nor what lies between resident
+tensors. So a step that just fills a segment may need one more, and what is not split off a large block may differ.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Moves
-from lowtide.simulation.block_log import block_log
+from lowtide.simulation.block_log import Change, block_log
 from lowtide.simulation.caching_allocator import OTHER_ALLOCATORS, Block, CachingAllocator, expandable_segments_here
 
 MOST_STEPS = 4
@@ -79,6 +82,83 @@ def allocator_peaks(
         if allocator.reserved_bytes == before:
             break
     return AllocatorPeaks(graph.resident_bytes + most - resident, allocator.reserved_bytes)
+
+
+def training_peaks(
+    graph: StepGraph,
+    actions: Mapping[int, str],
+    replays: Mapping[int, int],
+    moves: Moves,
+    *,
+    gradients_kept: bool = False,
+    micro_batches: int = 1,
+    expandable_segments: bool | None = None,
+) -> AllocatorPeaks | None:
+    """``allocator_peaks`` of a training that begins: its first steps, each with ``optimizer.step()``.
+
+    Args:
+        gradients_kept: They are zeroed after a step, or freed only once the next one's forward has run; else freed.
+        micro_batches: Before each step of the optimizer.
+
+    Returns:
+        As ``allocator_peaks``.
+    """
+    grows = expandable_segments_here() if expandable_segments is None else expandable_segments
+    if grows is None or graph.device in OTHER_ALLOCATORS:
+        return None
+    allocator = CachingAllocator(expandable_segments=grows)
+    later = ("gradients", "optimizer")
+    for size in resident_blocks(replace(graph, resident={k: v for k, v in graph.resident.items() if k not in later})):
+        allocator.allocate(size)
+    first = block_log(graph, actions, replays, moves, gradients=False)
+    more = block_log(graph, actions, replays, moves) if gradients_kept or micro_batches > 1 else first
+    state = list(resident_blocks(replace(graph, resident={"optimizer": graph.resident.get("optimizer", 0)})))
+    temporaries = list(_like_gradients(graph, graph.optimizer_step_bytes))
+    most, gradients = 0, list[Block]()
+    for step in range(MOST_STEPS + 1):
+        before = allocator.reserved_bytes
+        for _ in range(min(micro_batches, 2)):
+            left, high = _played(allocator, more if gradients else first)
+            gradients += left
+            most = max(most, high)
+        if step == 0:
+            for size in state:
+                allocator.allocate(size)
+        made = [allocator.allocate(size) for size in temporaries]
+        most = max(most, allocator.allocated_bytes)
+        for block in made:
+            allocator.free(block)
+        if not gradients_kept:
+            while gradients:
+                allocator.free(gradients.pop())
+        if step and allocator.reserved_bytes == before:
+            break
+    return AllocatorPeaks(most, allocator.reserved_bytes)
+
+
+def _played(allocator: CachingAllocator, changes: tuple[Change, ...]) -> tuple[list[Block], int]:
+    """(blocks that are left, most allocated bytes) of one step."""
+    blocks: dict[int, Block] = {}
+    most = 0
+    for number, size in changes:
+        if size:
+            blocks[number] = allocator.allocate(size)
+            most = max(most, allocator.allocated_bytes)
+        else:
+            allocator.free(blocks.pop(number))
+    return list(blocks.values()), most
+
+
+def _like_gradients(graph: StepGraph, left: int) -> Iterator[int]:
+    """``left`` bytes in blocks as large as gradients, in their order, once and again."""
+    known = [s.bytes for s in graph.storages if s.kind == "gradient" and s.bytes]
+    for size in cycle(known):
+        if size > left:
+            break
+        yield size
+        left -= size
+    if left:
+        yield left
 
 
 def why_unknown(device: str) -> str:

@@ -11,9 +11,13 @@ Change = tuple[int, int]  # number of a block, and the bytes it is asked for; 0 
 
 
 def block_log(
-    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves
+    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves, *, gradients: bool = True
 ) -> tuple[Change, ...]:
     """Changes of one step, beside what is resident; a block that the step leaves is given back at its end.
+
+    Args:
+        gradients: They are there before the step. If not, the block of what would be added into one becomes it, and
+            is never given back.
 
     An op takes its outputs in order, then its workspace as one block. Generator state that replays keep is left out:
     an accelerator's is in host memory.
@@ -22,11 +26,26 @@ def block_log(
         PlanMismatchError: a value is unpacked whose recipe is gone.
     """
     step = SimulatedStep(graph, actions, replays, moves, counted_by=_LoggedReferences)
-    step.play(graph.events)
     references = step.references
     assert isinstance(references, _LoggedReferences)
+    if not gradients:
+        references.becomes = _first_addends(graph)
+    step.play(graph.events)
     references.end()
     return tuple(references.changes)
+
+
+def _first_addends(graph: StepGraph) -> dict[int, list[tuple[int, int]]]:
+    """By op that adds into gradients first: each gradient and what is added, as autograd's accumulation has it."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    seen: set[int] = set()
+    for op in graph.ops:
+        for written in op.writes:
+            if graph.storages[written].kind == "gradient" and written not in seen:
+                seen.add(written)
+                added = next((s for s in op.reads if graph.storages[s].op is not None), written)
+                found.setdefault(op.id, []).append((written, added))
+    return found
 
 
 class _LoggedReferences(References):
@@ -35,6 +54,7 @@ class _LoggedReferences(References):
     def __init__(self, index: GraphIndex, actions: Mapping[int, str], probe: Probe | None = None) -> None:
         super().__init__(index, actions, probe)
         self.changes: list[Change] = []
+        self.becomes: dict[int, list[tuple[int, int]]] = {}  # by op: gradients that come into being, and of what
         self._num_blocks = 0
         # Blocks by storage: of originals, of values, and of what the last replay made until it is a value.
         self._originals: dict[int, int] = {}
@@ -55,6 +75,11 @@ class _LoggedReferences(References):
         for storage in self.index.makes[op]:
             self._allocate(self._originals, storage)
         self._use_workspace(op)
+        for gradient, added in self.becomes.get(op, ()):
+            if added == gradient or self.index.bytes[added] != self.index.bytes[gradient]:
+                self._new(self.index.bytes[gradient])  # a part of a larger block is copied
+            else:
+                self._originals.pop(added, None)  # taken over as it is
         super().run_op(op)
 
     def replay_op(self, op: int) -> int:
