@@ -87,8 +87,9 @@ def main() -> int:
         for name in LIBRARIES:
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
-        lines = [json.dumps({"benchmark": "published", **line, **provenance(), "versions": versions}) for line in found]
-        RESULTS.write_text("\n".join(lines) + "\n")
+        shared = provenance()
+        lines = [json.dumps({"benchmark": "published", **line, **shared, "versions": versions}) for line in found]
+        RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     return 0
 
 

@@ -17,6 +17,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.foresight.quantized_layers import FourBitProduct, expansion_of
+
+BITSANDBYTES = "0.41.1"  # with which the 4-bit rows were measured
 _QUANTIZED_BLOCK = 64  # weights that share a scale
 _NESTED_BLOCK = 256  # scales that share one, in double quantisation
 _PROMPT = 10  # tokens of a LLaMA-Adapter's prompt
@@ -32,7 +35,7 @@ class Shape:
         parallel: Attention and MLP read the same input, and their results are added.
         shared_norm: They have one norm.
         gated: An MLP of three matrices with SiLU; else two with GELU (``gelu``: which).
-        rms: RMSNorm in float32; else LayerNorm.
+        rms: RMSNorm in float32; else LayerNorm. ``narrow``: its weight is multiplied in the input's dtype.
         tied: The head is the embedding.
         rope_dtype: Of the tables of the rotary positions.
     """
@@ -48,6 +51,7 @@ class Shape:
     shared_norm: bool = False
     gated: bool = True
     rms: bool = True
+    narrow: bool = False
     bias: bool = False
     head_bias: bool = False
     tied: bool = False
@@ -62,36 +66,13 @@ class Tuning:
     Attributes:
         method: ``full``, ``lora`` (queries and values), ``adapter`` or ``adapter_v2``.
         bits: 16, or 4 for quantised layers; ``nested``: their scales are quantised too.
-        keeps_input: A 4-bit layer saves its input, and expands its weight in float16 before it casts it, as
-            bitsandbytes 0.41 does.
     """
 
     method: str = "full"
     bits: int = 16
     nested: bool = False
-    keeps_input: bool = True
     rank: int = 8
     dropout: float = 0.05
-
-
-class _FourBit(torch.autograd.Function):
-    """A product with a weight that is expanded for the moment."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], keeps_input: bool
-    ) -> torch.Tensor:
-        ctx.packed, ctx.shape, ctx.halves = packed, shape, keeps_input
-        ctx.x = x if keeps_input else None
-        return functional.linear(x, _expanded(packed, shape, x.dtype, keeps_input))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gradient @ _expanded(ctx.packed, ctx.shape, gradient.dtype, ctx.halves), None, None, None
-
-
-def _expanded(packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, halves: bool) -> torch.Tensor:
-    return packed.new_empty(shape, dtype=torch.float16 if halves else dtype).to(dtype)
 
 
 class FourBitLinear(nn.Module):
@@ -99,15 +80,16 @@ class FourBitLinear(nn.Module):
 
     def __init__(self, given: int, made: int, tuning: Tuning) -> None:
         super().__init__()
-        self.shape, self.keeps_input = (made, given), tuning.keeps_input
+        self.shape, self.expansion = (made, given), expansion_of(BITSANDBYTES)
         scales = given * made // _QUANTIZED_BLOCK
         self.register_buffer("packed", torch.zeros(given * made // 2, 1, dtype=torch.uint8))
         self.register_buffer("scales", torch.zeros(scales, dtype=torch.uint8 if tuning.nested else torch.float32))
         if tuning.nested:
             self.register_buffer("scales_of_scales", torch.zeros(math.ceil(scales / _NESTED_BLOCK)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _FourBit.apply(x, self.packed, self.shape, self.keeps_input)
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        made: torch.Tensor = FourBitProduct.apply(x, self.packed, bias, self.shape, self.expansion)
+        return made
 
 
 class Linear(nn.Module):
@@ -125,7 +107,7 @@ class Linear(nn.Module):
         if isinstance(self.base, nn.Linear):
             y = functional.linear(x, self.base.weight, self.bias)
         else:
-            y = self.base(x) if self.bias is None else self.base(x) + self.bias
+            y = self.base(x, self.bias)
         return self.adapter_scale * (y + self.adapter_shift) if self.scaled else y
 
 
@@ -159,18 +141,18 @@ class _AdaptedQkv(nn.Module):
 class RmsNorm(nn.Module):
     """In float32, and cast back."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, narrow: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.narrow = nn.Parameter(torch.ones(width)), narrow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
-        return (self.weight * normed).to(x.dtype)
+        return normed.to(x.dtype) * self.weight if self.narrow else (self.weight * normed).to(x.dtype)
 
 
 def _norm(shape: Shape) -> nn.Module:
-    return RmsNorm(shape.width) if shape.rms else nn.LayerNorm(shape.width)
+    return RmsNorm(shape.width, shape.narrow) if shape.rms else nn.LayerNorm(shape.width)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, elements: int) -> torch.Tensor:
@@ -257,8 +239,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(_Block(shape, tuning, prompted and i >= _PLAIN_LAYERS) for i in range(shape.layers))
         self.norm = _norm(shape)
-        head = Tuning(tuning.method, tuning.bits, tuning.nested, tuning.keeps_input)
-        self.head = Linear(shape.width, shape.vocabulary, shape.head_bias, head)
+        self.head = Linear(shape.width, shape.vocabulary, shape.head_bias, tuning)
         if shape.tied:
             self.head.base.weight = self.embedding.weight
         elements = int(shape.rotary * (shape.width // shape.heads))
@@ -371,8 +352,24 @@ class VisionMixer(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
+class _KeepsACopy(torch.autograd.Function):
+    """``x``, of which a copy is saved for backward that nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.clone())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class PreNormBlock(nn.Module):
-    """Attention and an MLP with GELU, each after a LayerNorm."""
+    """Attention and an MLP with GELU, each after a LayerNorm.
+
+    ``packed`` in half precision saves one tensor more, as ``nn.MultiheadAttention`` did up to PyTorch 2.2.
+    """
 
     def __init__(self, width: int, heads: int, hidden: int, *, causal: bool = False, packed: bool = False) -> None:
         super().__init__()
@@ -387,7 +384,8 @@ class PreNormBlock(nn.Module):
         rows, tokens, width = x.shape
         if self.packed is not None:
             normed = self.norm(x)
-            x = self.packed(normed, normed, normed, need_weights=False)[0] + x
+            y = self.packed(normed, normed, normed, need_weights=False)[0]
+            x = (_KeepsACopy.apply(y) if x.dtype != torch.float32 else y) + x
             return x + self.down(functional.gelu(self.up(self.norm_2(x))))
         q, k, v = self.qkv(self.norm(x)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)

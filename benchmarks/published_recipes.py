@@ -28,9 +28,9 @@ SHAPES = {
                                bias=True),
     "llama-2-7b": Shape(32000, 32, 4096, 32, 32, 11008),
     "llama-2-13b": Shape(32000, 40, 5120, 40, 40, 13824),
-    "tinyllama": Shape(32000, 22, 2048, 32, 4, 5632),
-    "llama-3.1-8b": Shape(128256, 32, 4096, 32, 8, 14336),
-    "llama-3.2-3b": Shape(128256, 28, 3072, 24, 8, 8192, tied=True),
+    "tinyllama": Shape(32000, 22, 2048, 32, 4, 5632, narrow=True),
+    "llama-3.1-8b": Shape(128256, 32, 4096, 32, 8, 14336, narrow=True),
+    "llama-3.2-3b": Shape(128256, 28, 3072, 24, 8, 8192, tied=True, narrow=True),
 }  # fmt: skip
 _CHUNK = 128  # tokens of which LitGPT's fine-tuning makes logits at a time
 _MPT = {"1b": (2048, 16, 24), "3b": (2560, 20, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40)}  # width, heads, layers
@@ -169,7 +169,7 @@ def bert(precision: str, rows: int, accumulate: int, recompute: bool, optimizer:
 
     batch = {"input_ids": _ids(rows, 512), "labels": torch.zeros(rows, dtype=torch.int64)}
     setup = {"batch_size": rows, "seq_len": 512, "accumulate": accumulate, "optimizer": optimizer,
-             "precision": precision}  # fmt: skip
+             "precision": precision, "cuda_version": "11.2"}  # fmt: skip
     autocast = torch.float16 if precision == "fp16-mixed" else None
     return Recipe(make, batch, lambda model, batch: model(**batch).loss, setup, torch.float32, autocast,
                   done=rows * accumulate)  # fmt: skip
@@ -204,7 +204,8 @@ def head_and_loss(tokens: int) -> Recipe:
 def mpt(size: str, rows: int, tokens: int, recompute: bool) -> Recipe:
     """MosaicML's MPT under FSDP's mixed precision: float32 shards, products in bfloat16."""
     width, heads, layers = _MPT[size]
-    setup = {"batch_size": rows, "seq_len": tokens, "sharding": "fsdp", "data_parallel": 8, "precision": "bf16"}
+    setup = {"batch_size": rows, "seq_len": tokens, "sharding": "fsdp", "data_parallel": 8, "precision": "fp32",
+             "compute_dtype": "bfloat16"}  # fmt: skip
     make = partial(LearnedPositions, width, heads, layers, tokens, _MPT_VOCABULARY, recompute)
     return Recipe(make, _ids(rows, tokens), _next_tokens_in_float32, setup, done=rows * tokens)
 
@@ -225,8 +226,9 @@ def torchtune_3b() -> Recipe:
 
 def torchtitan_8b() -> Recipe:
     """Selective checkpointing by op; parameters in float32, computed with in bfloat16."""
-    setup = {"batch_size": 2, "seq_len": 8192, "sharding": "fsdp", "data_parallel": 8, "precision": "bf16"}
-    make = partial(Decoder, replace(SHAPES["llama-3.1-8b"], rope_dtype=torch.float32), 8192)
+    setup = {"batch_size": 2, "seq_len": 8192, "sharding": "fsdp", "data_parallel": 8, "precision": "fp32",
+             "compute_dtype": "bfloat16", "selective_op": True}  # fmt: skip
+    make = partial(Decoder, SHAPES["llama-3.1-8b"], 8192)
     return Recipe(make, _ids(2, 8192), _next_tokens_in_float32, setup, done=2 * 8192)
 
 
@@ -239,8 +241,9 @@ def tinyllama() -> Recipe:
 
 def thunder_7b() -> Recipe:
     """LitGPT's model under FSDP2 that keeps parameters whole from forward to backward."""
-    setup = {"batch_size": 1, "seq_len": 4096, "sharding": "fsdp", "data_parallel": 8, "optimizer": "adamw_fused"}
-    make = partial(Decoder, SHAPES["llama-2-7b"], 4096)
+    setup = {"batch_size": 1, "seq_len": 4096, "sharding": "fsdp", "data_parallel": 8, "reshard": False,
+             "optimizer": "adamw_fused"}  # fmt: skip
+    make = partial(Decoder, replace(SHAPES["llama-2-7b"], narrow=True), 4096)
     return Recipe(make, _ids(1, 4096), _next_tokens, setup, done=4096)
 
 

@@ -69,6 +69,16 @@ class Row:
         return f"{self.kind}: {self.configuration} on {self.gpu}"
 
 
+_HUB = f"{_LITGPT}/config_hub/finetune/README.md"
+_IMPOSSIBLE = "less than parameters, gradients and AdamW's states in bfloat16"
+# What cannot be re-created: source, configuration, GPU, published, and why.
+NOT_CREATED = (
+    (_HUB, "LitGPT full llama-3.2-1b", "A10G", "8.70 GB", f"{_IMPOSSIBLE}, 9.9 GB"),
+    (_HUB, "LitGPT full llama-3.2-3b", "A10G", "16.51 GB", f"{_IMPOSSIBLE}, 25.7 GB"),
+    (_HUB, "LitGPT full phi-3", "A10G", "17.01 GB", f"{_IMPOSSIBLE}, 30.6 GB"),
+)
+
+
 def rows() -> list[Row]:
     """All of them, by source."""
     return [*_litgpt(), *_rasbt(), *_hugging_face(), *_liger(), *_others(), *_times()]
@@ -135,20 +145,20 @@ def _liger() -> Iterator[Row]:
                   "cross_entropy", {"vocabulary": vocabulary}, gradients=MADE)  # fmt: skip
     for tokens, published in ((4096, 6092.2822265625), (8192, 9162.3134765625), (16384, 15302.3759765625),
                               (32768, 27582.5)):  # fmt: skip
-        yield Row(_LIGER, f"head and cross entropy, {tokens} x 4096 x 128256, bf16", "a100-80gb", ALLOCATED, published,
+        yield Row(_LIGER, f"head and cross entropy, {tokens} x 128256, bf16", "a100-80gb", ALLOCATED, published,
                   "MiB", "head_and_loss", {"tokens": tokens}, gradients=MADE)  # fmt: skip
 
 
 def _others() -> Iterator[Row]:
-    yield Row(_PR_961, "Llama 2 7B bf16, 4 x 2048, checkpointing, paged 8-bit AdamW in backward", "a100-80gb",
+    yield Row(_PR_961, "Llama 2 7B, 4 x 2048, checkpointing, AdamW in backward", "a100-80gb",
               ALLOCATED, 20.2, "GB", "torchtune_7b", gradients=IN_BACKWARD)  # fmt: skip
-    yield Row(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op AC, eager", "h100", RESERVED, 82.4, "GiB",
+    yield Row(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op", "h100", RESERVED, 82.4, "GiB",
               "torchtitan_8b")  # fmt: skip
-    yield Row(_THUNDER, "TinyLlama 1.1B bf16, 4 x 2048, AdamW, accumulating", "a100-40gb", ALLOCATED, 29.84, "GB",
+    yield Row(_THUNDER, "TinyLlama 1.1B, 8 x 4 x 2048, bf16", "a100-40gb", ALLOCATED, 29.84, "GB",
               "tinyllama", reason="whether Fabric of then cast the logits to float32 is not known: without, it is "
               "less")  # fmt: skip
-    yield Row(_PR_940, "Llama 2 7B bf16, FSDP2 on 8 without resharding, 1 x 4096, fused AdamW", "h100", ALLOCATED,
-              47.45, "GB", "thunder_7b")  # fmt: skip
+    yield Row(_PR_940, "Llama 2 7B, FSDP2 on 8, not resharded, 1 x 4096", "h100", ALLOCATED,
+              47.45, "GB", "thunder_7b", gradients=MADE)  # fmt: skip
     yield Row(_AO, "timm ViT-H/14, bf16 AMP, 4 images, Adam", "rtx4090", ALLOCATED, 12.98, "GB", "vit_h14",
               gradients=MADE, guessed="the GPU: a 4070 Ti SUPER, which the table does not have")  # fmt: skip
 
@@ -178,11 +188,11 @@ def _times() -> Iterator[Row]:
                    "optimizer": "adamw"}  # fmt: skip
         yield Row(_HUGGING_FACE, f"BERT-large, 512 tokens, {words}, AdamW", "v100-16gb", TIME, published,
                   "sequences/s", "bert", options)  # fmt: skip
-    yield Row(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op AC, eager", "h100", TIME, 5762, rate,
+    yield Row(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op", "h100", TIME, 5762, rate,
               "torchtitan_8b", reason="an H100 limited to 500 W with HBM2e")  # fmt: skip
-    yield Row("https://github.com/pytorch/torchtune/blob/main/README.md", "Llama 3.2 3B bf16, 2 x 4096, checkpointing",
+    yield Row("https://github.com/pytorch/torchtune/blob/main/README.md", "Llama 3.2 3B, 2 x 4096, bf16",
               "a100-80gb", TIME, 7075, "tokens/s", "torchtune_3b")  # fmt: skip
-    yield Row(_PR_940, "Llama 2 7B bf16, FSDP2 on 8 without resharding, 1 x 4096, fused AdamW", "h100", TIME, 9325,
+    yield Row(_PR_940, "Llama 2 7B, FSDP2 on 8, not resharded, 1 x 4096", "h100", TIME, 9325,
               rate, "thunder_7b")  # fmt: skip
-    yield Row(_THUNDER, "TinyLlama 1.1B bf16, 4 x 2048, AdamW, accumulating", "a100-40gb", TIME, 18300, "tokens/s",
+    yield Row(_THUNDER, "TinyLlama 1.1B, 8 x 4 x 2048, bf16", "a100-40gb", TIME, 18300, "tokens/s",
               "tinyllama")  # fmt: skip

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import ablation
+import published_table
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
 from compiled_table import compiled_table
@@ -90,6 +91,15 @@ def main() -> int:
         Page(ROOT / "docs" / "foresight.md", "zoo", RESULTS / "hollow_zoo_cpu.jsonl", hollow_zoo_table),
         Page(ROOT / "docs" / "foresight.md", "large", RESULTS / "hollow_large_cpu.jsonl", large_table),
         Page(ROOT / "docs" / "foresight.md", "ranks", RESULTS / "parallel_peaks_cpu.jsonl", ranks_table),
+        *(
+            Page(ROOT / "docs" / "published.md", f"published {mark}", RESULTS / "published.json", table)
+            for mark, table in (
+                ("summary", published_table.summary),
+                ("memory", published_table.memory),
+                ("times", published_table.times),
+                ("not created", published_table.not_created),
+            )
+        ),
         Page(HOW_TO / "generate-within-a-budget.md", "cache", RESULTS / "cache_offload.jsonl", cache_table),
         Page(HOW_TO / "generate-within-a-budget.md", "gap", RESULTS / "generation_gap_cpu.jsonl", gap_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
@@ -116,6 +126,9 @@ def main() -> int:
 
 def read(path: Path) -> list[dict]:
     """One dict per case, malloc mode and method."""
+    if path.suffix == ".json":
+        found: list[dict] = json.loads(path.read_text())
+        return found
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

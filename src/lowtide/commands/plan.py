@@ -43,14 +43,25 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="ranks that share experts")
     parser.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages, each of a part of the layers")
     parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3 or fsdp (default none)")
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16, bf16-mixed or fp16-mixed (default bf16)")
+    parser.add_argument(
+        "--no-reshard", action="store_true", help="FSDP2 keeps what it gathered from forward to backward"
+    )
+    parser.add_argument("--precision", help="fp32, bf16, fp16, bf16-mixed or fp16-mixed (default bf16)")
+    compute = "FSDP2 computes in bfloat16 or float16 with float32 shards (MixedPrecisionPolicy)"
+    parser.add_argument("--compute-dtype", metavar="DTYPE", help=compute)
     parser.add_argument("--master-weights", action="store_true", help="the optimizer keeps float32 copies")
     parser.add_argument("--attention", default="auto", help="auto (default: fused where the model can), sdpa or eager")
     parser.add_argument("--chunk-loss", action="store_true", help="logits and loss in chunks, as lowtide.fit does")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters on every linear layer")
-    parser.add_argument("--quantized", action="store_true", help="4-bit layers below the adapters")
+    targets = "train adapters on the layers of these names alone, such as q_proj,v_proj"
+    parser.add_argument("--lora-targets", default="", metavar="NAMES", help=targets)
+    parser.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout before the adapters")
+    parser.add_argument("--quantized", action="store_true", help="linear layers of 4 bits below the adapters (QLoRA)")
+    selective = "layers are checkpoints that keep attention and every other matrix product (torchtitan's op)"
+    parser.add_argument("--selective-op", action="store_true", help=f"{selective}; no plan is looked for")
     parser.add_argument("--offload-optimizer", action="store_true", help="the optimizer on the host")
     parser.add_argument("--offload-activations", action="store_true", help="a plan may move activations to the host")
+    parser.add_argument("--cuda-version", metavar="X.Y", help="whose context is counted (default: of 11.7 and later)")
     budget = 'of allocated memory: "auto" (default), "60GiB", "40%%" of the plain activations, or "none": no plan'
     parser.add_argument("--budget", default="auto", help=budget)
     parser.add_argument("--no-limits", action="store_true", help="do not look for the largest batch and sequence")
@@ -81,6 +92,10 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.foresight.named_subjects import subject_named
 
     setup, budget = _setup(args), _budget(args.budget)
+    if setup.selective_op and budget not in (None, "auto"):
+        raise BadUsageError(
+            f"--budget {args.budget} asks for a plan, and --selective-op is one. Leave one of them out."
+        )
     committed = None if args.check is None else check.read(args.check)
     if not 0 <= args.tolerance < 10:
         raise BadUsageError(f"--tolerance {args.tolerance} is no part. Pass 0.02 for 2 %.")
@@ -135,9 +150,12 @@ def _setup(args: argparse.Namespace) -> TrainingSetup:
     return TrainingSetup(
         device_named(args.device), seq_len=1 if args.seq_len is None else args.seq_len,
         batch_size=args.batch_size, accumulate=args.accumulate,
-        optimizer=args.optimizer, precision=args.precision, master_weights=args.master_weights,
+        optimizer=args.optimizer, precision=args.precision or ("fp32" if args.compute_dtype else "bf16"),
+        compute_dtype=args.compute_dtype, master_weights=args.master_weights,
         attention=args.attention, chunk_loss=args.chunk_loss, lora_rank=args.lora, quantized=args.quantized,
-        sharding=args.sharding, data_parallel=found.data, tensor_parallel=found.tensor,
+        lora_targets=tuple(name.strip() for name in args.lora_targets.split(",") if name.strip()),
+        lora_dropout=args.lora_dropout, selective_op=args.selective_op, cuda_version=args.cuda_version,
+        sharding=args.sharding, reshard=not args.no_reshard, data_parallel=found.data, tensor_parallel=found.tensor,
         sequence_parallel=args.sequence_parallel, expert_parallel=args.expert_parallel,
         pipeline_parallel=found.pipeline,
         offload_optimizer=args.offload_optimizer, offload_activations=args.offload_activations,

@@ -25,6 +25,8 @@ _AMOUNTS = ("memory_bytes", "usable_bytes", "bandwidth_bytes_per_s", "host_link_
             "block_bytes", "blas_workspace_bytes")  # fmt: skip
 _WIDTH = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _CALIBRATION_VERSION = 1
+# torch/cuda/__init__.py asks for lazy loading (CUDA_MODULE_LOADING); CUDA has it since then.
+_LAZY_SINCE = (11, 7)
 
 
 class UnknownDeviceError(LowtideError, ValueError):
@@ -43,6 +45,7 @@ class Device:
         peer_link_bytes_per_s: To the other devices of the same machine, in one direction; over the host's link where
             the table knows no other.
         context_bytes: What the driver's context and the libraries' kernels take before the first tensor.
+        eager_context_bytes: The same before CUDA 11.7, which loads all kernels at once; 0: not known.
         block_bytes: The allocator rounds to multiples of it.
         sources: By field, where the number is from.
         rates: Measured: by class and dtype (``matmul.float32``) points of (work, work per second). Empty for devices of
@@ -74,6 +77,12 @@ class Device:
     error_fraction: float = 0.4
     peer_link_bytes_per_s: float = 0.0
     multiprocessors: int = 0
+    eager_context_bytes: int = 0
+
+    def context_bytes_of(self, cuda_version: str | None) -> int:
+        """What a context takes under CUDA ``cuda_version`` (``"11.2"``); None: one that loads kernels when called."""
+        loads_all = cuda_version is not None and tuple(map(int, cuda_version.split("."))) < _LAZY_SINCE
+        return self.eager_context_bytes or self.context_bytes if loads_all else self.context_bytes
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products on ``dtype``; where the device has no unit for it, the rate of the next wider one."""
@@ -143,6 +152,8 @@ def _read(body: Mapping[str, Any]) -> Device:
     multiprocessors = body.get("multiprocessors", {"value": 0})
     if "source" in multiprocessors:
         sources["multiprocessors"] = multiprocessors["source"]
+    eager = body.get("eager_context_bytes", {"value": 0, "source": "not known"})
+    sources["eager_context_bytes"] = eager["source"]
     return Device(
         **{name: body[name] for name in ("name", "title", "kind", "compute_capability", "note")},
         **{name: body[name]["value"] for name in _AMOUNTS},
@@ -155,6 +166,7 @@ def _read(body: Mapping[str, Any]) -> Device:
         error_fraction=body.get("error_fraction", Device.error_fraction),
         peer_link_bytes_per_s=peer["value"],
         multiprocessors=multiprocessors["value"],
+        eager_context_bytes=eager["value"],
     )
 
 

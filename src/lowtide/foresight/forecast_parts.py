@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lowtide.explanation import collapse_path
-from lowtide.foresight.device_peak import COMMUNICATION_BYTES, EXPECTED_WORKSPACES, amounts, groups
+from lowtide.foresight.device_peak import BLAS_HANDLES, COMMUNICATION_BYTES, amounts, groups
 from lowtide.foresight.rank_memory import RankMemory, parameter_bytes
 from lowtide.foresight.subjects import Facts
 from lowtide.foresight.training_setup import TrainingSetup
@@ -29,8 +29,8 @@ def parts(
         "activations": activations - waiting if in_step else 0,
         "micro_batches_that_wait": waiting if in_step else 0,
         "optimizer_step": 0 if in_step else allocated - resident,
-        "workspace": EXPECTED_WORKSPACES * setup.device.blas_workspace_bytes,
-        "context": setup.device.context_bytes,
+        "workspace": BLAS_HANDLES * setup.device.blas_workspace_bytes,
+        "context": setup.context_bytes,
     }
     found["communication"] = groups(setup) * COMMUNICATION_BYTES
     return found | {"fragmentation": expected - sum(found.values())}

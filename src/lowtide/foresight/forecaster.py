@@ -58,7 +58,9 @@ class Forecaster:
         graph, costs = planner.graph, planner.costs
         resident = rank.resident_bytes + graph.resident["batch"]
         shift = resident - graph.resident_bytes
-        if budget is None:
+        if setup.selective_op:
+            plan, step_peak, waiting = planner.selective_op(others)
+        elif budget is None:
             plan, step_peak, waiting = planner.plain(others)
         else:
             budgets = _budgets(planner, setup, budget, resident, thorough=thorough)
@@ -68,6 +70,7 @@ class Forecaster:
         during = step_peak + waiting + shift
         allocated = max(during, resident + rank.optimizer_step)
         peak = device_peak.amounts(setup, allocated, resident)
+        workspaces = device_peak.workspaces_bytes(setup.device, graph)
         verdict = device_peak.verdict_of(peak, setup.device) if plan is not None else DOES_NOT_FIT
         micro_ms = costs.plain_step_ms if plan is None else plan.predicted_step_ms
         took = step_ms(setup, facts, rank, micro_ms, graph)
@@ -79,10 +82,8 @@ class Forecaster:
             None if plan is None else Amount(took / (1 + error), took, took * (1 + error)),
             None if plan is None else 1e3 * setup.sequences * setup.seq_len / took,
             plan, assumptions(setup, rank, graph), by_module(facts, graph, costs),
-            allocated_bytes=allocated + setup.device.blas_workspace_bytes,
-            ask_reserved=partial(
-                reserved_bytes, graph, plan, rank, waiting, setup.device.blas_workspace_bytes, setup.accumulate
-            ),
+            allocated_bytes=allocated + workspaces,
+            ask_reserved=partial(reserved_bytes, graph, plan, rank, waiting, workspaces, setup.accumulate),
         )  # fmt: skip
 
     def best_rate(self, setup: TrainingSetup) -> float:
@@ -126,6 +127,9 @@ class Forecaster:
         planner, others = self._planner(setup), setup.micro_batches_in_flight - 1
         resident = rank.resident_bytes + planner.graph.resident["batch"]
         most = device_peak.most_allocated(setup, resident) - (resident - planner.graph.resident_bytes)
+        if setup.selective_op:
+            _, peak, waiting = planner.selective_op(others)
+            return Room(missing <= 0 and peak + waiting <= most, max(missing, peak + waiting - most))
         lacking = planner.missing_bytes(most, others, plain=plain)
         if missing > 0 or lacking <= 0 or plain:
             return Room(missing <= 0 and lacking <= 0, max(missing, lacking))

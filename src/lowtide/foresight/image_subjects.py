@@ -36,8 +36,7 @@ class ImageSubject(Subject):
                 raise SetupError(f"{option} is for models of transformers. Use SCRIPT.py:FUNCTION for {self.name}.")
 
     def build(self, setup: TrainingSetup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
-        dtype, autocast = PRECISIONS[setup.precision]
-        made = getattr(torch, dtype)
+        autocast, made = PRECISIONS[setup.precision][1], getattr(torch, setup.dtype)
         model = nn.Module.to(self.model(), made).train()  # diffusers' own warns of what from_pretrained does
         batch, step = self.batch(model, setup.batch_size, made), self.loss
         sizes = [f"{name} of {' x '.join(map(str, x.shape[1:]))}" for name, x in batch.items() if x.dim() > 1]

@@ -9,6 +9,8 @@
     fsdp    FSDP2: each parameter is divided along its first dimension and padded there. Each numbered block
             (``layers.3``) is a unit, and what is left is the root, gathered through the whole step with its gradients.
             Beside it: the unit that runs and the next one, the gradients of one and what is being reduced of another.
+            Under a ``MixedPrecisionPolicy`` what is gathered is in its dtype, and reduced in float32. Without
+            resharding after forward, all units stay gathered until backward has passed them.
             Experts that no other rank has are units of their own, which FSDP2 copies instead of gathering them.
 
 What tensor, expert and pipeline parallel ranks hold is what transformers' wrapping leaves of the model on one of them
@@ -45,6 +47,7 @@ _LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 _QUANTIZED_BYTES = (4 + 0.127) / 8
 _SCALED_ELEMENTS, _LEAST_QUANTIZED = 256, 4096
 _UNIT = re.compile(r"^(.*?\.\d+)\.")
+_GATHERED_BYTES = 2  # an element in a 16-bit compute dtype
 _RUN_BLOCKS = 2
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -120,6 +123,8 @@ def rank_memory(facts: Facts, setup: TrainingSetup) -> RankMemory:
             gradients = sum(p.elements * p.itemsize for p in held if p.trains)
             gathered, units = _gathered_by_fsdp(facts.parameters, setup)
             rule = f"{rule}; everything is divided by {count} along first dimensions, {units} blocks are units"
+            if not setup.reshard:
+                rule += " that stay gathered after forward"
     if setup.offload_optimizer:
         host, state, step = state + gradients, 0, 0
         rule += "; the optimizer and its step are on the host"
@@ -168,20 +173,36 @@ def _shard(parameter: Parameter, count: int, kind: str) -> Parameter:
     return Parameter(parameter.name, shape, parameter.itemsize, parameter.trains, parameter.quantized)
 
 
+class _Unit:
+    """Bytes of one unit of FSDP2 when it is whole: parameters, their gradients, and those while they are reduced."""
+
+    def __init__(self) -> None:
+        self.held = self.gradients = self.reduced = 0
+
+    def add(self, p: Parameter, itemsize: int, reduced_itemsize: int) -> None:
+        self.held += parameter_bytes(p) if p.quantized else p.elements * itemsize
+        self.gradients += p.elements * itemsize if p.trains else 0
+        self.reduced += p.elements * reduced_itemsize if p.trains else 0
+
+    @property
+    def size(self) -> int:
+        return self.held + self.gradients
+
+
 def _gathered_by_fsdp(parameters: Iterable[Parameter], setup: TrainingSetup) -> tuple[int, int]:
     """(bytes that are whole at a time, number of units) of FSDP2."""
-    units: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    own: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    units: dict[str, _Unit] = defaultdict(_Unit)
+    own: dict[str, _Unit] = defaultdict(_Unit)
     for p in parameters:
         found = _UNIT.match(p.name)
-        of = (own if p.expert and replicas(p, setup) == 1 else units)[found[1] if found else ""]
-        of[0] += parameter_bytes(p)
-        of[1] += p.elements * p.itemsize if p.trains else 0
-    root = units.pop("", [0, 0])
-    largest = max(units.values(), key=sum, default=[0, 0])
+        of = own if p.expert and replicas(p, setup) == 1 else units
+        of[found[1] if found else ""].add(p, _GATHERED_BYTES if setup.compute_dtype else p.itemsize, p.itemsize)
+    root = units.pop("", _Unit())
+    largest = max(units.values(), key=lambda unit: unit.size, default=_Unit())
     # Nothing gathers what no other rank has, so nothing of it is on its way: a copy, and two of its gradients.
-    copies = max((held + 2 * gradients for held, gradients in own.values()), default=0)
-    return sum(root) + 2 * sum(largest) + copies, len(units)
+    copies = max((unit.held + 2 * unit.gradients for unit in own.values()), default=0)
+    whole = 2 * largest.held if setup.reshard else sum(unit.held for unit in units.values())
+    return root.size + whole + largest.gradients + largest.reduced + copies, len(units)
 
 
 def _optimizer_bytes(trained: Sequence[Parameter], setup: TrainingSetup, *, is_divided: bool) -> tuple[int, int]:
@@ -263,6 +284,8 @@ def precision_words(setup: TrainingSetup) -> str:
     """How numbers are held, in words."""
     dtype, autocast = PRECISIONS[setup.precision]
     words = f"parameters, gradients and optimizer state in {dtype}"
+    if setup.compute_dtype:
+        words += f", the step in {setup.compute_dtype}"
     if setup.master_weights:
         words = f"parameters and gradients in {dtype}, the optimizer's copy and state in float32"
     return f"{words}, the step under autocast to {autocast}" if autocast else words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -10,15 +11,23 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.estimation.device_table import Device
 from lowtide.estimation.roofline import estimate
 from lowtide.foresight.pipeline import waiting_bytes
+from lowtide.foresight.training_setup import SetupError
 from lowtide.graph.costs import HOST
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
+from lowtide.settings.decisions import candidate_of
+from lowtide.settings.description import Checkpoint, Description
+from lowtide.settings.torchtitan import KEEPS
 from lowtide.simulation.simulator import Timeline, simulate, simulate_actions
+from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.dispatch import solve
+from lowtide.solvers.graph_queries import layers
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.methods import fixed_actions
+from lowtide.solvers.search_context import SearchContext
 
 _BUDGETS_TRIED = 6
+_NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # path of the outermost numbered module
 _SAME_BUDGET = 0.005  # of what a step makes: plans for budgets that differ by less hardly do
 
 
@@ -50,6 +59,26 @@ class StepPlanner:
     def plain(self, others: int) -> PlannedMicroBatch:
         """Everything is saved."""
         return self._planned(solve(self.graph, self.costs, method="none"), others)
+
+    def selective_op(self, others: int) -> PlannedMicroBatch:
+        """Layers are checkpoints that keep attention and every other matrix product, as torchtitan's ``op`` says.
+
+        Raises:
+            SetupError: no layer repeats.
+        """
+        if self._selective_op is None:
+            raise SetupError("--selective-op is about layers, and this model repeats none. Leave it out.")
+        return self._planned(self._selective_op, others)
+
+    @cached_property
+    def _selective_op(self) -> Plan | None:
+        paths = (_NUMBERED.match(self.graph.scope(self.graph.ops[op])) for op in layers(self.graph))
+        found = dict.fromkeys(path[0] for path in paths if path)
+        if not found:
+            return None
+        checkpoints = tuple(Checkpoint((path,), KEEPS, skips_every=2) for path in found)
+        candidate, _ = candidate_of(self.graph, self.costs, Description("selective by op", checkpoints))
+        return build_plan(SearchContext(self.graph, self.costs), candidate, method="settings")
 
     def within(self, budgets: list[int], others: int, *, thorough: bool, offload: bool) -> PlannedMicroBatch:
         """The plan for the first of ``budgets`` that there is one for.

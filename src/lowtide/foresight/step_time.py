@@ -63,9 +63,10 @@ def _exchanged_bytes(setup: TrainingSetup, facts: Facts) -> dict[int, float]:
     found: dict[int, float] = {}
     for p in facts.parameters:
         ranks = replicas(p, setup)
-        size = 2 * p.gradient_bytes
+        size: float = 2 * p.gradient_bytes
         if setup.sharding in ("zero3", "fsdp"):  # gathered in forward and in backward, reduced after it
-            size = setup.accumulate * (2 * parameter_bytes(p) + p.gradient_bytes)
+            times = (2 if setup.reshard else 1) * (0.5 if setup.compute_dtype else 1)
+            size = setup.accumulate * (times * parameter_bytes(p) + p.gradient_bytes)
         found[ranks] = found.get(ranks, 0) + size
     return found
 

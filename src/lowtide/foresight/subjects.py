@@ -20,6 +20,7 @@ from lowtide import long_sequences
 from lowtide.errors import LowtideError
 from lowtide.foresight import parallel_model, pipeline
 from lowtide.foresight.image_text import image_batch, image_form
+from lowtide.foresight.quantized_layers import expansion_of, installed_version, quantize, quantized_names
 from lowtide.foresight.training_setup import PRECISIONS, SetupError, TrainingSetup
 from lowtide.graph.repeated_layers import SHALLOW_LAYERS, with_layers
 from lowtide.graph.step_graph import StepGraph
@@ -38,6 +39,7 @@ _TASKS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", 
 _USUAL_SEQ_LEN = 2048
 _IMAGE_TOKENS = 256
 _DEEP = 2  # times as many layers as a shallow model has: then tracing that one first is worth it
+_SHARD_BYTES = 4  # an element of float32 shards
 _WINDOW_FRAMES = 3000  # Whisper hears 30 seconds
 
 
@@ -125,15 +127,20 @@ class Subject:
                 model, _, _ = self.build(
                     setup if parallel_model.is_divided(setup) else replace(setup, chunk_loss=False)
                 )
-                # PEFT leaves its own adapters and what is no linear layer alone.
-                quantized = _quantized_names(model) if setup.quantized else set()
+                quantized = quantized_names(model)
                 experts = parallel_model.expert_names(model) if setup.expert_parallel > 1 else set()
                 whole = parallel_model.whole_gradients(model, setup) if setup.tensor_parallel > 1 else {}
                 self._facts[key] = Facts(
                     tuple(
                         Parameter(
-                            n, _shape(p), p.element_size(), p.requires_grad, n in quantized, n in experts, whole.get(n)
-                        )
+                            n,
+                            _shape(p),
+                            _SHARD_BYTES if setup.compute_dtype else p.element_size(),
+                            p.requires_grad,
+                            n in quantized,
+                            n in experts,
+                            whole.get(n),
+                        )  # fmt: skip
                         for n, p in model.named_parameters()
                     ),
                     sum(b.nbytes for b in model.buffers()),
@@ -142,7 +149,8 @@ class Subject:
 
     def trace(self, setup: TrainingSetup) -> StepGraph:
         """The step of one rank, its optimizer left out."""
-        key = (*_model_key(setup)[:-1], setup.batch_size, setup.seq_len, setup.attention, setup.chunk_loss)
+        key = (*_model_key(setup), setup.batch_size, setup.seq_len, setup.attention, setup.chunk_loss,
+               setup.lora_dropout)  # fmt: skip
         if key not in self._graphs:
             self.check(setup)
             graph = self._trace(setup)
@@ -223,7 +231,7 @@ class ConfigSubject(Subject):
     def build(self, setup: TrainingSetup) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         import transformers
 
-        dtype, autocast = PRECISIONS[setup.precision]
+        dtype, autocast = setup.dtype, PRECISIONS[setup.precision][1]
         config = copy.deepcopy(self.config)
         config.architectures = [getattr(transformers, f"MODEL_FOR_{self.task}_MAPPING")[type(config)].__name__]
         config.dtype = getattr(torch, dtype)
@@ -242,7 +250,9 @@ class ConfigSubject(Subject):
         if parallel_model.is_divided(setup):
             parallel_model.wrap(model, setup)
         if setup.lora_rank:
-            model = _with_adapters(model, setup.lora_rank)
+            model = _with_adapters(model, setup)
+        if setup.quantized:
+            quantize(model, expansion_of(installed_version()))
         if setup.chunk_loss:
             long_sequences.prepare(model, chunk_loss=True, tile_mlp=None, say=None)
         batch, step = self._batch(setup, getattr(torch, dtype), model), None
@@ -285,7 +295,8 @@ class ScriptSubject(Subject):
         for option, given in (("--tensor-parallel", setup.tensor_parallel > 1),
                               ("--expert-parallel", setup.expert_parallel > 1),
                               ("--pipeline-parallel", setup.pipeline_parallel > 1), ("--lora", setup.lora_rank > 0),
-                              ("--chunk-loss", setup.chunk_loss)):  # fmt: skip
+                              ("--chunk-loss", setup.chunk_loss),
+                              ("--compute-dtype", setup.compute_dtype is not None)):  # fmt: skip
             if given:
                 raise SetupError(f"{option} is for models by configuration. Do it in {self.name} itself.")
 
@@ -295,10 +306,11 @@ class ScriptSubject(Subject):
 
 
 def _model_key(setup: TrainingSetup) -> tuple:
-    """What decides over the parameters; last what is only how they are stored."""
+    """What decides over the parameters, and how they are stored."""
     divided = (setup.tensor_parallel, setup.sequence_parallel, setup.expert_parallel, setup.pipeline_parallel,
                setup.stage or 0, setup.chunk_loss and setup.tensor_parallel > 1)  # fmt: skip
-    return target_of(setup.device), setup.precision, divided, setup.lora_rank, setup.quantized
+    adapters = (setup.lora_rank, setup.lora_targets, setup.quantized)
+    return target_of(setup.device), setup.precision, setup.compute_dtype, divided, adapters
 
 
 def _with_fewer_layers(config: Any, layers: int) -> Any | None:
@@ -319,20 +331,22 @@ def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(parameter._local_tensor.shape if is_shared(parameter) else parameter.shape)
 
 
-def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+def _with_adapters(model: nn.Module, setup: TrainingSetup) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise SetupError("--lora needs PEFT. Install it: pip install peft") from None
-    # Their values are nobody's: on ``meta`` they take no memory and no time.
-    settings = LoraConfig(r=rank, target_modules="all-linear")
-    adapted: nn.Module = get_peft_model(model, settings, low_cpu_mem_usage=True)
+    targets = list(setup.lora_targets) or "all-linear"
+    settings = LoraConfig(r=setup.lora_rank, target_modules=targets, lora_dropout=setup.lora_dropout)
+    try:
+        # Their values are nobody's: on ``meta`` they take no memory and no time.
+        adapted: nn.Module = get_peft_model(model, settings, low_cpu_mem_usage=True)
+    except ValueError as error:  # none of the names is a layer's, or one is of a layer that takes no adapter
+        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise SetupError(
+            f"--lora-targets {','.join(setup.lora_targets)}: {error} Linear layers are {', '.join(linear)}."
+        ) from error
     return adapted
-
-
-def _quantized_names(model: nn.Module) -> set[str]:
-    """Weights below adapters: PEFT calls them base layers."""
-    return {name for name, p in model.named_parameters() if ".base_layer.weight" in name and p.dim() == 2}
 
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:

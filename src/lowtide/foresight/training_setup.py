@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
     "fp16-mixed": ("float32", "float16"),
 }
 OPTIMIZERS = ("adamw", "adam", "adamw_fused", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon", "none")
+COMPUTE_DTYPES = ("bfloat16", "float16")
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp")
 ATTENTIONS = ("auto", "sdpa", "eager")
 _DIVIDED = ("tensor_parallel", "expert_parallel", "pipeline_parallel")  # of one model
@@ -36,16 +38,21 @@ class TrainingSetup:
         precision: A key of ``PRECISIONS``. ``master_weights``: the optimizer keeps a copy of 16-bit parameters in
             float32, and its state in float32.
         attention: ``auto``: what transformers takes for the model, fused where it can.
-        lora_rank: Train adapters of this rank on every linear layer; 0: everything is trained. ``quantized``: the
-            layers below them are of 4 bits (QLoRA).
+        compute_dtype: What FSDP2 casts its float32 shards to when it gathers them (``MixedPrecisionPolicy``), None: not.
+        lora_rank: Train adapters of this rank; 0: everything is trained. ``quantized``: linear layers are of 4 bits
+            (QLoRA).
+        lora_targets: Names of the layers that have adapters, empty: every linear layer. ``lora_dropout``: before them.
+        selective_op: The plan is torchtitan's selective checkpointing by op; none is looked for.
         sharding: What data parallel ranks divide among themselves: ``none`` (a replica each), the optimizer
             (``zero1``), gradients too (``zero2``), parameters too (``zero3`` as DeepSpeed, ``fsdp`` as FSDP2).
+        reshard: FSDP2 frees gathered parameters after forward, and gathers them again.
         data_parallel, tensor_parallel, pipeline_parallel: Degrees; their product is the number of devices.
         expert_parallel: Ranks that share the experts of each layer: a multiple of ``tensor_parallel`` that divides
             data times tensor parallel ranks, as transformers has it.
         sequence_parallel: Between attention and MLP, tensor parallel ranks hold a part of the tokens each.
         stage: Of a pipeline, which stage is asked about, from 0; None: the one that holds most.
         offload_optimizer, offload_activations: To host memory.
+        cuda_version: Such as ``"11.2"``; None: one that loads kernels when they are first called.
     """
 
     device: Device = field(hash=False)
@@ -58,8 +65,13 @@ class TrainingSetup:
     attention: str = "auto"
     chunk_loss: bool = False
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     quantized: bool = False
+    selective_op: bool = False
+    compute_dtype: str | None = None
     sharding: str = "none"
+    reshard: bool = True
     data_parallel: int = 1
     tensor_parallel: int = 1
     sequence_parallel: bool = False
@@ -68,6 +80,7 @@ class TrainingSetup:
     stage: int | None = None
     offload_optimizer: bool = False
     offload_activations: bool = False
+    cuda_version: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "accumulate", "data_parallel", "tensor_parallel", "expert_parallel",
@@ -90,7 +103,39 @@ class TrainingSetup:
             raise SetupError("--quantized trains adapters on 4-bit layers. Pass --lora RANK with it.")
         if self.lora_rank < 0:
             raise SetupError(f"--lora {self.lora_rank} is no rank. Pass 1 or more, or leave it out.")
+        if not self.lora_rank and (self.lora_targets or self.lora_dropout):
+            option = "--lora-targets" if self.lora_targets else "--lora-dropout"
+            raise SetupError(f"{option} is of adapters. Pass --lora RANK with it.")
+        if not 0 <= self.lora_dropout < 1:
+            raise SetupError(f"--lora-dropout {self.lora_dropout} is no probability below 1. Pass 0.05, say.")
+        if self.compute_dtype is not None:
+            self._check_compute_dtype(self.compute_dtype)
+        if not self.reshard and self.sharding != "fsdp":
+            raise SetupError(f"--no-reshard is of FSDP2; --sharding is {self.sharding}. Pass --sharding fsdp.")
+        if self.selective_op and self.offload_activations:
+            raise SetupError(
+                "--selective-op is a plan of its own, which moves nothing. Leave --offload-activations out."
+            )
+        if self.cuda_version is not None and not re.fullmatch(r"\d+\.\d+", self.cuda_version):
+            raise SetupError(f"--cuda-version {self.cuda_version!r} is no version. Pass one such as 12.4.")
         self._check_parallel()
+
+    def _check_compute_dtype(self, dtype: str) -> None:
+        if dtype not in COMPUTE_DTYPES:
+            raise SetupError(
+                f"--compute-dtype {dtype!r} is not known.{did_you_mean(dtype.lower(), COMPUTE_DTYPES)} Use one of "
+                f"{', '.join(COMPUTE_DTYPES)}."
+            )
+        if self.sharding != "fsdp":
+            raise SetupError(
+                f"--compute-dtype is what FSDP2 gathers its shards in; --sharding is {self.sharding}. Pass --sharding "
+                "fsdp, or --precision bf16-mixed for autocast."
+            )
+        if self.precision != "fp32":
+            raise SetupError(
+                f"--compute-dtype {dtype} is for shards in float32; --precision is {self.precision}. Pass fp32, or "
+                "leave one of them out."
+            )
 
     def _check_parallel(self) -> None:
         """Degrees that contradict each other, or what is combined with them."""
@@ -120,6 +165,16 @@ class TrainingSetup:
                 f"--sharding {self.sharding} with --pipeline-parallel gathers or reduces in each micro-batch, which "
                 "pipelines do not. Use zero1 or none."
             )
+
+    @property
+    def dtype(self) -> str:
+        """Of the parameters that a step computes with."""
+        return self.compute_dtype or PRECISIONS[self.precision][0]
+
+    @property
+    def context_bytes(self) -> int:
+        """What the device's context takes."""
+        return self.device.context_bytes_of(self.cuda_version)
 
     @property
     def ranks(self) -> int:
