@@ -1,8 +1,8 @@
 """Published GPU measurements beside what lowtide says of the same configuration, without a GPU.
 
     cd benchmarks
-    python published.py               all rows; a quarter of an hour of one core
-    python published.py --only bert   rows whose configuration holds the word, printed and not written
+    python published.py                rows that have no result yet; a quarter of an hour of one core for all
+    python published.py --again BERT   rows whose key holds the word, once more; "" is all
 
 Each configuration is re-created (``published_recipes.py``), traced without memory, and put through the forecaster of
 ``lowtide plan``. What is compared: bytes that the allocator counts, bytes that it reserves, what ``nvidia-smi`` shows
@@ -70,27 +70,31 @@ def predicted(row: Row) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="a word of the key: configuration, kind or GPU")
+    parser.add_argument("--again", help="a word of the key: kind, configuration or GPU")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    found = []
+    shared = {**provenance(), "versions": versions()}
+    known = {line["row"]: line for line in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
     for row in rows():
-        if args.only and args.only not in row.key:
+        if row.key in known if args.again is None else args.again not in row.key:
             continue
         line = predicted(row)
         line["error"] = line["predicted"] / row.published - 1
         print(f"{row.published:>12.2f} {line['predicted']:>12.2f} {100 * line['error']:>7.2f} %  {row.key}", flush=True)
-        found.append({"row": row.key, **line})
-    if not args.only:
-        versions = {}
-        for name in LIBRARIES:
-            with suppress(importlib.metadata.PackageNotFoundError):
-                versions[name] = importlib.metadata.version(name)
-        shared = provenance()
-        lines = [json.dumps({"benchmark": "published", **line, **shared, "versions": versions}) for line in found]
+        known[row.key] = {"benchmark": "published", "row": row.key, **line, **shared}
+        lines = [json.dumps(known[row.key]) for row in rows() if row.key in known]
         RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     return 0
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that decide what a step saves."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 if __name__ == "__main__":

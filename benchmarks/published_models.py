@@ -83,9 +83,11 @@ class FourBitLinear(nn.Module):
         self.shape, self.expansion = (made, given), expansion_of(BITSANDBYTES)
         scales = given * made // _QUANTIZED_BLOCK
         self.register_buffer("packed", torch.zeros(given * made // 2, 1, dtype=torch.uint8))
-        self.register_buffer("scales", torch.zeros(scales, dtype=torch.uint8 if tuning.nested else torch.float32))
+        # As integers of their size: a model's ``to(bfloat16)`` leaves them as they are.
+        self.register_buffer("scales", torch.zeros(scales, dtype=torch.uint8 if tuning.nested else torch.int32))
         if tuning.nested:
-            self.register_buffer("scales_of_scales", torch.zeros(math.ceil(scales / _NESTED_BLOCK)))
+            nested = math.ceil(scales / _NESTED_BLOCK)
+            self.register_buffer("scales_of_scales", torch.zeros(nested, dtype=torch.int32))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         made: torch.Tensor = FourBitProduct.apply(x, self.packed, bias, self.shape, self.expansion)
