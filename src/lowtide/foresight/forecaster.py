@@ -115,6 +115,10 @@ class Forecaster:
             self._planners[key] = StepPlanner(graph, setup.device)
         return self._planners[key]
 
+    def is_large(self, setup: TrainingSetup) -> bool:
+        """Whether its step has so many ops that each trace takes long."""
+        return not _is_pipeline(setup) and not self.refuses(setup) and self._planner(setup).is_large
+
     def room(self, setup: TrainingSetup, *, plain: bool = False) -> Room:
         """Whether the step fits under some plan, or as it is, and what is missing."""
         if _is_pipeline(setup):

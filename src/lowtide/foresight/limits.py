@@ -11,6 +11,7 @@ from lowtide.foresight.training_setup import TrainingSetup
 
 SEQ_LEN_STEP = 128
 _MOST_TRACES = 5
+_MOST_LARGE_TRACES = 3  # of steps of so many ops that each trace takes ten seconds
 _MOST = 1 << 22
 
 
@@ -18,7 +19,10 @@ def max_batch_size(forecaster: Forecaster, setup: TrainingSetup, *, plain: bool 
     """Sequences of one micro-batch of one rank; 0: not one."""
     if forecaster.refuses(setup):
         return 0
-    return _largest(lambda n: forecaster.room(replace(setup, batch_size=n), plain=plain), setup.batch_size, _MOST)
+    return _largest(
+        lambda n: forecaster.room(replace(setup, batch_size=n), plain=plain), setup.batch_size, _MOST,
+        _MOST_LARGE_TRACES if forecaster.is_large(setup) else _MOST_TRACES,
+    )  # fmt: skip
 
 
 def max_seq_len(forecaster: Forecaster, setup: TrainingSetup, *, plain: bool = False) -> int:
@@ -31,11 +35,11 @@ def max_seq_len(forecaster: Forecaster, setup: TrainingSetup, *, plain: bool = F
     def room(units: int) -> Room:
         return forecaster.room(replace(setup, seq_len=min(units * step, most)), plain=plain)
 
-    found = min(_largest(room, -(-setup.seq_len // step), -(-most // step)) * step, most)
+    found = min(_largest(room, -(-setup.seq_len // step), -(-most // step), _MOST_TRACES) * step, most)
     return max(found, setup.seq_len) if forecaster.room(setup, plain=plain).fits else found
 
 
-def _largest(room: Callable[[int], Room], start: int, most: int) -> int:
+def _largest(room: Callable[[int], Room], start: int, most: int, traces: int) -> int:
     """The largest number up to ``most`` that fits. What is missing grows with the number, about linearly.
 
     Where that many traces do not find the end, the largest that was seen to fit.
@@ -43,7 +47,7 @@ def _largest(room: Callable[[int], Room], start: int, most: int) -> int:
     known: dict[int, float] = {}
     low, high = 0, most + 1  # the largest that fits, the least that does not
     number = max(1, min(start, most))
-    for _ in range(_MOST_TRACES):
+    for _ in range(traces):
         try:
             found = room(number)
         except LowtideError:  # the model refuses such a size

@@ -27,6 +27,7 @@ from lowtide.solvers.published.methods import fixed_actions
 from lowtide.solvers.search_context import SearchContext
 
 _BUDGETS_TRIED = 6
+LARGE_OPS = 12_000  # of a step: a search for the best plan then takes minutes (SDXL's U-Net has 18,660)
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # path of the outermost numbered module
 _SAME_BUDGET = 0.005  # of what a step makes: plans for budgets that differ by less hardly do
 
@@ -94,7 +95,11 @@ class StepPlanner:
                 least = bound_peak(self.graph)
                 if budget_bytes < least:
                     continue
-            if offload or (thorough and not others):
+            if offload and self.is_large and not thorough:
+                raise SetupError(f"moving activations of {len(self.graph.ops)} ops takes minutes to plan: not tried.")
+            if self.is_large and not offload and not others and (quick := self._knapsack(budget_bytes)) is not None:
+                plan = quick
+            elif offload or (thorough and not others):
                 try:
                     plan = solve(self.graph, self.costs, budget_bytes, offload=(HOST,) if offload else ())
                 except BudgetInfeasibleError as error:
@@ -139,7 +144,21 @@ class StepPlanner:
         held = waiting_bytes(self.graph, simulate(self.graph, self.costs, plan).live_bytes) if others else 0
         return PlannedMicroBatch(plan, plan.predicted_peak_bytes, others * held)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether a search for the best plan would take minutes."""
+        return len(self.graph.ops) > LARGE_OPS
+
+    def _knapsack(self, budget_bytes: int) -> Plan | None:
+        """The plan of a published method that takes seconds, with a bound on how far it is from the best."""
+        try:
+            return solve(self.graph, self.costs, budget_bytes, method="knapsack")
+        except BudgetInfeasibleError:
+            return None
+
     def _first(self, budget_bytes: int) -> Plan | None:
+        if self.is_large and (found := self._knapsack(budget_bytes)) is not None:
+            return found
         try:
             return solve(self.graph, self.costs, budget_bytes, effort="first")
         except BudgetInfeasibleError:
