@@ -153,7 +153,10 @@ def _classes(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def bert(precision: str, rows: int, accumulate: int, recompute: bool, optimizer: str) -> Recipe:
-    """BERT-large with two classes on 512 tokens, by transformers' Trainer; attention is not fused."""
+    """BERT-large with two classes on 512 tokens, by transformers' Trainer of 2022.
+
+    Attention is not fused, and its AdamW takes one parameter after the other.
+    """
 
     def make() -> nn.Module:
         import transformers
@@ -168,8 +171,9 @@ def bert(precision: str, rows: int, accumulate: int, recompute: bool, optimizer:
         return model
 
     batch = {"input_ids": _ids(rows, 512), "labels": torch.zeros(rows, dtype=torch.int64)}
-    setup = {"batch_size": rows, "seq_len": 512, "accumulate": accumulate, "optimizer": optimizer,
-             "precision": precision, "cuda_version": "11.2"}  # fmt: skip
+    setup = {"batch_size": rows, "seq_len": 512, "accumulate": accumulate, "precision": precision,
+             "optimizer": "adamw_for_loop" if optimizer == "adamw" else optimizer,
+             "cuda_version": "11.2"}  # fmt: skip
     autocast = torch.float16 if precision == "fp16-mixed" else None
     return Recipe(make, batch, lambda model, batch: model(**batch).loss, setup, torch.float32, autocast,
                   done=rows * accumulate)  # fmt: skip
@@ -194,11 +198,12 @@ def cross_entropy(vocabulary: int, tokens: int = 16384) -> Recipe:
 
 
 def head_and_loss(tokens: int) -> Recipe:
-    """Llama 3's head and the loss of its logits."""
+    """Llama 3's head and the loss of its logits. The benchmark has another head beside it, for Liger's own kernel."""
     setup = {"optimizer": "none", "precision": "bf16"}
     make = partial(nn.Linear, 4096, 128256, bias=False)
     targets = torch.zeros(tokens, dtype=torch.int64)
-    return Recipe(lambda: _Given((tokens, 4096), make()), targets, lambda m, t: m(t), setup)
+    return Recipe(lambda: _Given((tokens, 4096), make()), targets, lambda m, t: m(t), setup,
+                  other_bytes=lambda model: model.head.weight.numel() * BF16.itemsize)  # fmt: skip
 
 
 def mpt(size: str, rows: int, tokens: int, recompute: bool) -> Recipe:

@@ -80,7 +80,10 @@ def add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", required=True, help='a name of the table such as h100, or "here"')
     parser.add_argument("--seq-len", type=int, help="tokens of each sequence (default 2048, or all positions)")
     parser.add_argument("--gpus", type=int, metavar="N", help="devices in all, of one machine")
-    optimizers = "adamw (default), adamw_fused, adam, adamw_8bit, sgd, sgd_momentum, adafactor, muon or none"
+    optimizers = (
+        "adamw (default), adamw_fused, adamw_for_loop (foreach=False), adam, adamw_8bit, sgd, sgd_momentum, adafactor, "
+        "muon or none"
+    )
     parser.add_argument("--optimizer", default="adamw", help=optimizers)
 
 

@@ -48,8 +48,8 @@ _BY_CAPABILITY: dict[float, dict[str, tuple[tuple[float, float], ...]]] = {
     10.0: _HOPPER,
 }
 _MEMORY = ((1.0, 0.3), (10.0, 0.7), (100.0, 0.88))
-_LAUNCH_US = 4.0  # a kernel that does nothing, launched after another
-_HOST_US = 12.0  # Python, autograd and the dispatcher for one op of a step that is not compiled
+LAUNCH_US = 4.0  # a kernel that does nothing, launched after another
+HOST_US = 12.0  # Python, autograd and the dispatcher for one op of a step that is not compiled
 LINK_SHARE = 0.8  # of a link's peak that pinned copies reach
 _TAPE_US = 6.0  # what the tape adds to an op: see lowtide.measurement.op_times
 
@@ -95,7 +95,7 @@ def estimate(graph: StepGraph, *, device: str | Device = "here") -> Costs:
 
 
 def _op_ms(graph: StepGraph, op: Op, work: Work, device: Device) -> float:
-    floor_us = _LAUNCH_US if device.op_us is None else device.op_us
+    floor_us = LAUNCH_US if device.op_us is None else device.op_us
     if not op.makes and not op.writes:  # a view
         cold_us = device.cold_us if work.read_bytes >= CACHED_BYTES else 0.0
         return 0.0 if device.op_us is None else (floor_us + cold_us) / 1e3
@@ -151,5 +151,5 @@ def between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 def _no_faster_than_the_host(op_ms: list[float]) -> list[float]:
     on_device = sum(op_ms)
-    on_host = len(op_ms) * _HOST_US / 1e3
+    on_host = len(op_ms) * HOST_US / 1e3
     return op_ms if not on_device or on_device >= on_host else [ms * on_host / on_device for ms in op_ms]

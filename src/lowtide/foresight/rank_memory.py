@@ -53,6 +53,7 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "adamw_for_loop": (torch.optim.AdamW, {"foreach": False}),
     "sgd": (torch.optim.SGD, {}),
     "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
     "adafactor": (torch.optim.Adafactor, {}),

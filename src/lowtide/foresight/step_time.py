@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowtide.estimation.device_table import Device
-from lowtide.estimation.roofline import LINK_SHARE
+from lowtide.estimation.roofline import HOST_US, LAUNCH_US, LINK_SHARE
 from lowtide.foresight.rank_memory import RankMemory, parameter_bytes, replicas
 from lowtide.foresight.subjects import Facts
 from lowtide.foresight.training_setup import TrainingSetup
@@ -28,6 +28,7 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 _BETWEEN_EXPERTS = frozenset({"all_to_all_single"})
 _MEMORY_SHARE = 0.85
+_LOOP_OPS = 8  # of AdamW for each parameter
 _HOST_BYTES_PER_S = 50e9  # assumed: of an optimizer's step on the host
 
 
@@ -43,7 +44,7 @@ def step_ms(setup: TrainingSetup, facts: Facts, rank: RankMemory, micro_ms: floa
     if setup.pipeline_parallel > 1:  # the received activations, and their gradients
         within += _moved_ms(device, 2 * graph.resident["batch"])
     exchanged = sum(_moved_ms(device, _ring_share(n) * size) for n, size in _exchanged_bytes(setup, facts).items())
-    return max(rounds * (micro_ms + within), exchanged) + _optimizer_ms(setup, rank, device)
+    return max(rounds * (micro_ms + within), exchanged) + _optimizer_ms(setup, facts, rank, device)
 
 
 def collective_bytes(graph: StepGraph, setup: TrainingSetup) -> list[float]:
@@ -79,8 +80,8 @@ def _moved_ms(device: Device, size: float) -> float:
     return 1e3 * size / (LINK_SHARE * device.peer_link_bytes_per_s)
 
 
-def _optimizer_ms(setup: TrainingSetup, rank: RankMemory, device: Device) -> float:
-    """Reads and writes state and parameters, and reads gradients."""
+def _optimizer_ms(setup: TrainingSetup, facts: Facts, rank: RankMemory, device: Device) -> float:
+    """Reads and writes state and parameters, and reads gradients; one parameter after the other launches for each."""
     if setup.optimizer == "none":
         return 0.0
     moved = 2 * rank.parameters * bool(rank.gradients) + rank.gradients
@@ -89,4 +90,9 @@ def _optimizer_ms(setup: TrainingSetup, rank: RankMemory, device: Device) -> flo
     if setup.offload_optimizer:
         there_and_back = 2 * rank.gradients / (LINK_SHARE * device.host_link_bytes_per_s)
         return 1e3 * (there_and_back + 2 * rank.host / _HOST_BYTES_PER_S)
-    return 1e3 * (moved + 2 * rank.optimizer) / (_MEMORY_SHARE * device.bandwidth_bytes_per_s)
+    moving_ms = 1e3 * (moved + 2 * rank.optimizer) / (_MEMORY_SHARE * device.bandwidth_bytes_per_s)
+    if setup.optimizer != "adamw_for_loop":
+        return moving_ms
+    # Under float16 a GradScaler waits for the gradients, so the device waits for the host; else it is hidden.
+    us = HOST_US if setup.precision == "fp16-mixed" else LAUNCH_US
+    return max(moving_ms, sum(p.trains for p in facts.parameters) * _LOOP_OPS * us / 1e3)

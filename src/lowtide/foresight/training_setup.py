@@ -18,7 +18,9 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
     "bf16-mixed": ("float32", "bfloat16"),
     "fp16-mixed": ("float32", "float16"),
 }
-OPTIMIZERS = ("adamw", "adam", "adamw_fused", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon", "none")
+OPTIMIZERS = (
+    "adamw", "adam", "adamw_fused", "adamw_for_loop", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon", "none",
+)  # fmt: skip
 COMPUTE_DTYPES = ("bfloat16", "float16")
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp")
 ATTENTIONS = ("auto", "sdpa", "eager")
@@ -195,9 +197,9 @@ class TrainingSetup:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("device", "stage")} | {
-            "device": self.device.name
-        }
+        left_out = ("device", "stage")
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
+        return found | {"device": self.device.name, "lora_targets": list(self.lora_targets)}
 
 
 class Degrees(NamedTuple):
