@@ -169,7 +169,9 @@ class _Attention(nn.Module):
         super().__init__()
         self.shape, self.size, self.prompted = shape, shape.width // shape.heads, prompted
         made = shape.width + 2 * self.size * shape.groups
-        self.qkv = _AdaptedQkv(shape, tuning) if tuning.method == "lora" else Linear(shape.width, made, shape.bias, tuning)
+        self.qkv = (
+            _AdaptedQkv(shape, tuning) if tuning.method == "lora" else Linear(shape.width, made, shape.bias, tuning)
+        )
         self.out = Linear(shape.width, shape.width, shape.bias, tuning)
         if prompted:
             self.adapter_prompt = nn.Embedding(_PROMPT, shape.width)

@@ -5,7 +5,6 @@ Each function returns a ``Recipe``, whose model is built and traced without memo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +12,14 @@ from typing import Any
 
 import torch
 from published_models import (
-    Decoder, InFloat32, LearnedPositions, PreNormBlock, Shape, Tuning, VisionMixer, VisionTransformer, whole_block,
+    Decoder,
+    InFloat32,
+    LearnedPositions,
+    Shape,
+    Tuning,
+    VisionMixer,
+    VisionTransformer,
+    whole_block,
 )  # fmt: skip
 from torch import nn
 from torch.nn import functional

@@ -43,8 +43,7 @@ def summary(lines: list[dict]) -> str:
 
 def _summary_row(words: str, errors: list[float], aside: int) -> str:
     return (
-        f"| {words} | {len(errors)} | {_percent(statistics.median(errors))} | {_percent(max(errors))} | "
-        f"{aside or ''} |"
+        f"| {words} | {len(errors)} | {_percent(statistics.median(errors))} | {_percent(max(errors))} | {aside or ''} |"
     )
 
 
@@ -93,7 +92,9 @@ def _sections(found: list[tuple[Row, dict]]) -> Iterator[str]:
                 f"{sign}{100 * line['error']:.1f} % | {marks} |"
             )
         unit = members[0][0].unit
-        head = f"[{_name(source)}]({source}), {gpu}, {kind if kind != TIME else ''}{', ' if kind != TIME else ''}{unit}:"
+        head = (
+            f"[{_name(source)}]({source}), {gpu}, {kind if kind != TIME else ''}{', ' if kind != TIME else ''}{unit}:"
+        )
         explained = "\n".join(f"- {mark}: {words}." for words, mark in notes.items())
         yield "\n".join([head, "", *table, *(["", explained] if explained else [])])
 

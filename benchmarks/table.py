@@ -170,7 +170,8 @@ def summary_table(lines: list[dict]) -> str:
         f"Llama architecture, {plain['layers']} layers of {plain['hidden']}, batch "
         f"{' x '.join(map(str, plain['batch']))}, {plain['dtype']}, one CPU thread; medians of {plain['rounds']} "
         "interleaved rounds ± half the quartile range ([all methods](docs/benchmarks.md)). Run on no GPU "
-        "yet: `make gpu` takes eight minutes, please post its file.",
+        "yet; predictions beside [what others measured on GPUs](docs/published.md). `make gpu` takes eight minutes, "
+        "please post its file.",
     ]
     return "\n".join(rows)
 

@@ -66,6 +66,40 @@ def test_attention_on_cpu_counts_two_products_forward_and_five_backward():
     assert work_of(describe(backward, [q, q, q, q, out, log_sum, 0.0, False], {})).flops == 5 * product
 
 
+@pytest.mark.parametrize(("queries", "keys", "scores"), [(4, 4, 10), (6, 4, 18), (2, 8, 3)])
+def test_causal_attention_counts_the_scores_up_to_each_query(queries, keys, scores):
+    q, k = torch.rand(2, 3, queries, 16), torch.rand(2, 3, keys, 16)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    whole, causal = (work_of(describe(forward, [q, k, k, 0.0, is_causal], {})).flops for is_causal in (False, True))
+    assert causal == whole * scores // (queries * keys) == 2 * 2 * 2 * 3 * scores * 16
+    assert work_of(describe(forward, [q, k, k], {"is_causal": True})).flops == causal
+
+
+def test_backward_of_causal_attention_counts_them_too():
+    q = torch.rand(2, 3, 8, 16)
+    out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    whole, causal = (
+        work_of(describe(backward, [q, q, q, q, out, log_sum, 0.0, is_causal], {})).flops for is_causal in (False, True)
+    )
+    assert causal == whole * 36 // 64
+
+
+def test_large_matrix_products_have_shares_of_their_own_on_a100_and_h100():
+    weights = torch.nn.Sequential(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16, device="meta"))
+    graph = lowtide.trace(weights, torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta"), device="cuda")
+
+    shares = []
+    for name in ("a100-80gb", "h100", "rtx3090"):
+        device = device_named(name)
+        op = next(op for op in graph.ops if op.name == "aten.mm.default")
+        at_peak_ms = 1e3 * 2 * 8192**3 / device.matrix_flops["bfloat16"]
+        shares.append(at_peak_ms / lowtide.estimate(graph, device=name).op_ms[op.id])
+    assert shares == pytest.approx([0.69, 0.52, 0.75], rel=0.02)
+
+
 def test_experts_count_the_rows_that_each_of_them_takes():
     x, weights, offsets = torch.rand(32, 8), torch.rand(4, 8, 16), torch.tensor([8, 16, 24, 32], dtype=torch.int32)
 

@@ -5,7 +5,7 @@ sparsity. A file that ``lowtide calibrate`` wrote into the user's cache director
 measured rates by class of op and size instead of a vendor's peaks.
 
 Known weakness: most of these numbers were written down from memory. Of the addresses beside them, which say where the
-vendor states them, few were read again. Nothing was compared with a real accelerator.
+vendor states them, few were read again. ``docs/published.md`` compares steps on a few of them.
 """
 
 import difflib

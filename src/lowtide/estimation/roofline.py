@@ -3,9 +3,9 @@
     Williams, Waterman and Patterson 2009, "Roofline", CACM 52(4), https://doi.org/10.1145/1498765.1498785
 
 An op takes as long as its arithmetic or its bytes, whichever is longer, and never less than a launch. Differs: neither
-peak is reached by small ops, so each is multiplied by an efficiency that grows with the size. For devices of the table those
-are of published measurements (``_GPU``, ``_BY_CAPABILITY``); ``docs/published.md`` compares whole steps.
-For the device ``here`` they were measured by ``lowtide calibrate``.
+peak is reached by small ops, so each is multiplied by an efficiency that grows with the size. For devices of the table
+they are those of published measurements (``_GPU``, ``_BY_CAPABILITY``); ``docs/published.md`` compares whole steps. For
+the device ``here`` they were measured by ``lowtide calibrate``.
 
 Known weaknesses: cuDNN's choice of a convolution, wave quantisation, power limits and caches are not modelled.
 """

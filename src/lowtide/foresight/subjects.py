@@ -140,7 +140,7 @@ class Subject:
                             n in quantized,
                             n in experts,
                             whole.get(n),
-                        )  # fmt: skip
+                        )
                         for n, p in model.named_parameters()
                     ),
                     sum(b.nbytes for b in model.buffers()),

@@ -40,7 +40,7 @@ class TrainingSetup:
         precision: A key of ``PRECISIONS``. ``master_weights``: the optimizer keeps a copy of 16-bit parameters in
             float32, and its state in float32.
         attention: ``auto``: what transformers takes for the model, fused where it can.
-        compute_dtype: What FSDP2 casts its float32 shards to when it gathers them (``MixedPrecisionPolicy``), None: not.
+        compute_dtype: What FSDP2 casts its float32 shards to as it gathers them (``MixedPrecisionPolicy``); None: not
         lora_rank: Train adapters of this rank; 0: everything is trained. ``quantized``: linear layers are of 4 bits
             (QLoRA).
         lora_targets: Names of the layers that have adapters, empty: every linear layer. ``lora_dropout``: before them.
