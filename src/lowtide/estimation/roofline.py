@@ -38,7 +38,7 @@ _GPU: dict[str, tuple[tuple[float, float], ...]] = {
 # tokens (https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md). Attention: forward
 # and backward of FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, figures 4 to 7; Shah et al. 2024,
 # https://arxiv.org/abs/2407.08608, for the H100), less as much. B200: assumed to be as the H100.
-_HOPPER = {
+_HOPPER: dict[str, tuple[tuple[float, float], ...]] = {
     "matmul": ((1, 0.07), (10, 0.28), (100, 0.45), (1000, 0.52)),
     "attention": ((1, 0.05), (10, 0.17), (100, 0.25), (1000, 0.28)),
 }

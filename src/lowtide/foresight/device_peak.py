@@ -20,7 +20,7 @@ from lowtide.graph.step_graph import StepGraph
 FITS, UNCERTAIN, DOES_NOT_FIT = "fits", "uncertain", "does not fit"
 FRAGMENTATION = (0.0, 0.03, 0.10)  # of what a step makes
 _CONTEXT = (0.7, 1.0, 1.3)
-# Handles of cuBLAS that have a workspace: forward's thread has one, autograd's has one. Measured on an A100: benchmarks
+# Handles of the BLAS library that have a workspace: forward's thread has one, autograd's has one. Measured on an A100: benchmarks
 # of a head and its loss (``docs/published.md``) are the allocator's to the byte with two.
 BLAS_HANDLES = 2
 _WORKSPACE = (1, BLAS_HANDLES, 3)
@@ -53,7 +53,7 @@ def beside(setup: TrainingSetup, level: int) -> float:
 
 
 def workspaces_bytes(device: Device, graph: StepGraph) -> int:
-    """Of cuBLAS, for the threads that multiply matrices in ``graph``."""
+    """Of the BLAS library, for the threads that multiply matrices in ``graph``."""
     threads = {op.backward for op in graph.ops if class_of(op.name) == "matmul"}
     return min(len(threads), BLAS_HANDLES) * device.blas_workspace_bytes
 
