@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sysconfig
 
@@ -98,6 +99,55 @@ def test_a_symbol_that_nobody_has_heard_of_gets_a_stub_that_says_not_supported(t
     import cuda_standin
 
     assert "cudaFoldSpace" in cuda_standin.unsupported_calls()
+
+
+@pytest.fixture
+def torch_that_asks_for(tmp_path):
+    """A PyTorch whose one library asks for these functions, and for CUDA's runtime."""
+
+    def make(*names):
+        declared = "".join(f"int {name}(void); " for name in names)
+        source = tmp_path / "asks.c"
+        source.write_text(f"{declared} int ask(void) {{ return {' + '.join(f'{name}()' for name in names)}; }}")
+        lib = tmp_path / "torch" / "lib"
+        lib.mkdir(parents=True)
+        runtime = loading.folder / (loading.folder / "order.txt").read_text().split()[0]
+        link = ["-Wl,--no-as-needed", runtime]
+        subprocess.run(["gcc", "-shared", "-fPIC", source, *link, "-o", lib / "libtorch_cuda.so"], check=True)
+        return tmp_path / "torch"
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["cudssCreate", "cufftFold", "nvJitUnheard"])
+def test_a_symbol_that_has_no_library_to_go_to_is_named(name, torch_that_asks_for):
+    with pytest.raises(StandinError) as error:
+        symbols.needed(torch_that_asks_for(name, "cudaFoldSpace"))
+    assert f"has no library for {name} (libtorch_cuda.so asks for it). Add the beginning" in str(error.value)
+
+
+def test_a_library_of_others_may_have_symbols_that_are_not_cudas(torch_that_asks_for, tmp_path):
+    (tmp_path / "other.c").write_text("int curl_easy(void); int ask(void) { return curl_easy(); }")
+    other = tmp_path / "libother.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "other.c", "-o", other], check=True)
+    wanted = symbols.needed(torch_that_asks_for("cudaFoldSpace"), [other])
+    assert not any("curl_easy" in names for names in wanted.values())
+
+
+def test_every_symbol_that_pytorch_leaves_undefined_comes_from_somewhere():
+    """What is undefined, has no version and is no C++ comes from CUDA, Python or the C runtime: nothing else is there."""
+    import torch
+
+    folder = type(loading.folder)(torch.__file__).parent
+    placed = {name for names in symbols.needed(folder).values() for name in names}
+    libraries = list((folder / "lib").glob("lib*.so*"))
+    placed |= {name.partition("@")[0] for library in libraries for name in symbols.defined_dynamic(library)}
+    undefined = {name for library in libraries for name in symbols._names(library, "--undefined-only", kinds="U")}
+    system = ("_Z", "__cxa_", "__gxx_", "pthread_", "Py", "_Py")
+    from_somewhere = {name for name in undefined if re.search(r"@(GLIBC|CXXABI|GCC|GOMP|OMP|LIB)", name)}
+    assert from_somewhere and len(placed & undefined) > 100
+    rest = {name for name in undefined - from_somewhere if name.partition("@")[0] not in placed}
+    assert {name for name in rest if not name.startswith(system)} == set()
 
 
 def test_what_is_built_is_kept_and_found_again(monkeypatch):

@@ -86,29 +86,91 @@ def _after(state, draw):
     return draw()
 
 
-def test_dropout_in_attention_is_the_same_forward_and_backward():
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dropout_in_attention_is_the_same_forward_and_backward(kernel, captured):
     torch.cuda.manual_seed(0)
     q = torch.randn(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
     v = torch.eye(8, 16, device="cuda", dtype=torch.bfloat16).expand(1, 2, 8, 16).clone().requires_grad_()
-    with torch.nn.attention.sdpa_kernel(KERNELS["flash"]):
-        out = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
-    weights = out.detach()[..., :8]  # of each query, since the values are unit vectors
-    out.sum().backward()
-    torch.testing.assert_close(v.grad[..., 0].float(), weights.float().sum(2), rtol=3e-2, atol=3e-2)
-    assert (weights == 0).float().mean().item() > 0.2
+
+    def forward_and_backward():
+        with torch.nn.attention.sdpa_kernel(KERNELS[kernel]):
+            out = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
+        return out.detach(), torch.autograd.grad(out.sum(), v)[0]
+
+    out, grad = forward_and_backward()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, grad = forward_and_backward()
+        graph.replay()
+    weights = out[..., :8]  # of each query, since the values are unit vectors
+    torch.testing.assert_close(grad[..., 0].float(), weights.float().sum(2), rtol=3e-2, atol=3e-2)
+    assert 0.2 < (weights == 0).float().mean().item() < 0.8
+
+
+@pytest.mark.parametrize("window", [(2, 0), (-1, 1), (3, -1), (-1, -1)], ids=str)
+def test_flash_attention_over_a_window_and_ragged_batches_is_that_of_its_definition(window):
+    torch.manual_seed(0)
+    lengths, keys = [3, 7, 5], [4, 7, 9]
+    q = torch.randn(sum(lengths), 2, 16, dtype=torch.bfloat16)
+    k, v = torch.randn(2, sum(keys), 2, 16, dtype=torch.bfloat16).unbind()
+    grad = torch.randn_like(q)
+    ends = [torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device="cuda") for n in (lengths, keys)]
+    sides = {"window_size_left": window[0], "window_size_right": window[1]}
+    leaves = [t.clone().float().requires_grad_() for t in (q, k, v)]
+    outs, lses = [], []
+    for a, b, c in zip(leaves[0].split(lengths), leaves[1].split(keys), leaves[2].split(keys)):
+        scores = torch.einsum("qhw,khw->hqk", a, b) / 4
+        after = torch.arange(len(b)) - torch.arange(len(a))[:, None] - (len(b) - len(a))  # of the key, by the diagonal
+        seen = (after <= (window[1] if window[1] >= 0 else 99)) & (after >= -(window[0] if window[0] >= 0 else 99))
+        scores = scores.masked_fill(~seen, -math.inf)
+        outs.append(torch.einsum("hqk,khw->qhw", scores.softmax(2), c))
+        lses.append(scores.logsumexp(2))
+    expected = torch.cat(outs)
+    grads = torch.autograd.grad(expected, leaves, grad.float())
+
+    q, k, v, grad = (t.cuda() for t in (q, k, v, grad))
+    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *ends, 7, 9, 0.0, False, False, **sides
+    )
+    made = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *ends, 7, 9, 0.0, False, state, unused, **sides
+    )
+    for a, b in zip([out, *made], [expected, *grads]):
+        torch.testing.assert_close(a.cpu().float(), b, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.cpu(), torch.cat(lses, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_efficient_attention_over_ragged_batches_is_that_of_each_sequence():
+    torch.manual_seed(0)
+    q, k, v, grad = torch.randn(4, 1, 12, 2, 16, device="cuda").unbind()
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32, device="cuda")
+    out, lse, *state = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, ends, ends, 7, 7, 0.0, 1, compute_log_sumexp=True
+    )
+    made = torch.ops.aten._efficient_attention_backward(
+        grad, q, k, v, None, out, ends, ends, 7, 7, lse, 0.0, *state[:2], 1, False
+    )
+    leaves = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    parts = zip(*(t.split([5, 7], 2) for t in leaves))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = torch.cat([F.scaled_dot_product_attention(*part, is_causal=True) for part in parts], 2)
+    grads = torch.autograd.grad(expected, leaves, grad.transpose(1, 2))
+    for a, b in zip([out, *made], [expected, *grads]):
+        torch.testing.assert_close(a.transpose(1, 2), b, rtol=1e-4, atol=1e-5)
 
 
 def test_an_operator_that_has_no_values_raises_or_is_told(python):
     source = """
 import torch, cuda_standin
-offsets = torch.tensor([0, 4, 8], dtype=torch.int32, device="cuda")
-q = torch.randn(8, 2, 16, device="cuda", dtype=torch.bfloat16)
-torch.ops.aten._flash_attention_forward(q, q, q, offsets, offsets, 4, 4, 0.0, False, False)
+q, slopes = torch.randn(1, 8, 2, 16, device="cuda", dtype=torch.bfloat16), torch.ones(2, device="cuda")
+torch.ops.aten._flash_attention_forward(q, q, q, None, None, 8, 8, 0.0, False, False, alibi_slopes=slopes)
 print(cuda_standin.report().without_values)
 """
     error = python(source, fails=True)
     assert "cuda_standin: no values for aten::_flash_attention_forward: " in error
-    assert "no values for attention over ragged batches" in error
+    assert "no values for attention with alibi_slopes" in error
     assert "'aten::_flash_attention_forward': (1, " in python(source, STANDIN_STRICT="0")
 
 

@@ -5,20 +5,22 @@ are those that this PyTorch names.
 """
 
 import re
+import string
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+
+from cuda_standin.settings import StandinError
 
 # By the beginning of a symbol that has no version, the library it belongs to; the longer beginning comes first.
 _LIBRARY_BY_PREFIX = (
     ("cusparseLt", "libcusparseLt"), ("nccl", "libnccl"), ("cuFile", "libcufile"), ("cupti", "libcupti"),
     ("nvshmem", "libnvshmem_host"), ("cublasLt", "libcublasLt"), ("nvtx", "libnvToolsExt"), ("cudnn", "libcudnn"),
     ("cublas", "libcublas"), ("cusparse", "libcusparse"), ("cusolver", "libcusolver"), ("cufft", "libcufft"),
-    ("curand", "libcurand"), ("nvrtc", "libnvrtc"), ("__cuda", "libcudart"), ("cuda", "libcudart"), ("cu", "libcuda"),
+    ("curand", "libcurand"), ("nvrtc", "libnvrtc"), ("__cuda", "libcudart"), ("cuda", "libcudart"),
+    *((f"cu{letter}", "libcuda") for letter in string.ascii_uppercase),
 )  # fmt: skip
-_OF_CUDA = re.compile(
-    r"(__cuda|cu[A-Z]|cuda|cublas|cusolver|cusparse|cufft|curand|cudnn|nvrtc|nccl|nvshmem|cupti|nvtx)"
-)
+_OF_CUDA = re.compile(r"__cuda|cu|nv|nccl")
 _LIBRARY_OF_CUDA = re.compile(r"lib(cu|nccl|nvrtc|nvshmem|nvToolsExt|nvJitLink)")
 _NVML = (
     "nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetNvLinkRemoteDeviceType",
@@ -33,17 +35,23 @@ def stem(soname: str) -> str:
 
 
 def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, str | None]]:
-    """By library (``libcudart.so.13``), the symbols that PyTorch and ``others`` leave undefined, and their versions."""
+    """By library (``libcudart.so.13``), the symbols that PyTorch and ``others`` leave undefined, and their versions.
+
+    Raises:
+        StandinError: PyTorch asks for a symbol of CUDA's that belongs to no library that it names.
+    """
     folder = torch_dir / "lib"
     libraries = sorted(folder.glob("lib*.so*"))
     wanted: dict[str, dict[str, str | None]] = {"libcuda.so.1": {}, "libnvidia-ml.so.1": dict.fromkeys(_NVML)}
-    loose: dict[str, str | None] = {}
+    loose: dict[str, tuple[str | None, Path]] = {}  # symbols without a library: their version, and who asks
+    weak: set[str] = set()  # these may stay undefined
     inside: set[str] = set()  # PyTorch 2.2 to 2.5 bring cusparseLt with them
     for library in [*libraries, *others]:
         for line in _run("readelf", "-d", library):
             match = re.search(r"NEEDED.*\[(.*)\]", line)
             if match and _LIBRARY_OF_CUDA.match(match[1]) and not (folder / match[1]).exists():
                 wanted.setdefault(match[1], {})
+        weak |= {name.partition("@")[0] for name in _names(library, "--undefined-only", kinds="vw")}
         for name in _names(library, "--undefined-only"):
             symbol, _, version = name.partition("@")
             version = version.lstrip("@")
@@ -52,13 +60,23 @@ def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, 
             if ".so" in version:
                 wanted.setdefault(version, {})[symbol] = version
             else:
-                loose[symbol] = version or None
+                loose[symbol] = (version or None, library)
         inside |= {name.partition("@")[0] for name in defined_dynamic(library)}
     by_stem = {stem(soname): soname for soname in wanted}
-    for symbol, version in loose.items():
-        library_stem = next(name for prefix, name in _LIBRARY_BY_PREFIX if symbol.startswith(prefix))
-        if symbol not in inside and library_stem in by_stem:
+    homeless = []
+    for symbol, (version, asker) in loose.items():
+        if symbol in inside:
+            continue
+        library_stem = next((name for prefix, name in _LIBRARY_BY_PREFIX if symbol.startswith(prefix)), None)
+        if library_stem in by_stem:
             wanted[by_stem[library_stem]][symbol] = version
+        elif symbol not in weak and asker.parent == folder:  # others may have libraries of their own
+            homeless.append(f"{symbol} ({asker.name} asks for it)")
+    if homeless:
+        raise StandinError(
+            f"cuda_standin: the stand-in has no library for {', '.join(homeless)}. "
+            "Add the beginning of the name, and a library that this PyTorch links to, to symbols.py."
+        )
     for symbol in _asked_by_name(torch_dir):
         wanted["libnvidia-ml.so.1" if symbol.startswith("nvml") else "libcuda.so.1"].setdefault(symbol, None)
     return wanted
@@ -80,8 +98,9 @@ def _asked_by_name(torch_dir: Path) -> list[str]:
     return re.findall(r"_\((cu\w+|nvml\w+)", header.read_text()) if header.exists() else []
 
 
-def _names(library: Path, which: str) -> list[str]:
-    return [line.split()[-1] for line in _run("nm", "-D", which, library) if line.split()]
+def _names(library: Path, which: str, kinds: str = "") -> list[str]:
+    fields = [line.split() for line in _run("nm", "-D", which, library)]
+    return [line[-1] for line in fields if line and (not kinds or line[-2] in kinds)]
 
 
 def _run(*command: str | Path) -> list[str]:

@@ -1,6 +1,8 @@
 // Operators that the CPU does not have, has with other arguments, or draws other random numbers for.
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <cmath>
+
 #include "values.h"
 
 namespace values {
@@ -59,11 +61,6 @@ void rms_norm_backward(const Call& c) {
   put(c.output(1), rest.empty() ? g * xh : (g * xh).sum(rest));
 }
 
-#if TORCH_VERSION_MINOR >= 3
-void chunk_cat(const Call& c) {
-  put(c.output(0), at::_chunk_cat(c["tensors"].toTensorVector(), c["dim"].toInt(), c["num_chunks"].toInt()));
-}
-#endif
 void histc(const Call& c) {  // the CPU's has no integers
   Tensor x = c.tensor("self").to(at::kFloat);
   put(c.output(0), at::histc(x, c["bins"].toInt(), c["min"].toScalar(), c["max"].toScalar()));
@@ -99,18 +96,86 @@ void grouped_mm(const Call& c) {
     begin = end;
   }
 }
+
+// ---- until PyTorch 2.4 the CPU had none of these ----
+double number(const IValue& v) { return v.isTensor() ? v.toTensor().item().toDouble() : v.toScalar().toDouble(); }
+bool skips_step(const Call& c) {
+  Tensor found = c.optional_tensor("found_inf");
+  return found.defined() && found.item().toDouble() != 0;
+}
+// The gradient in float32, divided by the scale (the kernel writes that back), negated where the step climbs.
+Tensor unscaled(const Call& c, Tensor gradient) {
+  Tensor scale = c.optional_tensor("grad_scale");
+  if (scale.defined()) gradient.div_(scale.to(gradient.scalar_type()));
+  Tensor g = float32(gradient);
+  return c["maximize"].toBool() ? -g : g;
+}
+template <bool DECOUPLED>
+void fused_adam(const Call& c) {
+  if (skips_step(c)) return;
+  auto list = [&](const char* name) { return c[name].toTensorVector(); };
+  auto weights = list("self"), grads = list("grads"), means = list("exp_avgs"), squares = list("exp_avg_sqs"),
+       maxima = list("max_exp_avg_sqs"), steps = list("state_steps");
+  double lr = number(c["lr"]), beta1 = number(c["beta1"]), beta2 = number(c["beta2"]), eps = number(c["eps"]);
+  double decay = number(c["weight_decay"]);
+  for (size_t i = 0; i < weights.size(); i++) {
+    Tensor w = float32(weights[i]), g = unscaled(c, grads[i]);
+    double step = number(steps[i]);
+    if (DECOUPLED) w = w * (1 - lr * decay);
+    else if (decay != 0) g = g + decay * w;
+    Tensor mean = float32(means[i]) * beta1 + g * (1 - beta1), square = float32(squares[i]) * beta2 + g * g * (1 - beta2);
+    means[i].copy_(mean);
+    squares[i].copy_(square);
+    if (c["amsgrad"].toBool()) maxima[i].copy_(square = at::maximum(float32(maxima[i]), square));
+    Tensor divisor = square.sqrt() / std::sqrt(1 - std::pow(beta2, step)) + eps;
+    weights[i].copy_(w - mean / divisor * (lr / (1 - std::pow(beta1, step))));
+  }
+}
+void fused_sgd(const Call& c) {
+  if (skips_step(c)) return;
+  auto weights = c["self"].toTensorVector(), grads = c["grads"].toTensorVector();
+  auto buffers = c["momentum_buffer_list"].toTensorVector();
+  double lr = number(c["lr"]), momentum = number(c["momentum"]), decay = number(c["weight_decay"]);
+  for (size_t i = 0; i < weights.size(); i++) {
+    Tensor w = float32(weights[i]), g = unscaled(c, grads[i]) + decay * w;
+    if (momentum != 0) {
+      Tensor buffer = g;
+      if (!c["is_first_step"].toBool()) buffer = float32(buffers[i]) * momentum + g * (1 - number(c["dampening"]));
+      buffers[i].copy_(buffer);
+      g = c["nesterov"].toBool() ? g + momentum * buffer : buffer;
+    }
+    weights[i].copy_(w - lr * g);
+  }
+}
+void unscale_and_look_for_infinity(const Call& c) {
+  Tensor found = c.tensor("found_inf"), scale = c.tensor("inv_scale");
+  for (const Tensor& t : c["self"].toTensorVector()) {
+    if (!at::isfinite(t).all().item().toBool()) found.fill_(1);
+    t.copy_(float32(t) * scale);
+  }
+}
+void update_scale(const Call& c) {
+  Tensor scale = c.tensor("self"), grown = c.tensor("growth_tracker");
+  if (c.tensor("found_inf").item().toDouble() != 0) {
+    scale.mul_(number(c["scale_backoff_factor"]));
+    grown.zero_();
+  } else if (grown.item().toLong() + 1 == c["growth_interval"].toInt()) {
+    Tensor more = scale * number(c["scale_growth_factor"]);
+    if (at::isfinite(more).item().toBool()) scale.copy_(more);
+    grown.zero_();
+  } else {
+    grown.add_(1);
+  }
+}
 }  // namespace
 
-Rule rule_for(const std::string& name) {
+Rule rule_for(const std::string& name, bool cpu_has_it) {
   static const std::map<std::string, Rule> rules = {
       {"aten::native_dropout", native_dropout},
       {"aten::_fused_dropout", fused_dropout},
       {"aten::_masked_scale", masked_scale},
       {"aten::_fused_rms_norm", rms_norm},
       {"aten::_fused_rms_norm_backward", rms_norm_backward},
-#if TORCH_VERSION_MINOR >= 3
-      {"aten::_chunk_cat", chunk_cat},
-#endif
       {"aten::histc", histc},
       {"aten::_conv_depthwise2d", depthwise},
       {"aten::conv_depthwise3d", depthwise},
@@ -118,8 +183,19 @@ Rule rule_for(const std::string& name) {
       {"aten::log_sigmoid_backward.grad_input", log_sigmoid_backward},
       {"aten::_grouped_mm", grouped_mm},
   };
+  static const std::map<std::string, Rule> where_the_cpu_has_none = {
+      {"aten::_fused_adam_", fused_adam<false>},
+      {"aten::_fused_adam_.tensor_lr", fused_adam<false>},
+      {"aten::_fused_adamw_", fused_adam<true>},
+      {"aten::_fused_adamw_.tensor_lr", fused_adam<true>},
+      {"aten::_fused_sgd_", fused_sgd},
+      {"aten::_fused_sgd_.tensor_lr", fused_sgd},
+      {"aten::_amp_foreach_non_finite_check_and_unscale_", unscale_and_look_for_infinity},
+      {"aten::_amp_update_scale_", update_scale},
+  };
   if (auto rule = attention_rule_for(name)) return rule;
-  auto i = rules.find(name);
-  return i == rules.end() ? nullptr : i->second;
+  if (auto i = rules.find(name); i != rules.end()) return i->second;
+  auto i = where_the_cpu_has_none.find(name);
+  return cpu_has_it || i == where_the_cpu_has_none.end() ? nullptr : i->second;
 }
 }  // namespace values

@@ -89,6 +89,7 @@ const std::set<std::string> ORIGINAL_ONLY = {"aten::empty.memory_format",
                                              "aten::_scaled_dot_product_efficient_attention",
                                              "aten::_scaled_dot_product_efficient_attention_backward",
                                              "aten::_fused_sdp_choice",
+                                             "aten::_chunk_grad_outputs_efficient_attention",
                                              "aten::_use_cudnn_ctc_loss",
                                              "aten::_use_cudnn_ctc_loss.Tensor",
                                              "aten::_cslt_compress",
@@ -248,10 +249,10 @@ void submit(void* stream, std::shared_ptr<Deferred> deferred, F f) {
 
 class WithValues : public c10::OperatorKernel {
  public:
-  WithValues(std::string name, Kernel original)
+  WithValues(std::string name, Rule rule, Kernel original)
       : name_(std::move(name)),
         original_(std::move(original)),
-        rule_(rule_for(name_)),
+        rule_(rule),
         size_by_values_(SIZE_BY_VALUES.count(name_)),
         is_copy_(name_ == "aten::copy_") {}
 
@@ -271,7 +272,7 @@ class WithValues : public c10::OperatorKernel {
     Sizes sizes;
     if (limits.bytes != SIZE_MAX)
       for (const IValue& v : in) for_each_tensor(v, [&](const Tensor& t) { sizes.count(t); });
-    bool numbers = returns_numbers(schema);  // the host reads them at once
+    bool numbers = !rule_ && returns_numbers(schema);  // the host reads them at once
     bool defers = standin_defers(stream) && !numbers;
 
     auto deferred = std::make_shared<Deferred>(Deferred{op, name_, rule_, Call{schema}});
@@ -437,7 +438,7 @@ struct Install {
     if (const char* text = getenv("STANDIN_STRICT")) strict = strcmp(text, "0");
 
     auto& dispatcher = c10::Dispatcher::singleton();
-    std::vector<std::pair<std::string, Kernel>> all;
+    std::vector<std::tuple<std::string, Rule, Kernel>> all;
     for (const auto& name : dispatcher.getAllOpNames()) {
       if (name.name.rfind("aten::", 0) != 0) continue;
       auto op = dispatcher.findOp(name);
@@ -448,10 +449,11 @@ struct Install {
       bool view = false;
       for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
       if (view) continue;
+      Rule rule = rule_for(full, op->hasKernelForDispatchKey(c10::DispatchKey::CPU));
 #ifdef STANDIN_OLD_DISPATCH
-      all.emplace_back(full, op->operatorDef_->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CUDA)));
+      all.emplace_back(full, rule, op->operatorDef_->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CUDA)));
 #else
-      all.emplace_back(full, op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
+      all.emplace_back(full, rule, op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
 #endif
     }
     library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
@@ -459,9 +461,9 @@ struct Install {
       void process(const c10::Warning&) override {}
     } quiet;
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-    for (auto& [full, original] : all)
-      library->impl(full.c_str(),
-                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<WithValues>(full, std::move(original))));
+    for (auto& [full, rule, original] : all)
+      library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                      std::make_unique<WithValues>(full, rule, std::move(original))));
     library->impl("cudnn_convolution", cudnn_convolution);
   }
 } install;

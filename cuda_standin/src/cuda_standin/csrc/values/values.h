@@ -45,6 +45,11 @@ struct Call {
     int i = position(name);
     return i >= 0 && in[i].isTensor() ? in[i].toTensor() : Tensor();
   }
+  int output_position(const char* name) const {  // -1 where this PyTorch returns nothing of that name
+    for (size_t i = 0; i < schema.returns().size(); i++)
+      if (schema.returns()[i].name() == name) return (int)i;
+    return -1;
+  }
   Tensor output(size_t i) const { return i < out.size() && out[i].isTensor() ? out[i].toTensor() : Tensor(); }
 
  private:
@@ -83,7 +88,8 @@ at::Generator cpu_generator(Philox state);
 Tensor keep_mask(at::IntArrayRef shape, double drop_probability, Philox state);  // 1 where an element is kept
 
 using Rule = void (*)(const Call&);
-Rule rule_for(const std::string& name);  // written by hand; nullptr where the CPU's operator is used
+// Written by hand; nullptr where the CPU's operator is used. Some are needed only where the CPU has none of that name.
+Rule rule_for(const std::string& name, bool cpu_has_it);
 Rule attention_rule_for(const std::string& name);
 
 // operator_log.cpp
