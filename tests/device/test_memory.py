@@ -46,7 +46,7 @@ def test_a_peak_whose_memory_is_gone_is_not_paid_for(fake):
         pass
     memory.give_back_peak("meta")
 
-    assert fake.reserved == 5 * MIB and fake.now == 0
+    assert fake.reserved == 7 * MIB and fake.now == 0
 
 
 def test_one_peak_at_a_time(fake):

@@ -60,6 +60,8 @@ class FakeAllocator:
         monkeypatch.setattr(memory, "is_accelerator", lambda device: torch.device(device).type == "meta")
         monkeypatch.setattr(allocator, "is_accelerator", memory.is_accelerator)
         monkeypatch.setattr(memory, "_empty", self._empty)
+        for noted in ("_forgotten", "_low"):
+            monkeypatch.setattr(memory, noted, {})
 
     def _empty(self, size: int, device: torch.device) -> object:
         self.allocate(size)

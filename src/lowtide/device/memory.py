@@ -2,9 +2,9 @@
 
 An accelerator's allocator keeps one peak counter, and resetting it resets the user's. Counting a peak here resets it,
 so the old value is noted, and ``give_back_peak`` raises the statistic to that again. It does so by allocating, for a
-moment, memory that the allocator holds unused, of small blocks and of large ones; it asks the device for no more than a
-256th of what is missing. So the user's peak comes back where the memory of that peak is still held, at most a MiB too
-high.
+moment, memory that the allocator holds unused, of large blocks and then of small ones; it asks the device for about a
+128th of what is missing at most. So the user's peak comes back where the memory of that peak is still held. Where it is
+not, the old value stays noted, and is given back when the counter reaches it or memory for it is held.
 
 What a device does not report is None: callers do without it.
 """
@@ -19,11 +19,14 @@ from lowtide.device.host_memory import available_host_bytes
 from lowtide.device.names import index_of, is_accelerator
 
 _SMALL_PIECE_BYTES = 1 << 20  # the largest that comes from the pool of small blocks
-_MOST_SMALL_PIECES = 1024
 _PIECE_BYTES = 1 << 21  # from twenty pieces' size on an allocator asks for memory of that size alone, and keeps it so
-_lock = threading.Lock()
+_UNSPLIT_BYTES = 1 << 20  # a large block is handed out whole where it has so much more than was asked for
+_MOST_PIECES = 1024
+_lock = threading.RLock()
 _counting: set[int] = set()  # devices on which a peak is being counted
 _forgotten: dict[int, int] = {}  # by device, the peak before it was reset here
+_low: dict[int, int] = {}  # by device, what the statistic was when that could not be given back
+_windows: list["PeakWindow"] = []  # that are open
 
 
 class PeakCounter:
@@ -109,13 +112,72 @@ def counted_peak(device: str | torch.device) -> Iterator[PeakCounter | None]:
         return
     counter = PeakCounter()
     try:
-        _forgotten[index] = max(_forgotten.get(index, 0), torch.accelerator.max_memory_allocated(index))
-        torch.accelerator.reset_peak_memory_stats(index)
+        _forget_peak(index)
         yield counter
         counter.peak = torch.accelerator.max_memory_allocated(index) - before
         counter.left = torch.accelerator.memory_allocated(index) - before
     finally:
         _counting.discard(index)
+
+
+class PeakWindow:
+    """What the allocator counts as the peak of ``device`` from here to ``close``. Nothing is synchronised.
+
+    The statistic tells of all the time since it was reset last. So a window's peak is known where the statistic rises
+    inside it, or is reset inside (by ``counted_peak``, or by the user, whose peak starts there).
+
+    Args:
+        afresh: Reset it first, so that the peak is known in any case; ``close`` gives the old one back.
+    """
+
+    def __init__(self, device: str | torch.device, *, afresh: bool = False) -> None:
+        self._device = device
+        self.index = index_of(device)
+        self._before = _statistic(self.index, "allocated_bytes.all.peak")  # None: it keeps no statistics
+        self._peak: int | None = None
+        if self._before is None:
+            return
+        with _lock:
+            _look_for_reset(self.index)
+            _windows.append(self)
+            if afresh and self.index not in _counting:
+                _forget_peak(self.index)
+
+    def note(self) -> None:
+        """Read the statistic."""
+        peak = torch.accelerator.max_memory_allocated(self.index)
+        if peak != self._before:
+            self._peak = max(self._peak or 0, peak)
+
+    def restart(self, known_bytes: int) -> None:
+        """The statistic was changed: what it says above ``known_bytes`` is of this window."""
+        self._before = known_bytes
+
+    def close(self) -> int | None:
+        """The peak in bytes, all that is allocated on the device included; None where it is not known."""
+        if self._before is None:
+            return None
+        with _lock:
+            if self not in _windows:
+                return self._peak
+            self.note()
+            _windows.remove(self)
+        give_back_peak(self._device)
+        return self._peak
+
+
+def _forget_peak(index: int) -> None:
+    """Reset the statistic; whoever watches it reads it before."""
+    with _lock:
+        _look_for_reset(index)
+        for window in _windows:
+            if window.index == index:
+                window.note()
+        _forgotten[index] = max(_forgotten.get(index, 0), torch.accelerator.max_memory_allocated(index))
+        torch.accelerator.reset_peak_memory_stats(index)
+        for window in _windows:
+            if window.index == index:
+                window.restart(-1)
 
 
 def give_back_peak(device: str | torch.device) -> None:
@@ -124,23 +186,55 @@ def give_back_peak(device: str | torch.device) -> None:
         return
     index = index_of(device)
     with _lock:
+        _look_for_reset(index)
         if index in _counting or index not in _forgotten:
             return
-        peak = _forgotten.pop(index)
+        peak = _forgotten[index]
+        inside = [window for window in _windows if window.index == index]
+        for window in inside:
+            window.note()
+        _lift_peak(index, torch.device(torch.device(device).type, index), peak)
+        lifted = torch.accelerator.max_memory_allocated(index)
+        for window in inside:
+            window.restart(lifted)
+        if lifted >= peak:
+            del _forgotten[index]
+        else:
+            _low[index] = lifted
+
+
+def _look_for_reset(index: int) -> None:
+    """A statistic that is lower than it was when it could not be raised has been reset by the user: that holds."""
+    low = _low.pop(index, None)
+    if low is not None and torch.accelerator.max_memory_allocated(index) < low:
+        del _forgotten[index]
+
+
+def peak_not_given_back(device: str | torch.device) -> int | None:
+    """The peak that the statistic no longer shows, since it was reset here and could not be raised again; or None."""
+    return _forgotten.get(index_of(device)) if is_accelerator(device) else None
+
+
+def _lift_peak(index: int, device: torch.device, peak: int) -> None:
+    """Allocate for a moment, until ``peak`` bytes are."""
     missing = peak - torch.accelerator.memory_allocated(index)
     if peak <= torch.accelerator.max_memory_allocated(index) or missing <= 0:
         return
     pieces: list[torch.Tensor] = []
-    where = torch.device(torch.device(device).type, index)
-    try:
-        for size, most in ((_SMALL_PIECE_BYTES, _MOST_SMALL_PIECES), (max(_PIECE_BYTES, missing >> 8), missing)):
+    size = max(_PIECE_BYTES, missing >> 8)
+    with suppress(torch.OutOfMemoryError):  # the statistic stays too low
+        while missing > 0:
+            if size >= _PIECE_BYTES and missing < size + _UNSPLIT_BYTES:  # it might be lifted too high
+                size = size >> 1
+                continue
+            piece = size if size >= _PIECE_BYTES else min(_SMALL_PIECE_BYTES, missing)
             reserved = torch.accelerator.memory_reserved(index)
-            stop = len(pieces) + most
-            while missing > 0 and len(pieces) < stop and torch.accelerator.memory_reserved(index) == reserved:
-                pieces.append(_empty(min(size, missing), where))
-                missing = peak - torch.accelerator.memory_allocated(index)
-    except torch.OutOfMemoryError:
-        return  # the statistic stays too low
+            pieces.append(_empty(piece, device))
+            missing = peak - torch.accelerator.memory_allocated(index)
+            is_used_up = torch.accelerator.memory_reserved(index) > reserved or len(pieces) >= _MOST_PIECES
+            if is_used_up and size < _PIECE_BYTES:
+                return
+            size = size >> 1 if is_used_up else size
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:

@@ -224,6 +224,8 @@ class Fit:
             planning_s=plans_by_shape.planning_s,
             reasons=tuple(self._reasons.lines),
             opaque_calls=self._opaque_calls(),
+            last_peak_bytes=counters.last_peak_bytes,
+            highest_peak_bytes=None if counters.uncounted_steps else counters.observed_peak_bytes,
         )
 
     def _opaque_calls(self) -> str:

@@ -352,6 +352,7 @@ class Lifecycle:
     def begin_uncalled(self, step: PlannedStep) -> None:
         """A step begins under a plan that a rehearsal made, and will not call the model itself."""
         self._step, self._thread = step, threading.current_thread()
+        self.memory.begin_step(step)
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -529,6 +530,7 @@ class Lifecycle:
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
             self.memory.note_watched()
+        self.memory.end_step(step, ran_plan=not counters.why_not_planned)
 
     def _forget_backwards(self) -> None:
         self._num_backwards, self._retained, self._ended_elsewhere = 0, False, False
@@ -573,7 +575,7 @@ class Lifecycle:
         self._reasons.say_kept(graph)
         ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)
-        if ran_plain and (self.counters.observed_peak_bytes or 0) > budget_bytes:
+        if ran_plain and self.memory.highest_peak_bytes > budget_bytes:
             self._reasons.note(
                 "the first step ran plain, since a percentage is of what it takes: the observed peak is that step's. "
                 "A budget in bytes holds from the first step on"
@@ -633,6 +635,7 @@ class Lifecycle:
         self._leave_plan(failed=True)
         self._shapes, self._thread, self._step, self._planned_calls = [], None, None, 0
         self._forget_backwards()
+        self.memory.forget_step()
 
     def _runs_through(self, roots: Iterable[Any]) -> bool:
         """Whether a backward from ``roots`` runs through calls of the present step. Each thread numbers its nodes."""
@@ -675,6 +678,7 @@ class Lifecycle:
             if seam is not None:
                 self._close_seam(seam)
         self._watch = self._seam = self._plan_seam = None
+        self.memory.forget_step()
 
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""

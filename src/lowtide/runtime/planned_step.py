@@ -33,6 +33,7 @@ class PlannedStep:
         last_served: Shape of the first call of the step that ran under it last.
         diverged: That step ran other ops than planned.
         begun: A step has begun under it.
+        counted_peak_bytes: Of its first step, by the device's allocator; None: not counted, or no step has run.
         num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
     """
 
@@ -46,6 +47,7 @@ class PlannedStep:
     last_served: CallShape | None = None
     diverged: bool = False
     begun: bool = False
+    counted_peak_bytes: int | None = None
     num_nodes: Mapping[int, int] = field(default_factory=dict)
 
     @property

@@ -16,6 +16,8 @@ class Counters:
     calls: int = 0
     planned_calls: int = 0
     observed_peak_bytes: int | None = None
+    last_peak_bytes: int | None = None
+    uncounted_steps: int = 0  # whose peak nobody counts
     why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
 
 
@@ -28,7 +30,12 @@ class Status:
         why_not: Why no plan is in force, "" where one is.
         steps, planned_steps: Seen in all, and of these under a plan.
         calls, planned_calls: Calls of the model with gradients, likewise.
-        observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured.
+        observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured. On a CPU it
+            is that of steps without a plan: nobody counts what a planned step takes there.
+        last_peak_bytes: Peak of the last step, as ``observed_peak_bytes``; None where it cannot be measured. Under a plan
+            it is what the device's allocator counts: of the plan's first step, and of a later one where that took more
+            than any before.
+        highest_peak_bytes: ``observed_peak_bytes`` where each step's peak is known; else None.
         budget_bytes: What the step may take; None as long as a percentage waits for the first step.
         shapes, plans: Shapes seen, and plans at hand.
         planning_s: Seconds of planning, all beside training.
@@ -50,6 +57,8 @@ class Status:
     planning_s: float
     reasons: tuple[str, ...] = ()
     opaque_calls: str = ""
+    last_peak_bytes: int | None = None
+    highest_peak_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -62,12 +71,17 @@ class Status:
         calls = f"{self.planned_calls} of {self.calls} calls"
         tiles = [
             (f"{self.planned_steps} of {self.steps}", "steps under a plan", calls),
-            (peak, "observed peak", "weights and gradients included"),
+            (peak, "observed peak", "steps without a plan" if self._is_of_some_steps else "weights and gradients included"),
             (budget, "budget", "peak allocated, absolute"),
             (str(self.plans), "plans", f"for {shapes}; {self.planning_s:.1f} s of planning beside training"),
         ]
         title = "The plan is in force" if self.in_force else f"Not in force: {self.why_not}"
         return card(title, tiles, notes=[line for line in (self.opaque_calls, *self.reasons) if line])
+
+    @property
+    def _is_of_some_steps(self) -> bool:
+        """Nobody has counted what others took."""
+        return self.observed_peak_bytes is not None and self.highest_peak_bytes is None
 
     def __str__(self) -> str:
         opaque = f"{self.opaque_calls[:1].upper()}{self.opaque_calls[1:]}"
@@ -87,6 +101,8 @@ class Status:
             text += f" Of {self.calls} calls of the model {self.planned_calls} were planned."
         budget = "not known yet" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         peak = "not measured" if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
+        if self._is_of_some_steps:
+            peak += " in steps without a plan"
         text += f" Observed peak: {peak}; budget: {budget}."
         return (
             f"{text} Shapes: {self.shapes}, plans: {self.plans}; planning beside training took {self.planning_s:.1f} s."

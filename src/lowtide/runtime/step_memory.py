@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from lowtide.device.memory import PeakWindow, peak_not_given_back
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_shapes import CallShape
@@ -24,12 +26,22 @@ class StepMemory:
         self._pressure = MemoryPressure(budget)
         self._reserved = ReservedMemory(reasons) if budget.is_of_reserved else None
         self._times_out_of_memory = 0
-        self._over_bytes, self._over_reason = 0, ""  # how far steps without a plan went over the budget, as it was told
+        # How far steps went over the budget, as it was told: without a plan, and under one.
+        self._over_bytes, self._over_reason = 0, ""
+        self._planned_over_bytes, self._planned_over_reason = 0, ""
+        self._window: PeakWindow | None = None  # of the present step, on a device
+        self._online_bytes = 0  # what the present step took, as an online tape counts it
+        self._lost = ""  # that the user's peak statistic could not be given back, as it was told
+
+    @property
+    def highest_peak_bytes(self) -> int:
+        """As far as it is known; of the present step as an online tape counts it."""
+        return max(self._counters.observed_peak_bytes or 0, self._online_bytes)
 
     def note_peak(self, watch: OnlineTape) -> None:
         """A watched step is over."""
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
-        self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
+        self._online_bytes = max(self._online_bytes, peak)
         # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
         over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))
         if self._reserved is not None:
@@ -55,6 +67,72 @@ class StepMemory:
         """A step begins under this plan, or without one."""
         if self._reserved is not None:
             self._reserved.begin_step(step)
+        self.forget_step()
+        if is_accelerator(self._budget.device):
+            first = step is not None and step.counted_peak_bytes is None
+            self._window = PeakWindow(self._budget.device, afresh=first)
+
+    def end_step(self, step: PlannedStep | None, *, ran_plan: bool) -> None:
+        """The step is over: note its peak. ``ran_plan``: it ran as planned, all of it."""
+        counted, estimated = self._close_window(), self._online_bytes or None
+        if ran_plan and step is not None:
+            if counted is None:
+                counted = step.counted_peak_bytes
+            elif step.counted_peak_bytes is None:
+                step.counted_peak_bytes = counted
+            if counted is not None:
+                self._note_planned(step, counted)
+        counters, peak = self._counters, estimated if counted is None else counted
+        counters.last_peak_bytes = peak
+        if peak is None:
+            counters.uncounted_steps += 1
+        else:
+            counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
+        self._online_bytes = 0
+
+    def forget_step(self) -> None:
+        """What has begun is no step, or none that ends; what it took counts all the same."""
+        peak = self._close_window() or self._online_bytes
+        if peak:
+            self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
+        self._online_bytes = 0
+
+    def _close_window(self) -> int | None:
+        window, self._window = self._window, None
+        if window is None:
+            return None
+        peak = window.close()
+        missing = peak_not_given_back(self._budget.device)
+        lost = ""
+        if missing is not None:
+            lost = (
+                "the device's peak statistic (max_memory_allocated) is lower than what it has counted, "
+                f"{format_bytes(missing)}: lowtide reset it to measure ops, and the allocator has given that memory "
+                "back. status() has the peaks of the steps"
+            )
+        if lost != self._lost:
+            self._reasons.withdraw(self._lost)
+            if lost:
+                self._reasons.say(lost)
+        self._lost = lost
+        return peak
+
+    def _note_planned(self, step: PlannedStep, peak: int) -> None:
+        """A step under a plan took more than both the plan and the budget say."""
+        if self._budget.is_of_reserved:
+            return
+        over = peak - max(self._budget.limit_bytes, step.plan.measurable_peak_bytes)
+        if over <= self._planned_over_bytes:
+            return
+        reason = (
+            f"a step under its plan took up to {format_bytes(over)} more than the budget, as the device's allocator "
+            "counts: something was there that the plan does not know"
+        )
+        if self._planned_over_bytes:
+            self._reasons.correct(self._planned_over_reason, reason)
+        else:
+            self._reasons.say(reason)
+        self._planned_over_bytes, self._planned_over_reason = over, reason
 
     def lower(
         self,

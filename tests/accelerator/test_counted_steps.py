@@ -1,0 +1,136 @@
+"""What steps take is counted by the device's allocator, planned ones too, and its peak statistic stays the user's."""
+
+import gc
+
+import pytest
+import torch
+from support.training_steps import mlp
+
+import lowtide
+from lowtide.device import memory
+
+MIB = 2**20
+NO_HOST = lowtide.Offload(host_budget=None)
+
+
+def model_and_batch(depth=6, width=64, rows=4096):
+    torch.manual_seed(0)
+    model = mlp(depth, width).to("standin")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    gc.collect()
+    return model, torch.randn(rows, width, device="standin")
+
+
+def step(model, batch):
+    model(batch).square().mean().backward()
+
+
+def counted(model, batch):
+    """The step's peak, by what a user sees."""
+    torch.accelerator.reset_peak_memory_stats()
+    step(model, batch)
+    return torch.accelerator.max_memory_allocated()
+
+
+def fitted(model, batch, share=0.6):
+    before = torch.accelerator.memory_allocated()
+    budget = before + int(share * (counted(model, batch) - before))
+    return lowtide.fit(model, budget=budget, offload=NO_HOST)
+
+
+def test_the_peak_of_a_planned_step_is_told(device):
+    model, batch = model_and_batch()
+    with fitted(model, batch) as fit:
+        step(model, batch)
+        fit.wait()
+        peaks = [counted(model, batch) for _ in range(3)]
+        status, plan = fit.status(), fit.plan
+
+    assert status.planned_steps == 3 and len(set(peaks)) == 1
+    assert status.last_peak_bytes == peaks[-1] <= plan.measurable_peak_bytes
+    assert peaks[-1] <= status.highest_peak_bytes == status.observed_peak_bytes <= status.budget_bytes
+
+
+def test_the_peak_of_a_planned_step_is_told_below_one_of_the_users_which_stays(device):
+    model, batch = model_and_batch()
+    with fitted(model, batch) as fit:
+        step(model, batch)
+        fit.wait()
+        torch.empty(64 * MIB, dtype=torch.uint8, device="standin")
+        before = torch.accelerator.max_memory_allocated()
+        for _ in range(3):
+            step(model, batch)
+            assert torch.accelerator.max_memory_allocated() == before
+        status = fit.status()
+        peak = counted(model, batch)
+
+    assert status.planned_steps == 3 and status.highest_peak_bytes < before
+    assert status.last_peak_bytes == peak
+    assert status.reasons == ()
+
+
+def test_a_planned_step_that_takes_more_than_its_budget_is_told(device):
+    model, batch = model_and_batch()
+    taken = []
+    more = 0
+    model.register_forward_hook(lambda *_: taken.append(torch.empty(more, dtype=torch.uint8, device="standin")))
+    with fitted(model, batch) as fit:
+        step(model, batch)
+        fit.wait()
+        step(model, batch)
+        before = fit.status()
+        more = 80 * MIB
+        peak = counted(model, batch)
+        status = fit.status()
+
+    assert before.planned_steps == 1 and before.reasons == () and status.planned_steps == 2
+    assert status.last_peak_bytes == status.highest_peak_bytes == peak > status.budget_bytes
+    assert "a step under its plan took up to" in status.reasons[-1]
+
+
+@pytest.mark.parametrize("budget_share", [0.5, 2.0])
+def test_the_users_peak_is_exact_after_a_watched_step(device, budget_share):
+    model, batch = model_and_batch()
+    with fitted(model, batch, share=budget_share) as fit:
+        torch.accelerator.reset_peak_memory_stats()
+        step(model, batch)
+        status = fit.status()
+
+    assert status.steps == 1 and status.planned_steps == 0
+    assert torch.accelerator.max_memory_allocated() == status.last_peak_bytes == status.highest_peak_bytes
+
+
+def test_a_peak_that_cannot_be_given_back_is_told_until_it_is(device):
+    model, batch = model_and_batch()
+    with fitted(model, batch) as fit:
+        held = torch.empty(64 * MIB, dtype=torch.uint8, device="standin")
+        del held
+        peak = torch.accelerator.max_memory_allocated()
+        torch.accelerator.empty_cache()
+        step(model, batch)
+        low, told = torch.accelerator.max_memory_allocated(), fit.status().reasons
+        held = torch.empty(64 * MIB, dtype=torch.uint8, device="standin")
+        del held  # the allocator holds enough again
+        fit.wait()
+        step(model, batch)
+
+        assert low < peak == torch.accelerator.max_memory_allocated()
+        assert any("the device's peak statistic (max_memory_allocated) is lower than" in reason for reason in told)
+        assert fit.status().reasons == ()
+
+
+def test_a_peak_that_the_user_has_reset_meanwhile_is_not_given_back(device):
+    model, batch = model_and_batch()
+    with fitted(model, batch) as fit:
+        torch.empty(64 * MIB, dtype=torch.uint8, device="standin")
+        torch.accelerator.empty_cache()
+        step(model, batch)
+        assert memory.peak_not_given_back("standin") is not None
+        torch.accelerator.reset_peak_memory_stats()
+        torch.empty(80 * MIB, dtype=torch.uint8, device="standin")
+        torch.accelerator.reset_peak_memory_stats()
+        step(model, batch)
+
+        assert torch.accelerator.max_memory_allocated() <= fit.status().highest_peak_bytes
+        assert memory.peak_not_given_back("standin") is None
