@@ -1,13 +1,25 @@
-"""Tests that need PyTorch's CUDA build and a device, be it the stand-in (``make test-cuda``)."""
+"""CUDA's own build of PyTorch, on a GPU or on a stand-in for one."""
+
+import gc
 
 import pytest
 import torch
 
+NO_CUDA = "torch has no CUDA here: make test-cuda"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    why = f"PyTorch {torch.__version__} finds no CUDA device. Run: make test-cuda"
-    for item in items:
-        if "cuda" in item.path.parent.parts and item.path.parent.parent.name == "tests":
-            item.add_marker(pytest.mark.skip(reason=why))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.path.is_relative_to(__file__.rpartition("/")[0]):
+                item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The device, with nothing cached and its peak statistic at what lives now."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,9 +1,13 @@
-"""Milliseconds of calls on a device: two events where it has them, else the wall clock around a synchronised device."""
+"""Milliseconds of calls on a device: two events where it has them, else the wall clock.
+
+``calls_ms`` waits for the device. ``Spans`` never does: its events are read when they are over.
+"""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +45,81 @@ def _by_events(fn: Callable[[], Any], calls: int, device: torch.device) -> float
 def _has_timed_events(device_type: str) -> bool:
     try:
         _by_events(lambda: None, 1, torch.device(device_type))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class OpenSpan(NamedTuple):
+    """A call that runs: when the host began it, and the event before it."""
+
+    start_s: float
+    begin: torch.Event | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call.
+
+    Attributes:
+        launch_s: Seconds of the host: on a CPU what the call took, on a device what launching it took.
+    """
+
+    launch_s: float
+    begin: torch.Event | None
+    end: torch.Event | None
+
+    def ms(self) -> float:
+        """Milliseconds between its events, which must be over; without events, of the host."""
+        if self.begin is None or self.end is None:
+            return 1e3 * self.launch_s
+        return float(self.begin.elapsed_time(self.end))
+
+
+class Spans:
+    """Times calls on a device, of which nobody waits for the end.
+
+    A span begins when the device comes to the call. Where the device waits for the host, it has the launch of the
+    call's first kernel in it.
+
+    Attributes:
+        timed: By events; else by the host's clock.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._device = torch.device(device)
+        self.timed = is_accelerator(self._device) and _takes_timed_events(self._device)
+        self._not_over: list[torch.Event] = []
+
+    def begin(self) -> OpenSpan:
+        event = self._recorded() if self.timed else None
+        return OpenSpan(time.perf_counter(), event)
+
+    def end(self, opened: OpenSpan) -> Span:
+        launch_s = time.perf_counter() - opened.start_s
+        if opened.begin is None:
+            return Span(launch_s, None, None)
+        event = self._recorded()
+        self._not_over.append(event)
+        return Span(launch_s, opened.begin, event)
+
+    def are_over(self) -> bool:
+        """Whether the device has passed all of them. Asks, and does not wait."""
+        while self._not_over and self._not_over[-1].query():
+            self._not_over.pop()
+        return not self._not_over
+
+    def _recorded(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
+        return event
+
+
+def _takes_timed_events(device: torch.device) -> bool:
+    try:
+        event = torch.Event(device, enable_timing=True)
+        event.record(current_stream(device))
+        event.query()
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -12,15 +12,17 @@ Nothing here raises into the training loop: an error of lowtide's own becomes a 
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from lowtide.device.out_of_memory import is_out_of_memory
+from lowtide.device.streams import synchronize
 from lowtide.errors import LowtideError
+from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.call_marks import calls_reached, marks_in, reaches_any
@@ -35,7 +37,8 @@ from lowtide.runtime.seam import Seam, others_suspended
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Counters
 from lowtide.runtime.step_memory import StepMemory
-from lowtide.runtime.watched_step import WatchedStep
+from lowtide.runtime.watched_step import WatchedStep, costs_of
+from lowtide.runtime.watched_times import WatchedTimes
 from lowtide.tape import attach
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
@@ -126,6 +129,7 @@ class Lifecycle:
         self._more_calls = False  # than planned
         self._past = PastTraining(model, self, self.counters, reasons)
         self._paused = False
+        self._unread: list[_Recorded] = []  # the device has not passed all of their ops yet
         self._all.add(self)
 
     def put(self, planned: PlannedStep) -> None:
@@ -369,6 +373,7 @@ class Lifecycle:
             self.plans_by_shape.refuse(shape, sharded, saved=True)
             self._why_no_plan = sharded
             return
+        self.request_plans()
         self._step = self.plans_by_shape.plan_for(shape)
         self.memory.begin_step(self._step)
         self._why_no_plan = self.plans_by_shape.why_no_plan(shape)
@@ -379,7 +384,8 @@ class Lifecycle:
             self._last = self._step
             self._step.tape.sizes_vary = False
             return
-        kind = WatchedStep if self.plans_by_shape.wants_graph(shape) else OnlineTape
+        is_recorded = any(recorded.shapes[0] == shape for recorded in self._unread)
+        kind = WatchedStep if self.plans_by_shape.wants_graph(shape) and not is_recorded else OnlineTape
         if self.plans_by_shape.is_sharded and not is_gathered_once(model):  # what a graph names is made in this step
             self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
             kind = OnlineTape
@@ -580,8 +586,28 @@ class Lifecycle:
                 "the first step ran plain, since a percentage is of what it takes: the observed peak is that step's. "
                 "A budget in bytes holds from the first step on"
             )
-        flags = watch.run_state.flags
-        self.plans_by_shape.request(shapes, graph, costs, budget_bytes, self._made_nodes, flags, watch.proven_ops)
+        if why := watch.times.why_of_launches(graph):
+            self._reasons.note(why)
+        flags, proven = watch.run_state.flags, watch.proven_ops
+        self._unread.append(_Recorded(shapes, graph, watch.times, budget_bytes, self._made_nodes, flags, proven))
+        self.request_plans()
+
+    def request_plans(self, *, waits: bool = False) -> None:
+        """Hand recorded steps to the planner once the times of their ops are known.
+
+        Args:
+            waits: Wait for the device, if they are not.
+        """
+        if waits and self._unread:
+            synchronize(self._budget.device)
+        for recorded in list(self._unread):
+            if recorded.times.are_known():
+                self._unread.remove(recorded)
+                costs = costs_of(recorded.graph, recorded.times)
+                self.plans_by_shape.request(
+                    recorded.shapes, recorded.graph, costs, recorded.budget_bytes, recorded.made_nodes,
+                    recorded.flags, recorded.proven_ops,
+                )  # fmt: skip
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
         """Why ZeRO-3 will gather other parameters in later steps, which so take other memory; "" if it will not."""
@@ -683,7 +709,20 @@ class Lifecycle:
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
         self.abandon_step()
+        self._unread.clear()
         self.checkpointing.restore()
+
+
+class _Recorded(NamedTuple):
+    """A watched step that is over; see ``PlansByShape.request``."""
+
+    shapes: tuple[CallShape, ...]
+    graph: StepGraph
+    times: WatchedTimes
+    budget_bytes: int
+    made_nodes: Mapping[int, int]
+    flags: tuple
+    proven_ops: frozenset[int]
 
 
 class _Call:

@@ -8,7 +8,6 @@ others early. So the record ends a storage's life where it would have ended:
 - autograd's ends with the last saved-tensor handle.
 """
 
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +25,7 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
+from lowtide.runtime.watched_times import WatchedTimes
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.online_values import Claim, SavedHandle, StoredValue
@@ -76,8 +76,7 @@ class WatchedStep(OnlineTape):
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
-        self._seconds: dict[int, list[float]] = defaultdict(list)  # by signature
-        self._first_s: dict[int, list[float]] = defaultdict(list)
+        self.times = WatchedTimes(device_of(model))
         self._resident: dict[str, int] = {}
         self._other_bytes = 0  # on the device before the step; on an accelerator the optimizer's state is among it
         self.found_gathered = False
@@ -153,9 +152,13 @@ class WatchedStep(OnlineTape):
         if len(builder.ops) > before and not self.problem:
             self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
             self.note_workspace(func, builder.ops[-1].workspace_bytes)
-            times = self._seconds if builder.ops[-1].signature < known else self._first_s  # watched, and slower
-            times[builder.ops[-1].signature].append(self.op_s)
+            self.times.note(builder.ops[-1].signature, is_first=builder.ops[-1].signature >= known)
             self._op_of[self._number] = len(builder.ops) - 1
+        return result
+
+    def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        result = self.times.run(lambda: func(*args, **kwargs))
+        self.op_s = self.times.last_s
         return result
 
     def stop_recording(self, error: Exception) -> None:
@@ -247,7 +250,10 @@ class WatchedStep(OnlineTape):
         return frozenset(self._op_of[n] for n in self.releaser.proven if n in self._op_of)
 
     def graph_and_costs(self, model: nn.Module, optimizer: Any) -> tuple[StepGraph, Costs]:
-        """What was recorded, and what each op took. Call it when the step's backward has ended."""
+        """What was recorded, and what each op took, as far as ``times`` are known; see ``costs_of``.
+
+        Call it when the step's backward has ended.
+        """
         self._poll()
         self._builder.recording = False
         received = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -262,21 +268,8 @@ class WatchedStep(OnlineTape):
             resident={**graph.resident, **self._resident},
             provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
         )
-        costs = Costs(
-            op_ms=tuple(self._milliseconds(graph)),
-            dispatch_us=_WATCH_US,
-            record_us=_RECORD_US,
-            replay_us=_REPLAY_US,
-            source="watched",
-            device_name=device_name(graph.device),
-        )
-        return fold(graph, targets), costs
-
-    def _milliseconds(self, graph: StepGraph) -> list[float]:
-        seconds = {**self._first_s, **self._seconds}
-        by_signature = {signature: 1e3 * statistics.median(times) for signature, times in seconds.items()}
-        by_signature |= graph.recorded_ms
-        return graph.with_completions([by_signature.get(op.signature, 0.0) for op in graph.ops])
+        graph = fold(graph, targets)
+        return graph, costs_of(graph, self.times)
 
     def _free_new_gradients(self, model: nn.Module) -> None:
         """A gradient that backward made counts as there before the step; the one that it made, as added to that.
@@ -300,6 +293,18 @@ class WatchedStep(OnlineTape):
         for storage, at in last.items():
             inserted[at].append((FREE, storage))
         builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
+
+
+def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:
+    """What the ops of a watched step took, and what the tape's own work takes."""
+    return Costs(
+        op_ms=tuple(times.milliseconds(graph)),
+        dispatch_us=_WATCH_US,
+        record_us=_RECORD_US,
+        replay_us=_REPLAY_US,
+        source="watched",
+        device_name=device_name(graph.device),
+    )
 
 
 class _WithRecord(ShardingObserver):

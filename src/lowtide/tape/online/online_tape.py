@@ -123,7 +123,7 @@ class OnlineTape(UncompiledMode):
         self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
         self.calls = self.crossing_bytes = 0
-        self.op_s = 0.0  # what the last op took
+        self.op_s = 0.0  # what the host needed for the last op
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
         """A step starts, or the rest of one that holds ``unseen_bytes`` already: of earlier ones nothing counts."""
@@ -284,16 +284,20 @@ class OnlineTape(UncompiledMode):
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
         with around:
-            start = time.perf_counter()
-            result = func(*args, **kwargs)
-            self.op_s = seconds = time.perf_counter() - start
+            result = self._run_timed(func, args, kwargs)
         if op is not None:
             try:
-                self._finish(op, result, seconds)
+                self._finish(op, result, self.op_s)
                 if self.running_call is not None:
                     self.running_call.note_op(args, result, op.written)
             except Exception as error:
                 self.give_up(error)
+        return result
+
+    def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        self.op_s = time.perf_counter() - start
         return result
 
     def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:

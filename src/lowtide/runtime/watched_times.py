@@ -1,0 +1,117 @@
+"""What the ops of a watched step took: on a device by events that nobody waits for, read when they are over.
+
+Left out is the first run of each signature, in which kernels are loaded and compiled. Where an op ran only once, its
+time is what its work takes at the rate of the timed ops of its class, and never more than its one run took.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from lowtide.device.names import is_accelerator
+from lowtide.device.timing import OpenSpan, Span, Spans
+from lowtide.estimation.op_classes import class_of
+from lowtide.estimation.op_work import work_of
+from lowtide.graph.step_graph import StepGraph
+
+_T = TypeVar("_T")
+
+
+class WatchedTimes:
+    """Of one step.
+
+    Attributes:
+        last_s: Seconds that the host needed for the last op; on a device, to launch it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = is_accelerator(device)
+        self._spans = Spans(device)
+        self._open: OpenSpan | None = None
+        self._last: Span | None = None
+        self._again: dict[int, list[Span]] = defaultdict(list)  # by signature
+        self._first: dict[int, list[Span]] = defaultdict(list)  # watched, and slower
+
+    def run(self, call: Callable[[], _T]) -> _T:
+        """What ``call`` returns, which is one op."""
+        opened = self._spans.begin()
+        result = call()
+        self._last = self._spans.end(opened)
+        return result
+
+    @property
+    def last_s(self) -> float:
+        return 0.0 if self._last is None else self._last.launch_s
+
+    def note(self, signature: int, *, is_first: bool) -> None:
+        """The last op has this signature."""
+        if self._last is not None:
+            (self._first if is_first else self._again)[signature].append(self._last)
+
+    def are_known(self) -> bool:
+        """Whether reading them waits for nothing."""
+        return self._spans.are_over()
+
+    def milliseconds(self, graph: StepGraph) -> list[float]:
+        """By op. Where they are not known yet: of the launches."""
+        known = self.are_known()
+        again = _medians(self._again, known=known)
+        first = _medians(self._first, known=known)
+        if self._on_device:
+            first = {s: ms for s, ms in first.items() if s not in again}
+            first |= _by_rate(graph, first, again)
+        by_signature = {**first, **again, **graph.recorded_ms}
+        return graph.with_completions([by_signature.get(op.signature, 0.0) for op in graph.ops])
+
+    def why_of_launches(self, graph: StepGraph) -> str:
+        """Which times of ``graph`` are of launches alone, in a sentence; "" where none is."""
+        if not self._on_device:
+            return ""
+        if not self._spans.timed:
+            return "op times are those of their launches, since the device has no events with times: overheads may be off"
+        ops = [op for op in graph.ops if graph.recorded_ms.get(op.signature, 0.0) > 0.0]
+        if not ops:
+            return ""
+        return (
+            f"the times of {len(ops)} calls that are one op each ({ops[0].name} first) are those of their launches: "
+            "what a plan says of its overhead may be off by as much as they take"
+        )
+
+
+def _medians(spans: Mapping[int, list[Span]], *, known: bool) -> dict[int, float]:
+    return {
+        signature: statistics.median(span.ms() if known else 1e3 * span.launch_s for span in of_signature)
+        for signature, of_signature in spans.items()
+    }
+
+
+def _by_rate(graph: StepGraph, once: Mapping[int, float], timed: Mapping[int, float]) -> dict[int, float]:
+    """Milliseconds of the signatures that ran ``once``, by the rates of those that were ``timed``."""
+    made: dict[int, int] = {}
+    for op in graph.ops:
+        made[op.signature] = sum(graph.storages[s].bytes for s in op.makes)
+    kinds = {class_of(graph.signatures[signature]["op"]) for signature in once}
+    rates: dict[tuple[str, bool], float] = {}
+    for signature, ms in timed.items():
+        if class_of(graph.signatures[signature]["op"]) not in kinds:
+            continue
+        for key, amount in _amounts(graph.signatures[signature], made.get(signature, 0)):
+            if ms > 0 and amount:
+                rates[key] = max(rates.get(key, 0.0), amount / ms)
+    found = {}
+    for signature, most_ms in once.items():
+        amounts = _amounts(graph.signatures[signature], made.get(signature, 0))
+        needed = [amount / rates[key] for key, amount in amounts if key in rates]
+        found[signature] = min(most_ms, max(needed, default=math.inf))
+    return found
+
+
+def _amounts(signature: Mapping[str, Any], made_bytes: int) -> list[tuple[tuple[str, bool], float]]:
+    """What a call does, by what has a rate: its operations, or the bytes that it moves."""
+    work = work_of(signature)
+    amount = work.flops if work.computes else work.read_bytes + made_bytes
+    return [((f"{work.kind}.{work.dtype}", work.computes), float(amount))]

@@ -1,0 +1,73 @@
+"""What a fit says of its steps on CUDA is what PyTorch's own allocator and events say."""
+
+import pytest
+import torch
+from support.training_steps import mlp
+
+import lowtide
+from lowtide.device.timing import Spans
+
+NO_HOST = lowtide.Offload(host_budget=None)
+
+
+@pytest.fixture
+def training(cuda):
+    torch.manual_seed(0)
+    model, batch = mlp(6, 256).to(cuda), torch.randn(4096, 256, device=cuda)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    step = lambda: model(batch).square().mean().backward()  # noqa: E731
+    step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    activations = torch.cuda.max_memory_allocated() - before
+    with lowtide.fit(model, budget=before + 7 * activations // 10, offload=NO_HOST) as fit:
+        yield fit, step
+
+
+def test_the_peaks_of_watched_and_planned_steps_are_the_allocators(training):
+    fit, step = training
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    watched = fit.status()
+    assert watched.last_peak_bytes == torch.cuda.max_memory_allocated()
+    fit.wait()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        assert fit.status().last_peak_bytes == torch.cuda.max_memory_allocated()
+    status = fit.status()
+
+    assert status.planned_steps == 2
+    assert status.last_peak_bytes <= status.highest_peak_bytes == status.observed_peak_bytes <= status.budget_bytes
+
+
+def test_a_planned_step_leaves_a_higher_peak_of_the_users(training):
+    fit, step = training
+    step()
+    fit.wait()
+    torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.max_memory_allocated()
+    step()
+
+    assert torch.cuda.max_memory_allocated() == before > fit.status().last_peak_bytes
+    assert fit.status().planned_steps == 1 and fit.status().reasons == ()
+
+
+def test_ops_of_a_watched_step_are_timed_by_events_and_nobody_waits_for_them(training, monkeypatch):
+    fit, step = training
+    recorded = []
+    end = Spans.end
+    monkeypatch.setattr(Spans, "end", lambda *args: recorded.append(end(*args)) or recorded[-1])
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "synchronize", lambda *_: pytest.fail("the step waits for the device"))
+    step()
+    steps = fit.status().steps
+    monkeypatch.undo()
+    fit.wait()
+
+    assert steps == 1 and len(recorded) >= len(fit.graph.ops)
+    assert all(span.begin is not None and span.ms() >= 0 for span in recorded)
+    assert all(ms >= 0 for ms in fit.costs.op_ms) and sum(fit.costs.op_ms) > 0
+    assert fit.status().reasons == ()
