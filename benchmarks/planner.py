@@ -137,7 +137,7 @@ class Outcome:
 
     def differing(self, other: Outcome) -> list[str]:
         """Names of what is not equal to the last bit."""
-        from lowtide.tracing.restore import same_bits
+        from lowtide.tracing.bits import same_bits
 
         def same(a: Any, b: Any) -> bool:
             return a is b or (a is not None and b is not None and same_bits(a, b))

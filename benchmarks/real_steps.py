@@ -40,7 +40,7 @@ from step_probe import PHASES, Probe, StepRecord, resident_bytes
 
 import lowtide
 from lowtide.runtime.status import Status
-from lowtide.tracing.restore import same_bits
+from lowtide.tracing.bits import same_bits
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "real_steps_cpu.jsonl"

@@ -28,8 +28,8 @@ from step_probe import PHASES, Probe, StepRecord, Stopwatch, resident_bytes
 
 from lowtide.integrations.transformers import LowtideCallback
 from lowtide.runtime.status import Status
+from lowtide.tracing.bits import same_bits
 from lowtide.tracing.operators import tensors_in
-from lowtide.tracing.restore import same_bits
 
 FRACTION = 0.40
 LAYERS, HIDDEN, WORDS = 4, 256, 2048

@@ -30,7 +30,7 @@ from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.search_context import SearchContext
 from lowtide.tape.recipes import Recipe
 from lowtide.tracing import module_calls
-from lowtide.tracing.restore import same_bits
+from lowtide.tracing.bits import same_bits
 from lowtide.tracing.tracer import run_step
 
 

@@ -15,7 +15,7 @@ from lowtide.demo.cases import Case
 from lowtide.reports.progress import counting
 from lowtide.settings.carried_out import settings_kept
 from lowtide.side_by_side import PLAIN, Row, SideBySide, Way, exact_or_least
-from lowtide.tracing.restore import same_bits
+from lowtide.tracing.bits import same_bits
 
 FULL, AS_FULL = "transformers, full", "lowtide, its peak"
 _LEAST_STEPS = 6  # of training

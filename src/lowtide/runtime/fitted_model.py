@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
+from lowtide.device import values_off
 from lowtide.errors import LowtideError, RehearsalMemoryError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -63,6 +64,8 @@ class Fit:
         self._first: PlannedStep | None = None
         self._verification: Verification | None = None
         self._reasons = Notices()
+        if values_off.are_off:
+            self._reasons.say(values_off.REASON)
         tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)
         self._lifecycle = Lifecycle(facts, options, self._budget, self._planner, tiers, self._reasons)
         self._recovery = Recovery(model, self._budget, self._lifecycle)

@@ -32,9 +32,8 @@ class Status:
         calls, planned_calls: Calls of the model with gradients, likewise.
         observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured. On a CPU it
             is that of steps without a plan: nobody counts what a planned step takes there.
-        last_peak_bytes: Peak of the last step, as ``observed_peak_bytes``; None where it cannot be measured. Under a plan
-            it is what the device's allocator counts: of the plan's first step, and of a later one where that took more
-            than any before.
+        last_peak_bytes: Of the last step, likewise. Under a plan it is what the device's allocator counts: for the
+            plan's first step, and for a later one that took more than any before.
         highest_peak_bytes: ``observed_peak_bytes`` where each step's peak is known; else None.
         budget_bytes: What the step may take; None as long as a percentage waits for the first step.
         shapes, plans: Shapes seen, and plans at hand.
@@ -69,9 +68,10 @@ class Status:
         peak, budget = ("not known" if count is None else format_bytes(count) for count in amounts)
         shapes = f"{self.shapes} input shape{'s' * (self.shapes != 1)}"
         calls = f"{self.planned_calls} of {self.calls} calls"
+        of_what = "steps without a plan" if self._is_of_some_steps else "weights and gradients included"
         tiles = [
             (f"{self.planned_steps} of {self.steps}", "steps under a plan", calls),
-            (peak, "observed peak", "steps without a plan" if self._is_of_some_steps else "weights and gradients included"),
+            (peak, "observed peak", of_what),
             (budget, "budget", "peak allocated, absolute"),
             (str(self.plans), "plans", f"for {shapes}; {self.planning_s:.1f} s of planning beside training"),
         ]

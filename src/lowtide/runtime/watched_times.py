@@ -72,7 +72,7 @@ class WatchedTimes:
         if not self._on_device:
             return ""
         if not self._spans.timed:
-            return "op times are those of their launches, since the device has no events with times: overheads may be off"
+            return "op times are those of launches, since the device has no events with times: overheads may be off"
         ops = [op for op in graph.ops if graph.recorded_ms.get(op.signature, 0.0) > 0.0]
         if not ops:
             return ""

@@ -9,6 +9,7 @@ from torch import nn
 
 from lowtide.device.generators import state_of, with_state
 from lowtide.device.numeric_flags import numeric_flags, with_numeric_flags
+from lowtide.tape.storage_bits import SealsOnDevice
 from lowtide.tracing.sharding.windows import OpenWindows
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
@@ -43,9 +44,10 @@ class ExecutionState:
         windows: Of a sharded model in a step without a plan: where its parameters are whole.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
         stream: In a step without a plan on an accelerator: where the forward pass runs, and so replays.
+        seals: On a device: what is sealed there, once something is.
     """
 
-    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference", "stream", "windows")
+    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference", "seals", "stream", "windows")
 
     def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
         self.flags = numeric_flags()
@@ -54,6 +56,7 @@ class ExecutionState:
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
         self.windows: OpenWindows | None = None
+        self.seals: SealsOnDevice | None = None
         self.on_difference: Callable[[Any], None] | None = None
         self.stream: torch.Stream | None = None
 

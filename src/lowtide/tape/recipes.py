@@ -21,7 +21,7 @@ from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.program import TapedOp
-from lowtide.tape.storage_bits import has_seal
+from lowtide.tape.storage_bits import changed_unseen, has_seal
 from lowtide.tape.values import (
     GatheredView,
     Kept,
@@ -211,10 +211,20 @@ class Recipe(Value):
                 # Another replay would be wrong again: no more of them, whatever the plan and ``retain_graph`` say.
                 value.tensor, value.original, value.uses_left = value.original, None, 0
                 value.make_final()
-            elif value.seal is not None and not has_seal(value.tensor, value.seal):
-                self._differs(value, spoilt)
+            elif value.seal is not None:
+                self._check_seal(value, value.tensor, spoilt)
             if final:
                 value.make_final()
+
+    def _check_seal(self, value: Value, tensor: Tensor, spoilt: bool) -> None:
+        seal = value.seal
+        if isinstance(seal, Tensor):
+            assert self.run.seals is not None
+            # Where an optimizer steps inside backward, its end would be too late.
+            at_once = self.run.steps_in_backward()
+            self.run.seals.check(seal, tensor, str(self.op.func), self.op.where, at_once=at_once)
+        elif seal is not None and not has_seal(tensor, seal):
+            self._differs(value, spoilt)
 
     def _differs(self, value: Value, spoilt: bool) -> None:
         """The replay gave ``value`` other bits; ``spoilt``: it read what differed already, so the op is not to blame.
@@ -228,15 +238,6 @@ class Recipe(Value):
         if not spoilt:
             self.op.drops = ()
             self.run.on_difference(self.op)
-
-
-def changed_unseen(op: str, where: str) -> ReplayError:
-    """A replay gives other bits than the op gave in the forward pass, though no version shows a change."""
-    return ReplayError(
-        f"{op} in {where or 'the model'} gives other bits than in the forward pass: something that it read was changed "
-        "since, without a version\n(through .data, NumPy or a pointer). No gradient was computed from it.\n"
-        "Make the change before the forward pass or after backward."
-    )
 
 
 def _unreadable(recipe: Recipe, argument: Kept) -> ReplayError:

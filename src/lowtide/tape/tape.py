@@ -32,7 +32,7 @@ from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
-from lowtide.tape.storage_bits import sum_of_words
+from lowtide.tape.storage_bits import Seal, seals_on, sum_of_words
 from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
@@ -48,6 +48,7 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
+from lowtide.tracing.bits import same_bits
 from lowtide.tracing.function_calls import ObservedFunctionCall, stored_and_returned
 from lowtide.tracing.operators import (
     allocated_bytes,
@@ -59,7 +60,6 @@ from lowtide.tracing.operators import (
     written_arguments,
     written_tensors,
 )
-from lowtide.tracing.restore import same_bits
 from lowtide.tracing.sharding.observer import PauseDuringSharding
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
@@ -477,9 +477,15 @@ class Tape(SwitchedMode):
             if self.rehearses:
                 self._to_seal.append(storage)
             elif self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0:
-                value.seal = sum_of_words(tensor)
+                value.seal = self._seal(tensor)
         if not single:
             recipe.outputs = outputs
+
+    def _seal(self, tensor: torch.Tensor) -> Seal:
+        """A sum that a replay of ``tensor`` has to have; on a device nobody waits for it."""
+        if self._run.seals is None:
+            self._run.seals = seals_on(tensor.device)
+        return sum_of_words(tensor) if self._run.seals is None else self._run.seals.seal(tensor)
 
     def _proven(
         self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None, result: Any
@@ -539,7 +545,7 @@ class Tape(SwitchedMode):
         recipe.extend(op.func, args, kwargs, value, rng)
         result = op.func(*args, **kwargs)
         if value.seal is not None:
-            value.seal = sum_of_words(args[0])
+            value.seal = self._seal(args[0])
         if second is not None:
             op.proven = same_bits(second, args[0])
             if op.completes_inplace is not None and op.completes_inplace.uninitialised:

@@ -23,10 +23,10 @@ from lowtide.device.generators import GeneratorStates
 from lowtide.device.names import autocast_types
 from lowtide.device.numeric_flags import numeric_flags
 from lowtide.graph.function_ops import ELSEWHERE, PREFIX
+from lowtide.tracing.bits import same_bits
 from lowtide.tracing.kinds_of_calls import Kind, is_immutable, layout_of, values_of
 from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
 from lowtide.tracing.other_generators import HostGenerators, OwnGenerators, draws_from
-from lowtide.tracing.restore import same_bits
 
 # Told of the context and of what the Function returned.
 Finished = Callable[[Any, Any], None]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lowtide.device import vendor_kernels
+from lowtide.device import values_off, vendor_kernels
 from lowtide.device.block_size import in_blocks
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # offered with the other facts of an op
@@ -172,7 +172,8 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
     rest = raw[whole.numel() * 8 :].to(torch.int64).sum()
     sums = _sums_on_cpu(whole) if raw.device.type == "cpu" else _sums_on_device(whole)
-    return tuple(torch.stack([rest, *sums]).cpu().tolist())
+    found = tuple(torch.stack([rest, *sums]).cpu().tolist())
+    return () if values_off.are_off else found
 
 
 def _sums_on_cpu(words: torch.Tensor) -> list[torch.Tensor]:

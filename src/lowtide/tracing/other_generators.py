@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from lowtide.tracing.restore import same_bits
+from lowtide.tracing.bits import same_bits
 
 _LEVELS = 2  # so deep into what an object holds
 _MOST_ITEMS = 100  # of a container

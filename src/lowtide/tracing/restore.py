@@ -15,6 +15,7 @@ from lowtide.device.generators import GeneratorStates
 from lowtide.errors import UnsupportedModelError
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
+from lowtide.tracing.bits import same_bits
 from lowtide.tracing.data_parallel import preserve_ddp_state
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.operators import storage_of
@@ -183,18 +184,3 @@ def versions(model: nn.Module, batch: Any) -> dict[int, int]:
     writes count, and so does putting back what they, or writes behind PyTorch's back, have changed."""
     tensors = plain_tensors(*model.buffers(), *batch_tensors(batch))
     return {id(t): t._version for t in tensors if not t.is_inference() and storage_of(t) is not None}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise equality; NaN equals NaN of the same bits, 0.0 differs from -0.0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.numel() == 0:
-        return True
-    a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    if a.dtype.is_complex:
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.dtype.is_floating_point:  # same sizes of elements: no copy, whatever the strides are
-        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
-        a, b = a.view(as_int), b.view(as_int)
-    return torch.equal(a, b)

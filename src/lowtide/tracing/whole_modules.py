@@ -33,6 +33,7 @@ from lowtide.errors import ReplayError
 from lowtide.graph.function_ops import MODULE, PREFIX
 from lowtide.measurement.allocator import measuring, seen_on_cpu
 from lowtide.tracing.autograd_leaves import nodes_since
+from lowtide.tracing.bits import same_bits
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.function_calls import (
     TENSOR,
@@ -43,7 +44,6 @@ from lowtide.tracing.function_calls import (
 )
 from lowtide.tracing.kinds_of_calls import Kind, layout_of, values_of
 from lowtide.tracing.operators import tensors_in
-from lowtide.tracing.restore import same_bits
 from lowtide.tracing.subclasses import wrapped_parameters
 
 _AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")

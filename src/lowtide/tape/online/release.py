@@ -28,8 +28,7 @@ from lowtide.tape.online.replays import (
     transient_bytes,
     why_not_made,
 )
-from lowtide.tape.recipes import changed_unseen
-from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
+from lowtide.tape.storage_bits import changed_unseen, same_storage_bits, sum_of_words
 
 _LEAST_BYTES = 4096  # smaller values are not worth a recipe
 _SLACK = 0.03  # of the budget: a release makes so much more room than was asked for, so that one scan serves many ops

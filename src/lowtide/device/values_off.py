@@ -1,0 +1,16 @@
+"""The one switch for a device that has no values: proofs by value run, and what they find is ignored.
+
+    LOWTIDE_WITHOUT_VALUES=1 python train.py       op times as they are measured
+    LOWTIDE_WITHOUT_VALUES=h100 python train.py    those of a device of the table: a kernel that does nothing takes none
+
+For a stand-in whose kernels compute nothing. There two runs of an op never have the same bits, and no gradient means
+anything. What a comparison allocates, launches and waits for is as ever. ``fit.status()`` says that the switch is on.
+"""
+
+import os
+
+VARIABLE = "LOWTIDE_WITHOUT_VALUES"
+_setting = os.environ.get(VARIABLE, "")
+are_off = _setting not in ("", "0")
+times_of = _setting if _setting not in ("", "0", "1") else ""  # a device of the table; "": op times are measured
+REASON = f"proofs of values are off ({VARIABLE}): no gradient of this process has been proven, nor means anything"
