@@ -2,6 +2,10 @@
 
     make gpu                                    on the accelerator of this machine, under eight minutes
     python benchmarks/gpu.py --device standin   the same code on the tests' stand-in for one; needs g++, says no speeds
+    .venv-cuda/bin/python benchmarks/gpu.py     CUDA's build of PyTorch on the CUDA stand-in, likewise
+
+A line of a stand-in says so (``standin``), and goes to no results file unless ``--out`` names one. No table shows its
+times.
 
 Two models, weights drawn at random, nothing downloaded: a decoder in plain PyTorch, and a Llama of transformers. Every
 method trains from the same weights on the same batch for a few steps: losses and weights have to have the same bits,
@@ -29,6 +33,7 @@ from typing import Any
 
 import torch
 from provenance import provenance
+from stand_in import is_cuda_stand_in
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -59,7 +64,7 @@ def main() -> int:
         return 2
     seconds = args.minutes * 60
     sizes = SIZES[args.size or _size_for(device)][1]
-    out = args.out or (RESULTS if device.type != STAND_IN else None)
+    out = args.out or (None if is_stand_in(device) else RESULTS)
     lines = []
     for share, case in ((0.5, DecoderCase), (1.0, TransformersCase)):  # else the second has what the first leaves
         for line in Measured(case(device, *sizes), args.rounds, begin + share * seconds).lines():
@@ -107,8 +112,13 @@ def _device(asked: str | None) -> torch.device:
     return device
 
 
+def is_stand_in(device: torch.device) -> bool:
+    """Whether ``device`` is no GPU: no time of it says anything."""
+    return device.type == STAND_IN or (device.type == "cuda" and is_cuda_stand_in())
+
+
 def _size_for(device: torch.device) -> str:
-    if device.type == STAND_IN:
+    if is_stand_in(device):
         return "tiny"
     _, capacity = torch.accelerator.get_memory_info(device)
     return next(name for name, (least, _) in SIZES.items() if capacity >= least)
@@ -168,7 +178,7 @@ class Case:
 
     def __post_init__(self) -> None:
         torch.manual_seed(SEED)
-        dtype = torch.float32 if self.device.type == STAND_IN else torch.bfloat16
+        dtype = torch.float32 if is_stand_in(self.device) else torch.bfloat16
         self.model = self.built().to(dtype).to(self.device).train()
         self.ids = torch.randint(0, self.vocabulary, (self.batch_size, self.length)).to(self.device)
 
@@ -401,6 +411,7 @@ class Measured:
             **provenance(),
             "device": device_name(case.device),
             "device_type": case.device.type,
+            "standin": is_stand_in(case.device),
             "driver": _driver(case.device),
             "runtime": torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None),
         }

@@ -25,6 +25,7 @@ from foresight_table import claims_table, foreseen_times_table, large_table, pea
 from foresight_table import zoo_table as hollow_zoo_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
+from host_time_table import host_time_table
 from integrations_table import cases_table, timed_table
 from limits_table import costs_table
 from real_steps_table import real_steps_table
@@ -66,6 +67,7 @@ def main() -> int:
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
         Page(ROOT / "docs" / "benchmarks.md", "gpu", measured_gpu if measured_gpu.exists() else None, gpu_table),
+        Page(ROOT / "docs" / "benchmarks.md", "host time", RESULTS / "host_time.jsonl", host_time_table),
         Page(HOW_TO / "will-it-fit.md", "answers", RESULTS / "advice.jsonl", answers_origin),
         *(
             Page(HOW_TO / "will-it-fit.md", f"answer {name}", RESULTS / "advice.jsonl", partial(answer_text, name))

@@ -41,6 +41,8 @@ def test_every_method_trains_to_the_same_bits_within_what_was_predicted(accelera
     assert any(moved)
     assert {"device", "driver", "torch", "transformers", "commit", "device_type"} <= lines[0].keys()
 
+    assert all(line["standin"] for line in lines)
+
     table = gpu_table(lines)
     assert "DIFFERENT" not in table and f"**{case}**" in table
     assert all(row.count("|") == len(COLUMNS) + 1 for row in table.splitlines() if row.startswith("|"))
@@ -89,3 +91,18 @@ def test_what_differs_or_does_not_run_is_told_in_the_table():
     assert "| lowtide | 1.0 MiB |  | 2.0 MiB |  |  |  | DIFFERENT |" in rows
     assert "| plain | out of memory |  |  |  |  |  |  |" in rows
     assert rows[-1].startswith("a device, runtime 12, torch 2, commit abc, 2026-11-22.")
+
+
+def test_a_time_of_a_stand_in_is_never_shown():
+    shared = {
+        "case": "decoder", "layers": 1, "width": 8, "batch": 1, "sequence": 4, "dtype": "float32", "method": "plain",
+        "device": "a device", "driver": None, "runtime": "12", "torch": "2", "commit": "abc", "date": "2026-11-22",
+        "status": "ok", "peak_bytes": 1 << 20, "reserved_bytes": 2 << 20, "losses_equal": True, "weights_equal": True,
+    }  # fmt: skip
+    of_gpu = shared | {"time_ms": 777.0, "overhead": 0.333, "standin": False}
+    of_stand_in = shared | {"time_ms": 555.0, "overhead": 0.111, "standin": True}
+    table = gpu_table([of_gpu, of_stand_in])
+
+    assert "777 ms" in table and "+33.3 %" in table
+    assert "555" not in table and "11.1" not in table
+    assert table.count("**decoder**") == 2 and table.count("on a stand-in for a GPU, whose times say nothing") == 1

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowtide.device import values_off
 from lowtide.device.autocast import outside_autocast
 from lowtide.device.memory import is_short_of, release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, missing_bytes, told_by_name
 from lowtide.errors import BudgetInfeasibleError, TierError
+from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.op_times import measure
@@ -133,7 +135,10 @@ class Rehearsal:
         if parse_budget(self._options.budget) != "auto":
             budget_bytes = self._budget.fixed_for(graph, Costs((1.0,) * len(graph.ops)))
             memory_bytes = budget_bytes - _live_bytes(model, graph)
-        costs = measure(graph, memory_bytes=memory_bytes)
+        if values_off.times_of:
+            costs = estimate(graph, device=values_off.times_of)
+        else:
+            costs = measure(graph, memory_bytes=memory_bytes)
         try:
             return replace(costs, links=self._tiers.links())
         except TierError as error:

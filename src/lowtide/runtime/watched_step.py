@@ -20,8 +20,10 @@ from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
+from lowtide.device import values_off
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
+from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
@@ -297,8 +299,9 @@ class WatchedStep(OnlineTape):
 
 def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:
     """What the ops of a watched step took, and what the tape's own work takes."""
+    op_ms = estimate(graph, device=values_off.times_of).op_ms if values_off.times_of else times.milliseconds(graph)
     return Costs(
-        op_ms=tuple(times.milliseconds(graph)),
+        op_ms=tuple(op_ms),
         dispatch_us=_WATCH_US,
         record_us=_RECORD_US,
         replay_us=_REPLAY_US,
