@@ -13,18 +13,15 @@ def host_time_table(lines: list[dict]) -> str:
         mine = [line for line in lines if line["case"] == case]
         first = mine[0]
         plain_ms = first["host_ms"]
-        blocks.append(
-            "\n".join(
-                [
-                    f"**Llama, {first['layers']} layers of {first['width']}**, batch {first['batch']} x {first['sequence']}, "
-                    f"{first['dtype']}, {first['plain_ops']:,} ops in a plain step",
-                    "",
-                    "| " + " | ".join(COLUMNS) + " |",
-                    "|---|" + "---:|" * (len(COLUMNS) - 1),
-                    *("| " + " | ".join(_cells(line, plain_ms)) + " |" for line in mine),
-                ]
-            )
-        )
+        rows = [
+            f"**Llama, {first['layers']} layers of {first['width']}**, batch {first['batch']} x {first['sequence']}, "
+            f"{first['dtype']}, {first['plain_ops']:,} ops in a plain step",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|---|" + "---:|" * (len(COLUMNS) - 1),
+            *("| " + " | ".join(_cells(line, plain_ms)) + " |" for line in mine),
+        ]
+        blocks.append("\n".join(rows))
     blocks += [_hidden_from(lines), _origin(lines[0])]
     return "\n\n".join(blocks)
 
@@ -49,16 +46,17 @@ def _hidden_from(lines: list[dict]) -> str:
         ms = {line["method"]: line["host_ms"] for line in lines if line["case"] == case}
         told.append(f"{ms[_DECIDED]:.0f} ms for {case} (plain {ms['plain']:.0f} ms)")
     return (
-        "A GPU works while the host runs ahead. So the host time of a plan is hidden behind the kernels where forward and "
-        f"backward take longer on the GPU than on the host: from {' and '.join(told)} on, for the plan that recomputes "
-        "most. Below that the host decides, and plain training is as short as its own host time."
+        "A GPU works while the host runs ahead. So the host time of a plan is hidden behind the kernels where forward "
+        f"and backward take longer on the GPU than on the host: from {' and '.join(told)} on, for the plan that "
+        "recomputes most. Below that the host decides how long a step takes."
     )
 
 
 def _origin(first: dict) -> str:
     return (
-        "CUDA's build of PyTorch on a stand-in for a GPU, whose kernels do nothing: these are no times of a GPU. Processor "
-        "time of the process, median and quartiles, methods in turns; what a GPU's driver needs for a launch is not in it. "
-        f"Waits: how often the host waited for the device; plain is transformers' own. {first['device']}, torch "
-        f"{first['torch']}, transformers {first['transformers']}, commit {first['commit']}, {first['date']}."
+        "CUDA's build of PyTorch on a stand-in for a GPU, whose kernels do nothing: these are no times of a GPU. "
+        "Processor time of the process, median and quartiles, methods in turns; what a GPU's driver needs for a launch "
+        "is not in it. Waits: how often the host waited for the device; plain's is transformers' own. "
+        f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, commit {first['commit']}, "
+        f"{first['date']}."
     )

@@ -8,6 +8,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import memory
+from lowtide.runtime.step_memory import StepMemory
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -134,3 +135,56 @@ def test_a_peak_that_the_user_has_reset_meanwhile_is_not_given_back(device):
 
         assert torch.accelerator.max_memory_allocated() <= fit.status().highest_peak_bytes
         assert memory.peak_not_given_back("standin") is None
+
+
+class OptimizerNobodyTold:
+    """A training whose optimizer gets its state after the first step, and ``fit`` is not told of it."""
+
+    def __init__(self):
+        self.model, self.batch = model_and_batch(depth=6, width=256, rows=2048)
+        before = torch.accelerator.memory_allocated()
+        self.state_bytes = sum(2 * p.nbytes for p in self.model.parameters())
+        activations = counted(self.model, self.batch) - before
+        self.budget = before + self.state_bytes + activations // 2
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+
+    def steps(self, fit, count):
+        for _ in range(count):
+            peak = counted(self.model, self.batch)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)
+            fit.wait()
+            yield peak
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_a_plan_that_no_longer_fits_beside_what_is_there_is_dropped_and_made_anew(device, monkeypatch, is_looked_at):
+    if not is_looked_at:
+        monkeypatch.setattr(StepMemory, "outgrown_bytes", lambda *_: 0)
+    training = OptimizerNobodyTold()
+    with lowtide.fit(training.model, budget=training.budget, offload=NO_HOST) as fit:
+        (first, *peaks) = training.steps(fit, 5)
+        status = fit.status()
+
+    assert first <= training.budget
+    if is_looked_at:
+        assert max(peaks) <= training.budget
+        assert status.in_force and status.planned_steps == 3  # the second is online: its plan was dropped
+        assert [
+            reason for reason in status.reasons if "more are on the device before a step than its plan knows" in reason
+        ]
+    else:
+        assert max(peaks) > training.budget and status.planned_steps == 4
+        assert "a step under its plan took up to" in status.reasons[-1]
+
+
+def test_a_plan_is_kept_where_only_gradients_come_and_go(device):
+    model, batch = model_and_batch()
+    with fitted(model, batch) as fit:
+        for number in range(4):
+            step(model, batch)
+            model.zero_grad(set_to_none=bool(number % 2))
+            fit.wait()
+        status = fit.status()
+
+    assert status.planned_steps == 3 and status.reasons == ()

@@ -20,7 +20,9 @@ from lowtide.tracing.sharding.zero3 import shards_of
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.units import format_bytes, parse_budget
 
-AUTO_MARGIN = 0.1  # of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates
+# Of free memory, left alone by budget="auto": allocator fragmentation, and whoever else allocates. Where little is free
+# on a device, segments that are not full take more.
+AUTO_MARGIN = 0.1
 
 LOWERED_BY = 0.1  # of what the step may make, when memory has run out and nothing says how much was missing
 LEAST_LOWERED_BY = 1 / 32  # where something does: an allocator also needs room for what it cannot fill
@@ -93,7 +95,10 @@ class StepBudget:
                     "Pass the budget in bytes, or as a percentage."
                 )
             return sys.maxsize >> 1
-        return int((1 - AUTO_MARGIN) * available)
+        margin = AUTO_MARGIN * available
+        if is_accelerator(self.device):
+            margin = max(margin, bytes_for_segments(available))
+        return int(available - margin)
 
     def read_memory(self, model: nn.Module, batch: object = ()) -> None:
         """Note the resident memory of a step that starts now, on ``batch``."""

@@ -374,7 +374,7 @@ class Lifecycle:
             self._why_no_plan = sharded
             return
         self.request_plans()
-        self._step = self.plans_by_shape.plan_for(shape)
+        self._step = self._unless_outgrown(model, self.plans_by_shape.plan_for(shape))
         self.memory.begin_step(self._step)
         self._why_no_plan = self.plans_by_shape.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
@@ -390,6 +390,19 @@ class Lifecycle:
             self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
             kind = OnlineTape
         self._open_watch(kind, model, batch)
+
+    def _unless_outgrown(self, model: nn.Module, step: PlannedStep | None) -> PlannedStep | None:
+        """``step``; None where it no longer fits beside what is there: then another is asked for."""
+        more = 0 if step is None else self.memory.outgrown_bytes(model, step)
+        if step is None or not more:
+            return step
+        self._reasons.say_latest(
+            "outgrown",
+            f"{format_bytes(more)} more are on the device before a step than its plan knows, and the budget has no room "
+            "for that: the plan was dropped, and another is made. Pass optimizer= to fit, so that its state is known",
+        )
+        self.plans_by_shape.plan_anew(step, more, self._budget.limit_bytes)
+        return None
 
     def _sharded_since_fit(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""

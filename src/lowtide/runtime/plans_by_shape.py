@@ -218,6 +218,21 @@ class PlansByShape:
         self._asked = None
         self._ask_next()
 
+    def plan_anew(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> None:
+        """So much more is there before its step than ``planned`` knows: let go of it, and have the rest planned again.
+
+        The ops are the same, so no step has to be watched for that, and nothing to be proven again.
+        """
+        self.plans.remove(planned)
+        resident = dict(planned.graph.resident)
+        resident["other"] = resident.get("other", 0) + more_bytes
+        graph, program = replace(planned.graph, resident=resident), planned.tape.program
+        if program.flags is not None:
+            self._proven[planned.shapes] = graph, program.flags, frozenset(program.proven_ops)
+        self._num_nodes[planned.shapes] = planned.num_nodes
+        if not self._is_waiting_for(planned.shapes[0]):
+            self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+
     def put(self, planned: PlannedStep) -> None:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
         self._refused -= set(planned.shapes)

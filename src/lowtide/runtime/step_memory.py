@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from lowtide.device.memory import PeakWindow, peak_not_given_back
+from lowtide.device.block_size import in_blocks
+from lowtide.device.memory import PeakWindow, allocated_bytes, peak_not_given_back
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.runtime.budget import StepBudget
@@ -15,7 +16,13 @@ from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reserved_memory import ReservedMemory
 from lowtide.runtime.status import Counters
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tracing.operators import storage_of
+from lowtide.tracing.subclasses import plain_tensors
 from lowtide.units import format_bytes
+
+_UNTOLD_SHARE = (
+    1 / 512
+)  # of the budget: blocks that are not split differ from step to step, and no plan is made for that
 
 
 class StepMemory:
@@ -62,6 +69,34 @@ class StepMemory:
         """A step without a plan is over, and what recorded it has let go."""
         if self._reserved is not None:
             self._reserved.note_watched(self._budget.device, self._budget.limit_bytes)
+
+    def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
+        """How much more is on the device before this step than its plan knows, where the budget has no room for that.
+
+        0 where it has, and on a CPU, of which nobody counts all.
+        """
+        allocated = allocated_bytes(self._budget.device) if is_accelerator(self._budget.device) else None
+        if allocated is None or not step.shapes:
+            return 0
+        resident, limit = step.graph.resident, self._budget.limit_bytes
+        # Without a look at each gradient: as if there were none yet, which the plan counts as there.
+        most = allocated - (step.plan.resident_bytes - resident.get("gradients", 0))
+        spare = max(0, limit - step.plan.predicted_peak_bytes) + int(_UNTOLD_SHARE * limit)
+        if most <= spare or allocated <= step.fits_beside_bytes:
+            return 0
+        made = {
+            s._cdata: s.nbytes()
+            for p in model.parameters()
+            for t in plain_tensors(p.grad)
+            if (s := storage_of(t)) is not None
+        }
+        gradients = min(
+            sum(in_blocks(size, self._budget.device.type) for size in made.values()), resident.get("gradients", 0)
+        )
+        if most - gradients <= spare:
+            step.fits_beside_bytes = allocated if gradients else 0
+            return 0
+        return most - gradients
 
     def begin_step(self, step: PlannedStep | None) -> None:
         """A step begins under this plan, or without one."""
