@@ -227,7 +227,7 @@ def attention(kernel, dtype):
             try:
                 out = F.scaled_dot_product_attention(*here, is_causal=causal)
             except RuntimeError as error:
-                if (kernel, gpu) in ALWAYS and dtype != torch.bfloat16 or "kernel" not in str(error):
+                if ((kernel, gpu) in ALWAYS and dtype != torch.bfloat16) or "kernel" not in str(error):
                     raise
                 raise Absent(f"PyTorch has no such kernel for {gpu}") from error
         assert cuda_standin.report().calls.get(name, 0) == before + (kernel != "math"), "another kernel ran"

@@ -55,15 +55,17 @@ def test_nobody_waits_for_the_times(device, fit, monkeypatch, schedule):
     """A device that lags behind: the plan is asked for when it has caught up, and not before."""
     fit, step = fit
     asked = []
-    request = fit._watcher.shelf.request
-    monkeypatch.setattr(fit._watcher.shelf, "request", lambda *args: asked.append(args) or request(*args))
+    request = fit._lifecycle.plans_by_shape.request
+    monkeypatch.setattr(fit._lifecycle.plans_by_shape, "request", lambda *args: asked.append(args) or request(*args))
     monkeypatch.setattr(watched_times.WatchedTimes, "are_known", lambda self: False)
     with device.schedule(*schedule):
         step()
         step()
         assert fit.status().steps == 2 and not asked  # and the second one was not recorded again
         monkeypatch.undo()
-        monkeypatch.setattr(fit._watcher.shelf, "request", lambda *args: asked.append(args) or request(*args))
+        monkeypatch.setattr(
+            fit._lifecycle.plans_by_shape, "request", lambda *args: asked.append(args) or request(*args)
+        )
         torch.accelerator.synchronize()
         step()
         assert len(asked) == 1

@@ -20,8 +20,8 @@ from lowtide.graph.step_graph import StepGraph
 FITS, UNCERTAIN, DOES_NOT_FIT = "fits", "uncertain", "does not fit"
 FRAGMENTATION = (0.0, 0.03, 0.10)  # of what a step makes
 _CONTEXT = (0.7, 1.0, 1.3)
-# Handles of the BLAS library that have a workspace: forward's thread has one, autograd's has one. Measured on an A100: benchmarks
-# of a head and its loss (``docs/published.md``) are the allocator's to the byte with two.
+# Handles of the BLAS library that have a workspace: forward's thread has one, autograd's has one. Measured on an A100:
+# benchmarks of a head and its loss (``docs/published.md``) are the allocator's to the byte with two.
 BLAS_HANDLES = 2
 _WORKSPACE = (1, BLAS_HANDLES, 3)
 COMMUNICATION_BYTES = 1 << 29  # of one group of ranks

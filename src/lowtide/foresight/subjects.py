@@ -172,7 +172,7 @@ class Subject:
             importlib.import_module("bitsandbytes")
         mode = self._modes.setdefault(target, HollowMode(target.kernels))
         # What has no memory is the CPU's, whatever the default device is.
-        with torch.device("cpu"), mode, nullcontext() if target.kernels == "cpu" else cuda_means_cpu():
+        with torch.device("cpu"), mode, nullcontext() if target.kernels == "cpu" else cuda_means_cpu(mode):
             yield mode
 
 
