@@ -24,7 +24,7 @@ import cuda_standin
 
 GPUS = ("h100", "a100", "v100")
 KERNELS = ("flash", "efficient", "math")
-# A kernel that one of these GPUs must have in every PyTorch from 2.0 on; elsewhere PyTorch may refuse it.
+# A kernel that one of these GPUs must have in every PyTorch from 2.0 on (V100: not in bf16); others may be refused.
 ALWAYS = {("flash", "a100"), *itertools.product(("efficient", "math"), GPUS)}
 FLOAT32, BF16 = dict(rtol=1e-5, atol=1e-5), dict(rtol=3e-2, atol=3e-2)
 checks = {}
@@ -173,7 +173,12 @@ def model_in_float32():
 def model_in_bf16():
     model, ids = model_and_ids()
     expected, _ = step(model, ids)
-    made, dtype = step(model.cuda().bfloat16(), ids.cuda())
+    try:
+        made, dtype = step(model.cuda().bfloat16(), ids.cuda())
+    except RuntimeError as error:
+        if os.environ.get("STANDIN_GPU") != "v100" or "no kernel found to launch" not in str(error):
+            raise
+        raise Absent("PyTorch chooses a kernel of attention that it does not have for v100") from error
     assert dtype == torch.bfloat16
     same(made, expected, **BF16)
 
@@ -227,7 +232,8 @@ def attention(kernel, dtype):
             try:
                 out = F.scaled_dot_product_attention(*here, is_causal=causal)
             except RuntimeError as error:
-                if ((kernel, gpu) in ALWAYS and dtype != torch.bfloat16) or "kernel" not in str(error):
+                always = (kernel, gpu) in ALWAYS and not (gpu == "v100" and dtype == torch.bfloat16)
+                if always or "kernel" not in str(error):
                     raise
                 raise Absent(f"PyTorch has no such kernel for {gpu}") from error
         assert cuda_standin.report().calls.get(name, 0) == before + (kernel != "math"), "another kernel ran"

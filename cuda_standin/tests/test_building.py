@@ -135,7 +135,7 @@ def test_a_library_of_others_may_have_symbols_that_are_not_cudas(torch_that_asks
 
 
 def test_every_symbol_that_pytorch_leaves_undefined_comes_from_somewhere():
-    """What is undefined, has no version and is no C++ comes from CUDA, Python or the C runtime alone."""
+    """What is undefined, has no version and is no C++ comes from CUDA, Python or the C runtime: nothing is left."""
     import torch
 
     folder = type(loading.folder)(torch.__file__).parent

@@ -164,13 +164,13 @@ def test_efficient_attention_over_ragged_batches_is_that_of_each_sequence():
 def test_an_operator_that_has_no_values_raises_or_is_told(python):
     source = """
 import torch, cuda_standin
-q, slopes = torch.randn(1, 8, 2, 16, device="cuda", dtype=torch.bfloat16), torch.ones(2, device="cuda")
-torch.ops.aten._flash_attention_forward(q, q, q, None, None, 8, 8, 0.0, False, False, alibi_slopes=slopes)
+q, ends = torch.randn(8, 2, 16, device="cuda", dtype=torch.bfloat16), torch.tensor([0, 8]).int().cuda()
+torch.ops.aten._flash_attention_forward(q, q, q, ends, ends, 8, 8, 0.0, False, False, seqused_k=ends[1:])
 print(cuda_standin.report().without_values)
 """
     error = python(source, fails=True)
     assert "cuda_standin: no values for aten::_flash_attention_forward: " in error
-    assert "no values for attention with alibi_slopes" in error
+    assert "no values for attention with seqused_k" in error
     assert "'aten::_flash_attention_forward': (1, " in python(source, STANDIN_STRICT="0")
 
 
