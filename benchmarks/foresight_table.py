@@ -76,6 +76,49 @@ def zoo_table(lines: list[dict]) -> str:
     return "\n".join([*rows, "", note, "", *named])
 
 
+def counted_table(lines: list[dict]) -> str:
+    """A row per variant: peaks traced for a CUDA device beside those that its allocator counted; then what differs."""
+    (found,) = lines
+    compared = [line for line in found["lines"] if "error" not in line]
+    rows = [
+        "| variant | attention | steps | equal to the byte | under a plan | equal | worst |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for variant, attention in dict.fromkeys((line["variant"], line["attention"]) for line in compared):
+        mine = [x for x in compared if (x["variant"], x["attention"]) == (variant, attention)]
+        plain, planned = ([x for x in mine if (x["plan"] == "none") is wanted] for wanted in (True, False))
+        equal = [sum(map(_is_equal, some)) for some in (plain, planned)]
+        worst = max((x["traced_peak_bytes"] / x["counted_peak_bytes"] - 1 for x in mine), key=abs)
+        rows.append(
+            f"| {variant} | {attention} | {len(plain)} | {equal[0]} | {len(planned)} | {equal[1]} | {percent(worst)} |"
+        )
+    equal = sum(map(_is_equal, compared))
+    kinds = len({line["architecture"] for line in compared})
+    note = (
+        f"{kinds} architectures, {len(compared)} comparisons, {equal} of them ({100 * equal / len(compared):.1f} %) equal "
+        f"to the byte. {found['device']}, traced for {found['target']}; torch {found['torch']}, transformers "
+        f"{found['transformers']}, commit {found['commit']}."
+    )
+    named = ["| what differs | variant | attention | bytes off | first op apart |", "|---|---|---|---:|---|"]
+    for line in found["lines"]:
+        if "error" in line or not _is_equal(line):
+            off = "-" if "error" in line else f"{line['traced_peak_bytes'] - line['counted_peak_bytes']:+,}"
+            why = line.get("error") or _apart_in_words(line)
+            named.append(f"| {line['architecture']} | {line['variant']} | {line['attention']} | {off} | {why} |")
+    return "\n".join([*rows, "", note, *(["", *named] if len(named) > 2 else [])])
+
+
+def _is_equal(line: dict) -> bool:
+    return line["traced_peak_bytes"] == line["counted_peak_bytes"]
+
+
+def _apart_in_words(line: dict) -> str:
+    on_device = line.get("traced_on_device_peak_bytes")
+    if not line.get("ops_apart") and on_device == line["traced_peak_bytes"]:
+        return "none: a trace on the device says the same, so memory is taken that no operator shows"
+    return line["ops_apart"][0].partition(" {")[0] if line.get("ops_apart") else "none"
+
+
 def _off(line: dict) -> float:
     return line["hollow_peak_bytes"] / line["real_peak_bytes"] - 1
 

@@ -21,7 +21,15 @@ from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
 from compiled_table import compiled_table
 from doctor_table import bugs_table, examples_table, zoo_table
-from foresight_table import claims_table, foreseen_times_table, large_table, peaks_table, plans_table, ranks_table
+from foresight_table import (
+    claims_table,
+    counted_table,
+    foreseen_times_table,
+    large_table,
+    peaks_table,
+    plans_table,
+    ranks_table,
+)
 from foresight_table import zoo_table as hollow_zoo_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
@@ -91,6 +99,7 @@ def main() -> int:
         Page(ROOT / "docs" / "foresight.md", "peaks", RESULTS / "foresight_cpu.jsonl", peaks_table),
         Page(ROOT / "docs" / "foresight.md", "plans", RESULTS / "foresight_cpu.jsonl", plans_table),
         Page(ROOT / "docs" / "foresight.md", "zoo", RESULTS / "hollow_zoo_cpu.jsonl", hollow_zoo_table),
+        Page(ROOT / "docs" / "foresight.md", "counted", RESULTS / "hollow_counted.json", counted_table),
         Page(ROOT / "docs" / "foresight.md", "large", RESULTS / "hollow_large_cpu.jsonl", large_table),
         Page(ROOT / "docs" / "foresight.md", "ranks", RESULTS / "parallel_peaks_cpu.jsonl", ranks_table),
         *(
@@ -127,10 +136,10 @@ def main() -> int:
 
 
 def read(path: Path) -> list[dict]:
-    """One dict per case, malloc mode and method."""
+    """One dict per case, malloc mode and method; of a file that is one JSON object, that."""
     if path.suffix == ".json":
-        found: list[dict] = json.loads(path.read_text())
-        return found
+        found = json.loads(path.read_text())
+        return found if isinstance(found, list) else [found]
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
