@@ -13,6 +13,7 @@ A traced step's gradients are there before it begins, so the counted one's are t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -61,7 +62,10 @@ def compare(kind: str, variant: str, attention: str, *, why: bool = False) -> li
     """A line for the plain step, and one for the step under a plan; each with both peaks."""
     model, batch, loss = made(kind, variant, attention)
     graph, peak = traced(model, batch, loss)
-    plan = lowtide.solve(graph, lowtide.estimate(graph, device=DEVICE), budget=BUDGET) if kind in PLANNED else None
+    plan = None
+    if kind in PLANNED:
+        with contextlib.suppress(lowtide.BudgetInfeasibleError):
+            plan = lowtide.solve(graph, lowtide.estimate(graph, device=DEVICE), budget=BUDGET)
     model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
 
     def step() -> None:

@@ -154,3 +154,21 @@ def test_a_region_of_cudas_autocast_around_the_trace_is_followed(monkeypatch):
 
     (product,) = (op for op in graph.ops if op.name == "aten.addmm.default")
     assert graph.storages[product.makes[0]].bytes == 8 * 64 * 2
+
+
+def test_the_gradient_of_a_layer_norm_lies_row_after_row():
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(64)
+            self.weight = nn.Parameter(torch.ones(2, 64, 32))
+
+        def forward(self, x):
+            return self.norm((x * self.weight).transpose(1, 2))
+
+    graph = traced(Transposed(), torch.randn(2, 64, 32))
+
+    after = [op.name for op in graph.ops if op.backward]
+    made = after[after.index("aten.native_layer_norm_backward.default") + 1 :]
+    (product,) = (op for op in graph.ops if op.backward and op.name == "aten.mul.Tensor")
+    assert made and graph.signatures[product.signature]["args"][0]["stride"] == [2048, 1, 64]

@@ -182,6 +182,12 @@ def _rms_norm_backward(func: Any, args: tuple, kwargs: dict) -> Any:
     return torch.empty_like(args[1]), torch.empty_like(args[4]) if wanted[1] else None
 
 
+def _dense_layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The gradient of the input lies row after row, however the input lies."""
+    grad, *others = func(*args, **kwargs)
+    return None if grad is None else grad.new_empty(grad.shape), *others
+
+
 def _efficient_attention(func: Any, args: tuple, kwargs: dict) -> Any:
     """With dropout, seed and offset are numbers on the CPU."""
     output, sums, *drawn = func(*args, **kwargs)
@@ -207,6 +213,7 @@ _CPU_RULES: dict[Any, Rule] = {
 _CUDA_RULES: dict[Any, Rule] = {
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten.native_layer_norm_backward.default: _dense_layer_norm_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     aten._grouped_mm.default: _grouped_mm_any_type,
     aten.native_batch_norm.default: _batch_norm,
