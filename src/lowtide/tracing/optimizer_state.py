@@ -55,7 +55,7 @@ def bytes_without_memory(
     if found is None:
         return 0, 0
     state, step = hollow_optimizer_bytes(*found, parameters, kernels=kernels, block_bytes=block_bytes)
-    if kernels == "cuda" and not _is_on_accelerator(optimizer):
+    if kernels != "cpu" and not _is_on_accelerator(optimizer):
         return state, step  # state that exists has the CPU's blocks, and scalars that would be on the device
     return existing_state_bytes(optimizer) or state, step
 
