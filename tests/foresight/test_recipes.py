@@ -132,6 +132,19 @@ def test_the_command_says_what_the_recipes_say(capsys, model):
     )  # fmt: skip
 
 
+def test_the_command_says_adapters_and_a_cuda(capsys, model):
+    code = cli.main([
+        "plan", "--json", "--model", model, "--device", "v100-16gb", "--precision", "fp16", "--seq-len", "128",
+        "--lora", "4", "--lora-targets", "q_proj, v_proj", "--lora-dropout", "0.1", "--cuda-version", "11.2",
+        "--no-limits",
+    ])  # fmt: skip
+    body = json.loads(capsys.readouterr().out)
+
+    assert code == 0 and body["by_part"]["context"] == 1343 << 20
+    assert body["setup"]["lora_targets"] == ["q_proj", "v_proj"] and body["setup"]["lora_dropout"] == 0.1
+    assert "a context of CUDA 11.2" in body["assumptions"]
+
+
 def test_4_bit_layers_are_expanded_at_the_peak_and_keep_inputs_where_the_library_does(model, monkeypatch):
     def peaks(version):
         monkeypatch.setattr(subjects, "installed_version", lambda: version)
@@ -179,6 +192,14 @@ def test_a_forecast_counts_a_workspace_for_each_thread_that_multiplies(model):
     assert found.allocated_bytes == sum(size for part, size in found.by_part.items() if part not in beside)
     assert found.by_part["workspace"] == 2 * A100.blas_workspace_bytes
     assert found.reserved_bytes > found.allocated_bytes
+
+
+def test_one_parameter_at_a_time_takes_fewer_temporaries_and_more_launches(model):
+    lists, loop = (forecast(model, optimizer=o) for o in ("adamw", "adamw_for_loop"))
+    facts = subject_named(model).facts(TrainingSetup(A100, seq_len=128))
+
+    assert loop.by_part["optimizer"] == lists.by_part["optimizer"]
+    assert loop.step_ms.expected - lists.step_ms.expected > 0.9 * len(facts.parameters) * 8 * 4 / 1e3
 
 
 def test_a_large_step_is_planned_by_a_method_that_takes_seconds(model, monkeypatch):
