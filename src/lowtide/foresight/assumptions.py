@@ -24,6 +24,7 @@ def assumptions(setup: TrainingSetup, rank: RankMemory, graph: StepGraph | None)
     share = ", ".join(f"{100 * f:.0f} %" for f in FRAGMENTATION)
     found.append(f"fragmentation: {share} of what a step makes (low, expected, high; assumed)")
     found.append("gradients count as there before the step")
+    found.append("what the model returned beside its loss is let go before backward; a loop that names it holds it")
     if device.kind not in ("cpu", "cuda"):
         found.append(f"the kernels of {device.kind} are not known: the CPU's are taken")
     if setup.quantized:
