@@ -115,8 +115,7 @@ class HostTime:
         config = transformers.LlamaConfig(
             hidden_size=self.width, num_hidden_layers=self.layers, num_attention_heads=self.width // 64,
             num_key_value_heads=max(1, self.width // 256), intermediate_size=self.width * 11 // 4,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=8192, use_cache=False,
+            vocab_size=self.vocabulary, max_position_embeddings=8192, use_cache=False,
         )  # fmt: skip
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
@@ -246,8 +245,8 @@ class HostTime:
 
         return {
             "benchmark": "host_time", "case": self.case, "layers": self.layers, "width": self.width,
-            "vocabulary": self.vocabulary, "batch": self.batch, "sequence": self.tokens,
-            "dtype": "bfloat16", "plain_ops": ops, "standin": True, "rounds": self.rounds, **provenance(),
+            "vocabulary": self.vocabulary, "batch": self.batch, "sequence": self.tokens, "dtype": "bfloat16",
+            "plain_ops": ops, "standin": True, "rounds": self.rounds, **provenance(),
         }  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class StepBudget:
             that is allocated, as in a plan's peak: other models, and whatever the process holds there.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
         is_of_reserved: The budget is of what the allocator reserves.
-        segments_bytes: Of that, what the last step without a plan left for segments that are not full.
+        segments_bytes: Of the budget, what the last step without a plan left for segments that are not full, or since
+            the device has no more.
     """
 
     def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None, kind: str = "allocated") -> None:
@@ -117,6 +118,10 @@ class StepBudget:
             self.limit_bytes = free if self.most_bytes is None else min(free, self.most_bytes)
         room = max(0, self.limit_bytes - there)
         self.segments_bytes = bytes_for_segments(room) if self.is_of_reserved else 0
+        if is_accelerator(self.device) and (available := available_bytes(self.device)) is not None:
+            # The device may have less than the budget, and what it has is in segments.
+            has = max(0, available - bytes_for_segments(available))
+            self.segments_bytes = max(self.segments_bytes, room - has)
         return room - self.segments_bytes
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:

@@ -399,7 +399,7 @@ class Lifecycle:
         self._reasons.say_latest(
             "outgrown",
             f"{format_bytes(more)} more are on the device before a step than its plan knows, and the budget has no "
-            "room for that: the plan was dropped, and another is made. Pass optimizer= to fit, so that its state is known",
+            "room for that: the plan was dropped, another is made. Pass optimizer= to fit, so that its state is known",
         )
         self.plans_by_shape.plan_anew(step, more, self._budget.limit_bytes)
         return None

@@ -20,6 +20,11 @@ from lowtide.tracing.operators import storage_of
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.units import format_bytes
 
+_NOTHING_FITS = (
+    "lowtide let go of all that it could, and the step does not fit in what the device has. Reduce the batch, pass a "
+    "lower budget,\nor let the allocator's segments grow (PYTORCH_ALLOC_CONF=expandable_segments:True): less is lost "
+    "between blocks."
+)
 _UNTOLD_SHARE = (
     1 / 512
 )  # of the budget: blocks that are not split differ from step to step, and no plan is made for that
@@ -51,8 +56,10 @@ class StepMemory:
         self._online_bytes = max(self._online_bytes, peak)
         # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
         over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))
-        if self._reserved is not None:
-            over -= self._budget.segments_bytes
+        if watch.releaser.lowered_bytes:
+            self._run_short(int(watch.releaser.lowered_bytes))
+            return
+        over -= self._budget.segments_bytes
         if over <= self._over_bytes:
             return
         why = "it is the least that letting go and making again could reach"
@@ -64,6 +71,14 @@ class StepMemory:
         else:
             self._reasons.say(reason)
         self._over_bytes, self._over_reason = over, reason
+
+    def _run_short(self, lowered_bytes: int) -> None:
+        """A step without a plan found that the device has less than the budget, let go of more, and went on."""
+        lowered = self._budget.limit_bytes - lowered_bytes
+        if lowered <= self._budget.resident_bytes:  # it went on all the same: others took that memory, perhaps
+            return
+        self._times_out_of_memory += 1
+        self.cap(lowered)
 
     def note_watched(self) -> None:
         """A step without a plan is over, and what recorded it has let go."""
@@ -219,7 +234,8 @@ class StepMemory:
     def what_held(self, step: PlannedStep | None, watch: OnlineTape | None) -> str:
         """What a step holds, by module, for whoever reads the error that ended it; "" if nobody knows."""
         if watch is not None:
-            return held_now(self._budget.resident_bytes + self._budget.batch_bytes, watch.live.by_module())
+            held = held_now(self._budget.resident_bytes + self._budget.batch_bytes, watch.live.by_module())
+            return f"{held}\n{_NOTHING_FITS}" if watch.releaser.ran_short else held
         return "" if step is None else held_by_plan(step.plan)
 
     def follow_free_memory(self, model: nn.Module) -> None:

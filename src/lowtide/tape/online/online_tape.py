@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.device.dispatch import UncompiledMode
 from lowtide.device.generators import state_bytes
 from lowtide.device.names import is_accelerator
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
@@ -70,6 +71,7 @@ from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fa
 from lowtide.units import format_bytes
 
 _NOTHING = nullcontext()
+_ATTEMPTS = 4  # to run an op for which the device has no memory
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 _KNOWN = frozenset({"aten", "prims"})  # other operators may write unseen
 
@@ -284,7 +286,7 @@ class OnlineTape(UncompiledMode):
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
         with around:
-            result = self._run_timed(func, args, kwargs)
+            result = self._run_with_room(func, args, kwargs, op)
         if op is not None:
             try:
                 self._finish(op, result, self.op_s)
@@ -299,6 +301,26 @@ class OnlineTape(UncompiledMode):
         result = func(*args, **kwargs)
         self.op_s = time.perf_counter() - start
         return result
+
+    def _run_with_room(self, func: Any, args: tuple, kwargs: dict, op: "RunningOp | None") -> Any:
+        """Run ``func``; where the device runs out of memory, let go of more and run it again.
+
+        Not what writes or draws: that may have begun.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._run_timed(func, args, kwargs)
+            except Exception as error:
+                again = op is not None and not op.written and op.rng is None and not may_draw_random_numbers(func)
+                if attempt + 1 == _ATTEMPTS or not again or self.problem or not is_out_of_memory(error):
+                    raise
+                failed = tried_bytes(error) << attempt
+                let_go_of_frames(error)
+            try:
+                self.releaser.make_room_after_failure(failed)
+            except Exception as own:
+                self.give_up(own)
+        raise AssertionError("the last attempt returns or raises")
 
     def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:
         """Make room for what ``func`` is about to allocate; a key for ``learn_size``."""

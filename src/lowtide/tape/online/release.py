@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
+from lowtide.device.memory import release_cached_memory
+from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_values import MARK, StoredValue
@@ -39,6 +41,7 @@ _MOST_PRICED = 400  # absent ancestors that are added up; beyond, the price is d
 _REPLAYS_PER_OP = 20  # so many replays for each op of the forward pass, and the step is thrashing
 _EARLY_SHARE = 0.5  # of the budget: once so much lives, each layer is proven when it ends
 _WINDOW_SHARE = 0.05  # of the budget: likewise, for what was made in the windows of a sharded model
+_FAILED_SHARE = 0.1  # of the budget: at least so much is taken off where the device runs out of memory within it
 _IDLE_SHARE = 0.004  # of the budget: after a vain scan, so much more must be wanted before the next
 
 
@@ -48,6 +51,8 @@ class Releaser:
     Attributes:
         budget_bytes: For what the step makes: resident bytes are not in it.
         over_bytes: By how much room was missing, at most.
+        ran_short: The device had less memory than the budget says.
+        lowered_bytes: By how much ``budget_bytes`` was lowered, since the device ran out of memory before.
         num_released, num_replayed, num_proofs: Values and runs so far.
         proven: Numbers of the ops of which another run gave the same bits.
         differed: Ops whose second run gave other bits; their outputs stay.
@@ -58,7 +63,8 @@ class Releaser:
     def __init__(self, holdings: Holdings, live: LiveBytes, budget_bytes: float) -> None:
         self._holdings, self._live = holdings, live
         self.budget_bytes = budget_bytes
-        self.over_bytes = 0.0
+        self.over_bytes = self.lowered_bytes = 0.0
+        self.ran_short = False
         self.num_released = self.num_replayed = self.num_proofs = 0
         self.proven: set[int] = set()
         self.differed: list[str] = []
@@ -117,6 +123,22 @@ class Releaser:
                 if wanted <= self.budget_bytes:  # only proofs do not fit
                     self._idle_until = min(self._idle_until, self.budget_bytes)
         self.over_bytes = max(self.over_bytes, self._live.now + extra - self.budget_bytes)
+
+    def make_room_after_failure(self, failed_bytes: int) -> None:
+        """The device had no memory for so many bytes more, whatever the budget says: the step takes less from now on.
+
+        An allocator holds memory in segments that are not full, which no count of what lives shows. What it holds
+        unused is given back to the device, which waits.
+        """
+        self.ran_short = True
+        before = self.budget_bytes
+        present = min(before, float(self._live.now))
+        self.budget_bytes = max(0.0, present - max(float(failed_bytes), _FAILED_SHARE * present))
+        self._idle_until = 0.0
+        self.make_room(0)
+        self.budget_bytes = max(self.budget_bytes, float(self._live.now))  # what cannot go stays
+        self.lowered_bytes += max(0.0, before - self.budget_bytes)
+        release_cached_memory()
 
     @property
     def _limit_bytes(self) -> float:
@@ -278,6 +300,14 @@ class Releaser:
         before, self._proving = self._proving, True
         try:
             self._run(chain, values, take)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._blocked.update(
+                id(v) for v in values if not v.proven
+            )  # in this step: there is no memory to prove them
+            let_go_of_frames(error)
+            release_cached_memory()
         finally:
             self._proving = before
         self.proof_s += time.perf_counter() - start
@@ -316,7 +346,19 @@ class Releaser:
                     later.append((other, tensor))
             return later
 
-        self._run(chain, (), take)
+        try:
+            self._run(chain, (), take)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            needed = max(tried_bytes(error), transient_bytes(chain, ()))
+            let_go_of_frames(error)
+            with inputs_locked(chain):
+                self.make_room_after_failure(needed)
+            again = chain_of([target])
+            if again is None:
+                raise why_not_made(target) from None
+            self._run(again, (), take)
         self.num_replayed += len(chain)
         if self.num_replayed > _REPLAYS_PER_OP * max(self.num_ops, 1):
             self.thrashing = True
