@@ -1,9 +1,13 @@
 // libcublas: handles and modes. Products are made by the value layer, if anywhere; every other call succeeds.
 extern "C" {
-static int the_handle;
 static thread_local int pointer_mode, math_mode;
+// Each thread that multiplies asks for one, and PyTorch keeps a workspace for each.
 int cublasCreate_v2(void** handle) {
-  *handle = &the_handle;
+  *handle = new char;
+  return 0;
+}
+int cublasDestroy_v2(void* handle) {
+  delete (char*)handle;
   return 0;
 }
 int cublasGetPointerMode_v2(void*, int* mode) {
