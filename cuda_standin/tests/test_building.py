@@ -46,7 +46,7 @@ def test_a_folder_without_headers_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "package"),
-    [("13.0", "nvidia-cuda-runtime==13.* nvidia-cuda-crt"), ("12.4", "nvidia-cuda-runtime-cu12==12.*")],
+    [("13.0", "nvidia-cuda-runtime==13.* nvidia-cuda-crt"), ("12.4", "nvidia-cuda-runtime-cu12==12.* nvidia-cuda-crt")],
 )
 def test_headers_of_another_version_are_named_with_the_package_that_brings_the_right_ones(
     version, package, monkeypatch, tmp_path
@@ -70,8 +70,12 @@ def test_headers_without_crt_take_it_from_others(monkeypatch, tmp_path):
     monkeypatch.setattr(headers, "_candidates", lambda: [bare, other])
     assert headers.folders("12.4") == [bare, other]
     monkeypatch.setattr(headers, "_candidates", lambda: [bare])
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
     with pytest.raises(StandinError, match=r"needs the headers crt/ of CUDA, which .* lacks"):
         headers.folders("12.4")
+    alone = tmp_path / "nvidia" / "cu13" / "include"  # as the wheel nvidia-cuda-crt has them
+    (alone / "crt").mkdir(parents=True)
+    assert headers.folders("12.4") == [bare, alone]
 
 
 def _headers(folder, version):

@@ -1,7 +1,7 @@
 """CUDA's headers for the version that PyTorch was built with: types, the sizes of structures, nothing that is linked.
 
 They come with Triton's wheel (3.6 and newer, CUDA 13), with the wheels ``nvidia-cuda-runtime`` and ``nvidia-cuda-crt``
-(CUDA 13), ``nvidia-cuda-runtime-cu12`` and ``-cu11``, and with the toolkit.
+(CUDA 13), ``nvidia-cuda-runtime-cu12`` and ``-cu11`` (which lack ``crt/``), and with the toolkit.
 """
 
 import os
@@ -25,15 +25,15 @@ def folders(cuda_version: str) -> list[Path]:
     same = [(abs(version % 1000 // 10 - minor), folder) for version, folder in found if version // 1000 == major]
     if not same:
         here = ", ".join(f"CUDA {v // 1000}.{v % 1000 // 10} in {folder}" for v, folder in found) or "none"
-        wheel = "nvidia-cuda-runtime nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-runtime-cu{major}"
+        wheel = "nvidia-cuda-runtime" if major >= 13 else f"nvidia-cuda-runtime-cu{major}"
         raise StandinError(
             f"cuda_standin needs CUDA {major}'s headers to build, and found {here}. "
-            f"Bring them with: pip install --no-deps '{wheel.split()[0]}=={major}.*'"
-            + (f" {wheel.split()[1]}" if " " in wheel else "")
-            + ", or name a folder in STANDIN_HEADERS."
+            f"Bring them with: pip install --no-deps '{wheel}=={major}.*' nvidia-cuda-crt, "
+            "or name a folder in STANDIN_HEADERS."
         )
     best = min(same, key=lambda pair: pair[0])[1]  # of equals the first: what the user named, then the environment's
-    crt = [best] if (best / "crt").is_dir() else [folder for _, folder in found if (folder / "crt").is_dir()]
+    others = sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))  # nvidia-cuda-crt has nothing else
+    crt = [folder for folder in [best, *(folder for _, folder in found), *others] if (folder / "crt").is_dir()]
     if not crt:
         raise StandinError(
             f"cuda_standin needs the headers crt/ of CUDA, which {best} lacks. "

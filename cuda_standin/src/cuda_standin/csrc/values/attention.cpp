@@ -182,9 +182,8 @@ void efficient_forward(const Call& c) {
 void efficient_backward(const Call& c) {
   Philox rng = saved_state(c);
   Mask mask = efficient_mask(c);
-  for_each_part(c, "cu_seqlens_q", "cu_seqlens_k", [&](const Part& part) {
-    backward(part, c.tensor("grad_out_"), c.optional_tensor("bias"), mask, rng);
-  });
+  for_each_part(c, "cu_seqlens_q", "cu_seqlens_k",
+                [&](const Part& part) { backward(part, c.tensor("grad_out_"), c.optional_tensor("bias"), mask, rng); });
 }
 }  // namespace
 

@@ -123,7 +123,8 @@ void fused_adam(const Call& c) {
     double step = number(steps[i]);
     if (DECOUPLED) w = w * (1 - lr * decay);
     else if (decay != 0) g = g + decay * w;
-    Tensor mean = float32(means[i]) * beta1 + g * (1 - beta1), square = float32(squares[i]) * beta2 + g * g * (1 - beta2);
+    Tensor mean = float32(means[i]) * beta1 + g * (1 - beta1),
+           square = float32(squares[i]) * beta2 + g * g * (1 - beta2);
     means[i].copy_(mean);
     squares[i].copy_(square);
     if (c["amsgrad"].toBool()) maxima[i].copy_(square = at::maximum(float32(maxima[i]), square));
