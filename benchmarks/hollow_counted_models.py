@@ -13,7 +13,7 @@ ATTENTIONS = ("eager", "sdpa")  # what has no attention, or no fused one, is mad
 _CAUSAL = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neo",
     "gpt_neox", "gptj", "opt", "bloom", "falcon", "stablelm", "starcoder2", "olmo2", "cohere", "granite", "mixtral",
-    "qwen2_moe", "deepseek_v3", "mamba", "mamba2",
+    "qwen2_moe", "deepseek_v3", "mamba", "mamba2", "biogpt", "xglm", "codegen", "persimmon", "nemotron", "olmo", "mpt",
 )  # fmt: skip
 _MASKED = ("bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert")
 _TRANSLATING = ("t5", "bart")
