@@ -95,8 +95,8 @@ def counted_table(lines: list[dict]) -> str:
     equal = sum(map(_is_equal, compared))
     kinds = len({line["architecture"] for line in compared})
     note = (
-        f"{kinds} architectures, {len(compared)} comparisons, {equal} of them ({100 * equal / len(compared):.1f} %) equal "
-        f"to the byte. {found['device']}, traced for {found['target']}; torch {found['torch']}, transformers "
+        f"{kinds} architectures, {len(compared)} comparisons, {equal} of them ({100 * equal / len(compared):.1f} %) "
+        f"equal to the byte. {found['device']}, traced for {found['target']}; torch {found['torch']}, transformers "
         f"{found['transformers']}, commit {found['commit']}."
     )
     named = ["| what differs | variant | attention | bytes off | first op apart |", "|---|---|---|---:|---|"]

@@ -82,6 +82,8 @@ def test_autocast_keeps_cudas_float32_list():
         with torch.autocast("cuda", torch.bfloat16):
             y = model(batch)
             assert y.dtype == torch.bfloat16
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") == torch.get_autocast_gpu_dtype() == torch.bfloat16
             assert y.softmax(-1).dtype == y.pow(2).dtype == torch.float32
             return y.float().mean()
 

@@ -52,14 +52,20 @@ def _names_a_device(args: tuple, kwargs: dict) -> bool:
 @contextmanager
 def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
     """Inside, CUDA devices are the CPU; ``hollow``: under which code runs here."""
-    enter = autocast.__init__
+    enter, is_on, dtype_of = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def entered(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
     ) -> None:
         if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+            device_type, dtype = "cpu", dtype or dtype_of("cuda")
         enter(self, device_type, dtype, enabled, cache_enabled)
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return is_on("cpu" if device_type == "cuda" else device_type)
+
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type)
 
     run_engine, mode = torch.autograd._engine_run_backward, _CudaIsCpu(hollow)
 
@@ -72,6 +78,12 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
 
     with (
         patch.object(autocast, "__init__", entered),
+        patch.multiple(
+            torch,
+            is_autocast_enabled=is_autocast_enabled,
+            get_autocast_dtype=get_autocast_dtype,
+            get_autocast_gpu_dtype=lambda: get_autocast_dtype("cuda"),
+        ),
         patch.object(torch.autograd, "_engine_run_backward", run_backward),
         mode,
         patch.multiple(
