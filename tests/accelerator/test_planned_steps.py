@@ -261,7 +261,7 @@ def test_a_backward_in_the_devices_thread_makes_room_without_a_plan(device, monk
     assert peak <= budget_bytes and peak <= status.observed_peak_bytes + 512
 
 
-def test_an_automatic_budget_leaves_a_tenth_of_what_is_free(device):
+def test_an_automatic_budget_leaves_room_for_segments_that_are_not_full(device):
     others = torch.empty(20 * MIB, dtype=torch.uint8, device="standin")
     model = residual().to("standin")
     with device.capacity(64 * MIB), lowtide.fit(model, budget="auto", offload=NO_HOST) as fit:
@@ -270,7 +270,9 @@ def test_an_automatic_budget_leaves_a_tenth_of_what_is_free(device):
     allocated = torch.accelerator.memory_allocated()
     assert allocated > others.nbytes
     pieces = torch.accelerator.memory_stats()["inactive_split_bytes.all.current"]
-    assert budget_bytes == pytest.approx(allocated + 0.9 * (64 * MIB - allocated) - pieces, rel=1 / 32)
+    free = 64 * MIB - allocated
+    for_segments = 22 * MIB + free / 16  # more than a tenth of so little
+    assert budget_bytes == pytest.approx(allocated + free - for_segments - pieces, rel=1 / 32)
 
 
 def test_a_fitted_model_on_each_of_two_devices(device):

@@ -117,11 +117,13 @@ class StepBudget:
             free = there + self.free_bytes()
             self.limit_bytes = free if self.most_bytes is None else min(free, self.most_bytes)
         room = max(0, self.limit_bytes - there)
-        self.segments_bytes = bytes_for_segments(room) if self.is_of_reserved else 0
-        if is_accelerator(self.device) and (available := available_bytes(self.device)) is not None:
+        self.segments_bytes = 0
+        if self.is_of_reserved:
+            self.segments_bytes = bytes_for_segments(room)
+        elif is_accelerator(self.device) and (available := available_bytes(self.device)) is not None:
             # The device may have less than the budget, and what it has is in segments.
             has = max(0, available - bytes_for_segments(available))
-            self.segments_bytes = max(self.segments_bytes, room - has)
+            self.segments_bytes = max(0, room - has)
         return room - self.segments_bytes
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:

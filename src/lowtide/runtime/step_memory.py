@@ -102,6 +102,7 @@ class StepMemory:
         made = {
             s._cdata: s.nbytes()
             for p in model.parameters()
+            if p.grad is not None
             for t in plain_tensors(p.grad)
             if (s := storage_of(t)) is not None
         }
