@@ -174,7 +174,7 @@ def test_a_watched_fit_has_the_bits_of_plain_training(device, order, autocast):
     def trained(budget):
         model, batch = residual().to("standin"), batch_on()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        fit = lowtide.fit(model, budget=budget, offload=NO_HOST) if budget else None
+        fit = lowtide.fit(model, budget=budget, optimizer=optimizer, offload=NO_HOST) if budget else None
         torch.manual_seed(5)
         losses = []
         for _ in range(4):
@@ -271,7 +271,7 @@ def test_an_automatic_budget_leaves_room_for_segments_that_are_not_full(device):
     assert allocated > others.nbytes
     pieces = torch.accelerator.memory_stats()["inactive_split_bytes.all.current"]
     free = 64 * MIB - allocated
-    for_segments = 22 * MIB + free / 16  # more than a tenth of so little
+    for_segments = min(22 * MIB + free / 16, free / 2)  # more than a tenth of so little
     assert budget_bytes == pytest.approx(allocated + free - for_segments - pieces, rel=1 / 32)
 
 
