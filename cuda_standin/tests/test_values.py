@@ -180,7 +180,7 @@ import torch, cuda_standin
 offsets = torch.tensor([0, 4, 8], dtype=torch.int32, device="cuda")
 q = torch.randn(8, 2, 16, device="cuda", dtype=torch.bfloat16)
 with cuda_standin.run_late("all"):
-    torch.ops.aten._flash_attention_forward(q, q, q, offsets, offsets, 4, 4, 0.0, False, False)
+    torch.ops.aten._flash_attention_forward(q, q, q, offsets, offsets, 4, 4, 0.0, False, False, seqused_k=offsets[1:])
     torch.cuda.synchronize()
     print("synchronized")
     try: q + 1
