@@ -42,6 +42,7 @@ CASE = ("architecture", "variant", "attention")
 
 def counted_peak_bytes(step: Callable[[], Any]) -> int:
     """The allocator's peak in ``step``, which has run before: gradients and libraries' workspaces are there."""
+    torch._C._cuda_clearCublasWorkspaces()  # those of other threads and streams are none of this step's
     step()
     gc.collect()
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@
 // generator's (seed, offset), so that the same state gives the same bits.
 #include "values.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <iostream>
 #include <list>
@@ -55,6 +56,7 @@ void raise_late_error() {
 }
 void note_missing(const std::string& name, std::string why, bool late) {
   why = why.substr(0, 400);
+  std::replace(why.begin(), why.end(), '\n', ' ');  // a line of the report for each operator
   {
     std::lock_guard<std::mutex> lock(report_mutex);
     auto& r = without_values[name];
