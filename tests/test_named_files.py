@@ -22,21 +22,33 @@ THERE = {
 }
 # Files of other projects, each named beside its project, and what a user's own file may be called.
 FOREIGN = {
+    "ATen/TensorIterator.cpp",
     "ATen/autocast_mode.h",
+    "ATen/cuda/CublasHandlePool.cpp",
+    "ATen/native/transformers/cuda/flash_attn/flash_api.cpp",
     "ATen/native/transformers/cuda/sdp_utils.cpp",
+    "Loss.cpp",
+    "ReduceOps.cpp",
     "SCRIPT.py",
+    "ScanKernels.cpp",
     "_activation_checkpointing/knapsack.py",
+    "bitsandbytes/autograd/_functions.py",
+    "bitsandbytes/nn/modules.py",
     "c10/cuda/CUDACachingAllocator.cpp",
     "colossalai/shardformer/shard/grad_ckpt_config.py",
     "file.py",
     "mcore_adapter/training_args.py",
+    "mem_eff_attention/kernel_backward.h",
     "model_config.py",
+    "native/transformers/attention.cpp",
     "roll/models/model_providers.py",
     "runtime/activation_checkpointing/checkpointing.py",
     "runtime/config.py",
     "torch/_functorch/partitioners.py",
     "torch/csrc/autograd/input_buffer.cpp",
+    "torch/cuda/__init__.py",
     "torchtitan/distributed/activation_checkpoint.py",
+    "train.py",
     "trainer.py",
 }
 _NAME = re.compile(r"(?<![\w./-])((?:[\w.-]+/)*[\w-]+\.(?:py|pyi|md|jsonl|toml|cpp|h))(?![\w/])")

@@ -392,8 +392,11 @@ class Lifecycle:
         self._open_watch(kind, model, batch)
 
     def _unless_outgrown(self, model: nn.Module, step: PlannedStep | None) -> PlannedStep | None:
-        """``step``; None where it no longer fits beside what is there: then another is asked for."""
-        more = 0 if step is None else self.memory.outgrown_bytes(model, step)
+        """``step``; None where it no longer fits beside what is there: then another is asked for.
+
+        After a step that failed its tensors may be there still, until whoever caught the error lets go: no reason.
+        """
+        more = 0 if step is None or self._spoiled else self.memory.outgrown_bytes(model, step)
         if step is None or not more:
             return step
         self._reasons.say_latest(
