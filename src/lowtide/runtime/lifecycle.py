@@ -115,6 +115,7 @@ class Lifecycle:
         self._spoiled = False  # the step failed, or mixes with another: no plan comes of it
         # Of the present step, though something still holds its graph:
         self._num_backwards = 0  # that ran
+        self._ended_well = True  # the step before
         self._retained = self._ended_elsewhere = False  # the graph of one; the last one ran on another thread
         self._seams_elsewhere: list[Seam] = []  # of steps that are over, in place on threads that are not this one
         self._found_gathered = 0  # watched steps that no plan came of, since ZeRO-3 had gathered parameters before
@@ -394,9 +395,10 @@ class Lifecycle:
     def _unless_outgrown(self, model: nn.Module, step: PlannedStep | None) -> PlannedStep | None:
         """``step``; None where it no longer fits beside what is there: then another is asked for.
 
-        After a step that failed its tensors may be there still, until whoever caught the error lets go: no reason.
+        After a step that failed, or that ran no backward, its tensors may be there for a while: no reason.
         """
-        more = 0 if step is None or self._spoiled else self.memory.outgrown_bytes(model, step)
+        more = 0 if step is None or not self._ended_well else self.memory.outgrown_bytes(model, step)
+        self._ended_well = False
         if step is None or not more:
             return step
         self._reasons.say_latest(
@@ -522,6 +524,7 @@ class Lifecycle:
 
     def _end_step(self) -> None:
         counters = self.counters
+        self._ended_well = not self._spoiled
         counters.steps += 1
         step, diverged = self._step, self._watch is not None
         if step is not None:
