@@ -42,13 +42,13 @@ def rest_of(*folders: str) -> tuple[str, ...]:
 
 
 CUDA = ("sh", "tools/test_cuda.sh", sys.executable)
-QUICK = Part("the quick tests", 6.0, ("make", "--no-print-directory", "test"))
+QUICK = Part("the quick tests", 8.0, ("make", "--no-print-directory", "test"))
 PARTS = (
     Part("thorough tests on the accelerator", 1.5, (*PYTEST, "-m", "accelerator and thorough")),
-    Part("the tests of CUDA, without a GPU", 7.0, ("make", "--no-print-directory", "test-cuda")),
+    Part("the tests of CUDA, without a GPU", 6.0, ("make", "--no-print-directory", "test-cuda")),
     Part("thorough tests of plans", 2.0, (*PYTEST, "-m", "thorough", *WITH_PLANS)),
-    Part("thorough tests in processes", 4.0, (*PYTEST, "-m", "thorough", *WITH_PROCESSES)),
-    Part("other thorough tests", 2.0, (*PYTEST, "-m", "thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),
+    Part("thorough tests in processes", 5.0, (*PYTEST, "-m", "thorough", *WITH_PROCESSES)),
+    Part("other thorough tests", 3.0, (*PYTEST, "-m", "thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),
     Part("slow tests on the accelerator", 2.5, (*PYTEST, "-m", "accelerator and slow")),
     Part("slow tests of plans", 2.0, (*PYTEST, "-m", "slow and not thorough", *WITH_PLANS)),
     Part("slow tests in processes", 10.0, (*PYTEST, "-m", "slow and not thorough", *WITH_PROCESSES)),
