@@ -25,9 +25,8 @@ _NOTHING_FITS = (
     "lower budget,\nor let the allocator's segments grow (PYTORCH_ALLOC_CONF=expandable_segments:True): less is lost "
     "between blocks."
 )
-_UNTOLD_SHARE = (
-    1 / 512
-)  # of the budget: blocks that are not split differ from step to step, and no plan is made for that
+# Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
+_UNTOLD_SHARE = 1 / 512
 
 
 class StepMemory:

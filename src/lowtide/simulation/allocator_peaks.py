@@ -72,13 +72,7 @@ def allocator_peaks(
     changes = block_log(graph, actions, replays, moves)
     for _ in range(MOST_STEPS):
         before = allocator.reserved_bytes
-        blocks: dict[int, Block] = {}
-        for number, size in changes:
-            if size:
-                blocks[number] = allocator.allocate(size)
-                most = max(most, allocator.allocated_bytes)
-            else:
-                allocator.free(blocks.pop(number))
+        most = max(most, _played(allocator, changes)[1])
         if allocator.reserved_bytes == before:
             break
     return AllocatorPeaks(graph.resident_bytes + most - resident, allocator.reserved_bytes)
