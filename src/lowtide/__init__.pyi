@@ -24,6 +24,8 @@ from lowtide.graph.step_graph import StepGraph as StepGraph
 from lowtide.measurement.op_times import measure as measure
 from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
+from lowtide.pretending.calls import pretend as pretend
+from lowtide.pretending.outcome import PretendReport as PretendReport
 from lowtide.runtime.checkpointed_call import checkpoint as checkpoint
 from lowtide.runtime.checkpointed_call import checkpoint_sequential as checkpoint_sequential
 from lowtide.runtime.fitted_model import Fit as Fit

@@ -4,33 +4,24 @@
 that every process of it has this hook. It costs nothing until ``torch`` is imported.
 """
 
+import os
 import sys
 
-
-class _BeforeTorch:
-    """A finder that stands first: it loads the libraries, lets PyTorch be imported, then installs the values."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        from importlib.machinery import PathFinder
-
-        from cuda_standin import loading, settings
-
-        spec = PathFinder.find_spec(name, path)
-        if spec is None or settings.is_off():
-            return spec
-        loading.load_libraries(spec)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            loading.load_values(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
+from cuda_standin import imports
 
 
-if "torch" not in sys.modules and not any(isinstance(finder, _BeforeTorch) for finder in sys.meta_path):
-    sys.meta_path.insert(0, _BeforeTorch())
+def _load(spec):
+    from cuda_standin import loading, settings
+
+    if settings.is_off():
+        return
+    loading.load_libraries(spec)
+    imports.after_import("torch", loading.load_values)
+    if os.environ.get("STANDIN_SCRIPT"):
+        from cuda_standin import script
+
+        imports.after_import("torch", script.start)
+
+
+if "torch" not in sys.modules and "torch" not in imports._before:
+    imports.before_import("torch", _load)

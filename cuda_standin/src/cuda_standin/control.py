@@ -18,12 +18,14 @@ class Counters:
         waits: How often the host waited for the device: ``.item()``, ``synchronize()``, blocking copies.
         used_bytes: What each device has handed out now, in pages of 2 MiB.
         peak_bytes: The most that each device had handed out.
+        pinned_peak_bytes: The most pinned memory of the host.
     """
 
     launches: int
     waits: int
     used_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
+    pinned_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def counters() -> Counters:
     runtime = loading.runtime()
     for name in ("standin_launches", "standin_waits"):
         getattr(runtime, name).restype = ctypes.c_ulonglong
-    for name in ("standin_used", "standin_peak"):
+    for name in ("standin_used", "standin_peak", "standin_pinned_peak"):
         getattr(runtime, name).restype = ctypes.c_size_t
     devices = range(runtime.standin_devices())
     return Counters(
@@ -56,6 +58,7 @@ def counters() -> Counters:
         waits=runtime.standin_waits(),
         used_bytes=tuple(runtime.standin_used(device) for device in devices),
         peak_bytes=tuple(runtime.standin_peak(device) for device in devices),
+        pinned_peak_bytes=runtime.standin_pinned_peak(),
     )
 
 

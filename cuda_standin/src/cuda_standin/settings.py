@@ -4,16 +4,20 @@
 | --- | --- |
 | ``STANDIN_GPU`` | which GPU the devices say they are (h100); ``gpu_names()`` lists them |
 | ``STANDIN_MEMORY`` | MiB of each device (the GPU's own); an allocation beyond fails as a GPU's does |
+| ``STANDIN_CONTEXT`` | MiB of it that the driver's context has taken before the first tensor (0) |
 | ``STANDIN_DEVICES`` | how many devices (1) |
 | ``STANDIN_VALUES`` | 0: no values at all; memory keeps what was there (1) |
 | ``STANDIN_SKIP_BYTES`` | operators and copies on more bytes get no values: steps of any size run in seconds |
 | ``STANDIN_RULES`` | what skipped operators leave, a sum of 1, 2, 4 (7); see ``csrc/values/skipped.cpp`` |
+| ``STANDIN_ROUTING`` | worst: tokens whose experts are tied all go to the same ones (balanced: they go round) |
 | ``STANDIN_STRICT`` | 0: an operator without values is told in ``report()`` and goes on (1: it raises) |
 | ``STANDIN_LATE`` | what runs as late as events allow: ``copies`` on side streams, ``side``, ``default``, ``all`` |
 | ``STANDIN_CUDNN`` | 1: cuDNN's convolutions, without workspaces (0: PyTorch's own CUDA kernels) |
 | ``STANDIN_LOG`` | a file that gets a line for each kernel, copy and allocation |
 | ``STANDIN_TRACE`` | 1: names on stderr what was called and is not there |
 | ``STANDIN_HEADERS`` | a folder with CUDA's headers of the version that PyTorch was built with |
+| ``STANDIN_SCRIPT`` | a JSON file: the processes of a script are watched (``script/``) |
+| ``STANDIN_PACKAGES`` | folders of packages that are visible beside the environment's own (``entry/``) |
 | ``STANDIN_ALSO`` | other people's libraries that ask for CUDA's, separated by ``:`` |
 | ``STANDIN_CACHE`` | where built libraries are kept (``~/.cache/cuda-standin``) |
 | ``STANDIN_CUDA`` | 0: the stand-in is off; 1: it is loaded even where a real GPU is |
@@ -24,9 +28,19 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-NUMBERS = ("STANDIN_MEMORY", "STANDIN_DEVICES", "STANDIN_SKIP_BYTES", "STANDIN_RULES")
+NUMBERS = ("STANDIN_MEMORY", "STANDIN_CONTEXT", "STANDIN_DEVICES", "STANDIN_SKIP_BYTES", "STANDIN_RULES")
 FLAGS = ("STANDIN_VALUES", "STANDIN_STRICT", "STANDIN_CUDNN", "STANDIN_TRACE", "STANDIN_CUDA")
-OTHERS = ("STANDIN_GPU", "STANDIN_LATE", "STANDIN_LOG", "STANDIN_HEADERS", "STANDIN_ALSO", "STANDIN_CACHE")
+OTHERS = (
+    "STANDIN_GPU",
+    "STANDIN_LATE",
+    "STANDIN_ROUTING",
+    "STANDIN_SCRIPT",
+    "STANDIN_PACKAGES",
+    "STANDIN_LOG",
+    "STANDIN_HEADERS",
+    "STANDIN_ALSO",
+    "STANDIN_CACHE",
+)
 # as in csrc/runtime/state.h
 LATE = {"": 0, "copies": 1, "side": 2, "default": 4, "all": 6}
 

@@ -51,7 +51,7 @@ def html_report(
         f'<p class="lead">{escape(_lead(plan, graph))}</p>',
         tile_row(plan_tiles(plan, verification)),
         f'<div class="warn" role="alert"><ul>{items}</ul></div>' if items else "",
-        *_with_contents(sections),
+        *with_contents(sections),
     ]
     return page(peaks, body)
 
@@ -66,7 +66,7 @@ def page(title: str, body: Sequence[str]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{inside}\n</main></body></html>\n'
 
 
-def _with_contents(sections: Sequence[tuple[str, str, str]]) -> list[str]:
+def with_contents(sections: Sequence[tuple[str, str, str]]) -> list[str]:
     """Links to the sections that say something, and these."""
     shown = [(mark, name, inside) for mark, name, inside in sections if inside]
     links = "".join(f'<a href="#{mark}">{escape(name)}</a>' for mark, name, _ in shown)

@@ -4,7 +4,7 @@ Each chart is drawn twice, wide and narrow; the page shows the one that can be r
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from lowtide.explanation import LinkUse
@@ -127,6 +127,47 @@ def _front(found: TradeOff, here: tuple[int, float] | None, width: int) -> str:
     named = [*marks, *(("this plan", x(a), y(b)) for a, b in plans)]
     for label in placed(named, curve, size=(width, floor), letter=_LETTER, line=14):
         parts.append(_text(label.left, label.middle + 4, escape(label.text), css="label"))
+    return "\n".join([*parts, "</svg>"])
+
+
+def kinds_chart(by_kind: Mapping[str, Sequence[int]], divided_at: Sequence[int], limit_bytes: int) -> str:
+    """What memory holds over a run, kind upon kind, the device's end as a line; steps end at those positions."""
+    return _both(lambda width: _kinds(by_kind, divided_at, limit_bytes, width))
+
+
+def _kinds(by_kind: Mapping[str, Sequence[int]], divided_at: Sequence[int], limit_bytes: int, width: int) -> str:
+    count = len(next(iter(by_kind.values())))
+    top = 1.06 * max(limit_bytes, *(sum(at) for at in zip(*by_kind.values())))
+    floor, height = 286.0, 320
+
+    def x(at: float) -> float:
+        return _LEFT + at / count * (width - _LEFT - _RIGHT)
+
+    def y(taken: float) -> float:
+        return floor - taken / top * (floor - _TOP)
+
+    parts = [_opening(width, height, "What memory holds over the run, by kind")]
+    for tick in round_ticks(top):
+        parts.append(_line("grid", _LEFT, y(tick), width - _RIGHT, y(tick)))
+        parts.append(_text(_LEFT - 8, y(tick) + 4, _amount(tick), "end"))
+    below = [0] * count
+    for kind, series in by_kind.items():
+        above = [a + b for a, b in zip(below, series)]
+        upper = steps_path([(x(i), y(taken)) for i, taken in enumerate(above)]) + f"H{x(count):.1f}"
+        lower = "".join(
+            f"L{x(i + 1):.1f} {y(below[i]):.1f}L{x(i):.1f} {y(below[i]):.1f}" for i in range(count - 1, -1, -1)
+        )
+        parts.append(f'<path class="kind {kind}" d="{upper}{lower}Z"><title>{escape(kind)}</title></path>')
+        below = above
+    begins = 0
+    for number, ends in enumerate([*divided_at, count], 1):
+        if ends < count:
+            parts.append(_line("divide", x(ends), _TOP, x(ends), floor + 8))
+        if x(ends) - x(begins) > 50:
+            says = f"step {number}" if number <= len(divided_at) else "after"
+            parts.append(_text((x(begins) + x(ends)) / 2, floor + 20, says, "middle"))
+        begins = ends
+    parts.append(_line("budget", _LEFT, y(limit_bytes), width - _RIGHT, y(limit_bytes)))
     return "\n".join([*parts, "</svg>"])
 
 

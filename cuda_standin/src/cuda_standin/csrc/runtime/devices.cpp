@@ -232,7 +232,7 @@ CUresult cuCtxGetLimit(size_t* value, CUlimit) {
 CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 CUresult cuCtxSynchronize() {
   Lock lock(state().mutex);
-  state().waits++;
+  count_wait();
   catch_up_all();
   return CUDA_SUCCESS;
 }

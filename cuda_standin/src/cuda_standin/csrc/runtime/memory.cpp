@@ -32,6 +32,7 @@ cudaError_t device_free(void* p) {
   Block block = i->second;
   s.blocks.erase(i);
   if (block.kind == Kind::device) s.used[block.device] -= block.bytes;
+  if (block.kind == Kind::pinned) s.pinned -= block.bytes;
   if (block.mapped_by_us) munmap(p, block.bytes);
   if (s.log) fprintf(s.log, "free %zu\n", block.bytes);
   return cudaSuccess;
@@ -58,6 +59,8 @@ cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   void* q = map_memory(bytes);
   if (!q) return fail(cudaErrorMemoryAllocation);
   state().blocks[(uintptr_t)q] = {bytes, Kind::pinned, current_device, true};
+  state().pinned += bytes;
+  state().pinned_peak = std::max(state().pinned_peak, state().pinned);
   *p = q;
   return cudaSuccess;
 }
@@ -109,7 +112,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
 // ---- copies ----
 cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   Lock lock(state().mutex);
-  state().waits++;
+  count_wait();
   catch_up(real(nullptr));
   copy_now(to, from, n);
   return cudaSuccess;

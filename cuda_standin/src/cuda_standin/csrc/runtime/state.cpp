@@ -6,7 +6,7 @@ namespace standin {
 
 thread_local int current_device = 0;
 static thread_local cudaError_t the_last_error = cudaSuccess;
-static thread_local unsigned long long thread_launches = 0;
+static thread_local unsigned long long thread_launches = 0, thread_waits = 0;
 
 cudaError_t fail(cudaError_t error) {
   if (error != cudaSuccess) the_last_error = error;
@@ -32,8 +32,8 @@ State::State() {
   if (const char* path = getenv("STANDIN_LOG"))
     if (*path) log = fopen(path, "a");
   capacity.assign(devices, number("STANDIN_MEMORY", gpu.memory_mib) << 20);
-  used.assign(devices, 0);
-  peak.assign(devices, 0);
+  used.assign(devices, number("STANDIN_CONTEXT", 0) << 20);
+  peak = used;
   null_streams.resize(devices);
   for (int d = 0; d < devices; d++) null_streams[d].device = d;
 }
@@ -106,6 +106,11 @@ void count_launch(const char* name, const unsigned grid[3], const unsigned block
           block[2]);
 }
 
+void count_wait() {
+  state().waits++;
+  thread_waits++;
+}
+
 }  // namespace standin
 
 using namespace standin;
@@ -119,9 +124,12 @@ void standin_set_capacity(int device, size_t bytes) {
 int standin_devices() { return state().devices; }
 size_t standin_used(int device) { return state().used.at(device); }
 size_t standin_peak(int device) { return state().peak.at(device); }
+size_t standin_pinned_peak() { return state().pinned_peak; }
 unsigned long long standin_launches() { return state().launches; }
 unsigned long long standin_thread_launches() { return thread_launches; }
 unsigned long long standin_waits() { return state().waits; }
+unsigned long long standin_thread_waits() { return thread_waits; }
+void standin_count_wait() { count_wait(); }
 int standin_capturing(void* stream) { return real((cudaStream_t)stream)->capture != nullptr; }
 // Whether work may run later than it is submitted: then it holds copies of what it needs from the host.
 int standin_defers(void* stream) { return state().late != NEVER || standin_capturing(stream); }

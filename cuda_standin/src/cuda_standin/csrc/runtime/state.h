@@ -81,6 +81,7 @@ struct State {
   std::recursive_mutex mutex;
   std::map<uintptr_t, Block> blocks;
   std::vector<size_t> capacity, used, peak;
+  size_t pinned = 0, pinned_peak = 0;
   std::set<Stream*> streams;
   std::vector<Stream> null_streams;
   unsigned long long next_stream = 100, next_graph = 1, next_handle = 1;
@@ -120,6 +121,7 @@ void catch_up_all();
 
 int attribute(int which);
 void count_launch(const char* name, const unsigned grid[3], const unsigned block[3]);
+void count_wait();  // of the host, for the device
 
 }  // namespace standin
 

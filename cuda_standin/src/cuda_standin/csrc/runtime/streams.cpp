@@ -28,7 +28,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   Lock lock(state().mutex);
-  state().waits++;
+  count_wait();
   catch_up(real(s));
   return cudaSuccess;
 }
@@ -39,7 +39,7 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
 }
 cudaError_t cudaDeviceSynchronize() {
   Lock lock(state().mutex);
-  state().waits++;
+  count_wait();
   catch_up_all();
   return cudaSuccess;
 }
@@ -88,7 +88,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
-  state().waits++;
+  count_wait();
   return cudaEventQuery(e);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {

@@ -5,6 +5,10 @@
 //   1  operators on integers and flags alone have values up to 256 MiB: ids, masks, routing;
 //   2  a skipped operator leaves zeros. Whole pages are given back to the system: they read as zeros and take nothing;
 //   4  a skipped comparison says what it says of zeros: `isfinite` true, `isnan` false.
+//
+// A router that gets zeros finds all experts equal, and every token would go to the same ones. So where up to 1,024
+// numbers are tied, `topk`, `argmax` and `max` go round: row r takes those from r * k on. (On a GPU, which of equal ones
+// is taken is not defined.) STANDIN_ROUTING=worst leaves all tokens to the same experts.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <sys/mman.h>
 
@@ -62,5 +66,31 @@ void leave_harmless(const c10::OperatorHandle& op, const Call& call) {
     else if (call.out[i].isTensorList())
       for (const Tensor& t : call.out[i].toTensorVector()) one(t);
   }
+}
+
+bool chooses(const std::string& name) {
+  static const std::set<std::string> names = {"aten::topk", "aten::argmax", "aten::max.dim"};
+  return names.count(name);
+}
+
+void spread_ties(const Call& call, bool skipped) {
+  constexpr int64_t most = 1024;
+  if (!limits.balanced) return;
+  Tensor from = call.tensor("self"), into = call.output(call.schema.name() == "aten::argmax" ? 0 : 1);
+  const IValue& dim = call["dim"];
+  if (!dim.isInt() || from.dim() < 2 || !from.is_floating_point() || !into.defined() || !into.numel()) return;
+  int64_t last = from.dim() - 1, experts = from.size(last);
+  if ((dim.toInt() != -1 && dim.toInt() != last) || experts < 2 || experts > most) return;
+  Below below;
+  bool one_each = into.dim() < from.dim() || call.schema.name() != "aten::topk";
+  int64_t taken = one_each ? 1 : into.size(last), rows = from.numel() / experts;
+  if (taken >= experts) return;
+  Tensor round = at::remainder(at::arange(rows * taken, at::kLong), experts).reshape(into.sizes());
+  if (skipped) {
+    into.copy_(round);
+    return;
+  }
+  Tensor tied = from.amax({last}, true) == from.amin({last}, true);
+  into.copy_(at::where(tied.reshape(one_each && into.dim() < from.dim() ? into.sizes() : tied.sizes()), round, into));
 }
 }  // namespace values

@@ -27,6 +27,8 @@ using Kernel = c10::SafeKernelFunction;
 
 extern "C" {
 unsigned long long standin_thread_launches();
+unsigned long long standin_thread_waits();
+void standin_count_wait();
 int standin_defers(void* stream);
 int standin_capturing(void* stream);
 void standin_catch_up(void* stream);
@@ -44,6 +46,7 @@ std::mutex report_mutex;
 std::map<std::string, std::pair<long, std::string>> without_values;  // operator -> calls, the last reason
 std::map<std::string, long> calls;
 bool strict = true;
+void (*on_wait)(const char* operator_name) = nullptr;  // standin_on_wait: the host waited in this operator
 std::string late_error;  // of work that ran after its call: the next call raises it, as a GPU's errors come later
 
 void raise_late_error() {
@@ -98,6 +101,7 @@ const std::set<std::string> ORIGINAL_ONLY = {"aten::empty.memory_format",
                                              "aten::narrow_copy",
                                              "aten::_cudnn_init_dropout_state",
                                              "aten::_triton_multi_head_attention"};
+const std::string ITEM = "aten::_local_scalar_dense";
 // what these return has a size that depends on values: the original cannot know it
 const std::set<std::string> SIZE_BY_VALUES = {"aten::nonzero",
                                               "aten::_unique2",
@@ -228,6 +232,7 @@ struct Deferred {
   void run() {
     if (skipped) {
       leave_harmless(op, call);
+      if (chooses(name)) spread_ties(call, true);
       return;
     }
     Below below;
@@ -235,6 +240,7 @@ struct Deferred {
     try {
       if (rule) rule(call);
       else compute(op, call);
+      if (limits.bytes != SIZE_MAX && chooses(name)) spread_ties(call, false);
     } catch (const std::exception& e) { note_missing(name, e.what(), late); }
   }
 };
@@ -248,6 +254,29 @@ void submit(void* stream, std::shared_ptr<Deferred> deferred, F f) {
       stream, [](void* b) { ((Both*)b)->f(*((Both*)b)->deferred); }, [](void* b) { delete (Both*)b; },
       new Both{std::move(deferred), f});
 }
+
+// Reports that the host waited between its making and its end. No lock is held then, so Python may be entered.
+struct Waits {
+  const char* name;
+  unsigned long long before = standin_thread_waits();
+  ~Waits() {
+    if (on_wait && standin_thread_waits() != before) on_wait(name);
+  }
+};
+
+// `.item()`: the original alone, which waits.
+class OnlyWatched : public c10::OperatorKernel {
+ public:
+  OnlyWatched(std::string name, Kernel original) : name_(std::move(name)), original_(std::move(original)) {}
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    Waits waits{name_.c_str()};
+    original_.callBoxed(op, keys, stack);
+  }
+
+ private:
+  std::string name_;
+  Kernel original_;
+};
 
 class WithValues : public c10::OperatorKernel {
  public:
@@ -266,6 +295,7 @@ class WithValues : public c10::OperatorKernel {
       calls[name_]++;
     }
     raise_late_error();
+    Waits waits{name_.c_str()};
     void* stream = stream_of(in);
     if (size_by_values_) {
       size_first(op, in, stack, stream);
@@ -360,6 +390,7 @@ class WithValues : public c10::OperatorKernel {
     return (void*)c10::cuda::getCurrentCUDAStream(device).stream();
   }
   void size_first(const OperatorHandle& op, const std::vector<IValue>& in, Stack* stack, void* stream) {
+    standin_count_wait();  // for the size
     standin_catch_up(stream);
     c10::Device device(c10::kCUDA);
     for (const IValue& v : in)
@@ -437,6 +468,7 @@ struct Install {
       limits.zeros = rules & 2;
       limits.finite = rules & 4;
     }
+    if (const char* text = getenv("STANDIN_ROUTING")) limits.balanced = strcmp(text, "worst");
     if (const char* text = getenv("STANDIN_STRICT")) strict = strcmp(text, "0");
 
     auto& dispatcher = c10::Dispatcher::singleton();
@@ -446,7 +478,7 @@ struct Install {
       auto op = dispatcher.findOp(name);
       if (!op || !op->hasSchema()) continue;
       std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
-      if (full == "aten::cudnn_convolution" || ORIGINAL_ONLY.count(full)) continue;
+      if (full == "aten::cudnn_convolution" || (ORIGINAL_ONLY.count(full) && full != ITEM)) continue;
       if (full != "aten::copy_" && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
       bool view = false;
       for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
@@ -464,14 +496,17 @@ struct Install {
     } quiet;
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     for (auto& [full, rule, original] : all)
-      library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
-                                      std::make_unique<WithValues>(full, rule, std::move(original))));
+      library->impl(full.c_str(), full == ITEM ? torch::CppFunction::makeFromBoxedFunctor(
+                                                     std::make_unique<OnlyWatched>(full, std::move(original)))
+                                               : torch::CppFunction::makeFromBoxedFunctor(
+                                                     std::make_unique<WithValues>(full, rule, std::move(original))));
     library->impl("cudnn_convolution", cudnn_convolution);
   }
 } install;
 }  // namespace
 }  // namespace values
 
+extern "C" void standin_on_wait(void (*f)(const char*)) { values::on_wait = f; }
 extern "C" const char* standin_report() {  // a line for each: operators without values, and how often each ran
   using namespace values;
   static std::string text;

@@ -1,0 +1,57 @@
+"""Functions that are called when a module is imported, without importing it."""
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_before: dict[str, list[Callable[[ModuleSpec], object]]] = {}
+_after: dict[str, list[Callable[[ModuleType], object]]] = {}
+
+
+class _Finder:
+    """Stands first, finds nothing by itself: it lets the others find the module, and adds what was asked for."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in _before and name not in _after:
+            return None
+        for finder in sys.meta_path:
+            found = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
+            if found is not None:
+                break
+        else:
+            return None
+        if found.loader is None:
+            return found
+        execute = found.loader.exec_module
+
+        def exec_module(module):  # not when it is found: many only ask whether a package is there
+            for function in _before.pop(name, []):
+                function(found)
+            execute(module)
+            for function in _after.pop(name, []):
+                function(module)
+
+        found.loader.exec_module = exec_module
+        return found
+
+
+def before_import(name: str, function: Callable[[ModuleSpec], object]) -> None:
+    """Calls ``function`` with the module's spec before its code runs."""
+    _before.setdefault(name, []).append(function)
+    _stand_first()
+
+
+def after_import(name: str, function: Callable[[ModuleType], object]) -> None:
+    """Calls ``function`` with the module when its code has run; at once where it has already."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        function(module)
+        return
+    _after.setdefault(name, []).append(function)
+    _stand_first()
+
+
+def _stand_first() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,42 @@
+"""What whoever starts the script wants of its processes."""
+
+import json
+import os
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Request:
+    """Read from the JSON file that ``STANDIN_SCRIPT`` names.
+
+    Attributes:
+        steps: Optimizer steps after which the process ends; 0: it runs to its own end.
+        ranks: How many ranks the job has, of which ``rank`` alone exists; 0: as the script's launcher says.
+        history: Record who allocated what, which says what the peak is made of.
+        snapshot: A file for PyTorch's memory viewer.
+        no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
+        plugin: A Python file whose ``start(torch)`` is called too.
+        run: Marks the processes of this run.
+    """
+
+    steps: int = 3
+    ranks: int = 0
+    rank: int = 0
+    ranks_per_node: int = 8
+    history: bool = True
+    snapshot: str = ""
+    no_weights: bool = False
+    plugin: str = ""
+    run: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return Path(os.environ["STANDIN_SCRIPT"]).parent
+
+
+@cache
+def request() -> Request:
+    given = json.loads(Path(os.environ["STANDIN_SCRIPT"]).read_text())
+    return Request(**{field.name: given[field.name] for field in fields(Request) if field.name in given})

@@ -1,0 +1,33 @@
+"""Puts all hooks, once torch has been imported."""
+
+import importlib.util
+from types import ModuleType
+
+from cuda_standin.script import compiling, out_of_memory, ranks, record, steps, stops, weights
+from cuda_standin.script.peaks import Peaks
+from cuda_standin.script.request import request
+
+
+def start(torch: ModuleType) -> None:
+    """Called in every process of the script: launchers, ranks, loaders. What never uses the device reports nothing."""
+    wanted = request()
+    record.reached("import torch")
+    ranks.install(torch, wanted)
+    compiling.install()
+    weights.install(wanted)
+    peaks = Peaks(torch)
+
+    def device_is_used() -> None:  # CUDA's first use
+        record.reached("the device")
+        if wanted.history:
+            steps.record_history(torch)
+        out_of_memory.install(torch, peaks)
+        stops.install(torch)
+
+    torch.cuda._lazy_call(device_is_used)
+    steps.install(torch, peaks, wanted)
+    if wanted.plugin:
+        spec = importlib.util.spec_from_file_location("_standin_plugin", wanted.plugin)
+        plugin = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(plugin)
+        plugin.start(torch)

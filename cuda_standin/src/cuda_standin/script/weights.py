@@ -1,0 +1,69 @@
+"""``from_pretrained`` of a folder that has a configuration and no weights: weights of zeros that take no memory.
+
+A file in the form of safetensors is made beside links to the folder's own files: names, types and shapes as the model
+has them, and a hole of the right size for the data. What loads weights runs as it is: casts, devices, quantizers.
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cuda_standin import imports
+from cuda_standin.script import record
+from cuda_standin.script.request import Request, request
+
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
+          "uint8": "U8", "int8": "I8", "bool": "BOOL"}  # fmt: skip
+_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.index.json")
+
+
+def install(wanted: Request) -> None:
+    if wanted.no_weights:
+        imports.after_import("transformers.modeling_utils", _instead_of_weights)
+
+
+def _instead_of_weights(module: Any) -> None:
+    load = module.PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(load)
+    def from_pretrained(cls: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(str(path)) / (kwargs.get("subfolder") or "")
+        if (folder / "config.json").is_file() and not any(any(folder.glob(pattern)) for pattern in _PATTERNS):
+            path = folder_with_hole(cls, folder)
+            kwargs.pop("subfolder", None)
+            record.notes.add(f"{folder} has no weights: they are zeros")
+        return load(cls, path, *args, **kwargs)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def folder_with_hole(model_class: Any, folder: Path) -> Path:
+    """A folder with links to the files of ``folder`` and with ``model.safetensors``, a hole but for its header."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.device("meta"):
+        model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
+    shared, header, at = set(getattr(model, "_tied_weights_keys", None) or ()), {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in model.state_dict().items():
+        if name in shared:
+            continue
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * torch.empty(0, dtype=kept).element_size()
+        header[name] = {"dtype": _TYPES[str(kept).removeprefix("torch.")], "shape": list(tensor.shape),
+                        "data_offsets": [at, at + size]}  # fmt: skip
+        at += size
+    made = Path(tempfile.mkdtemp(prefix="weights-", dir=request().folder))
+    for file in folder.iterdir():
+        (made / file.name).symlink_to(file.resolve())
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (made / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return made

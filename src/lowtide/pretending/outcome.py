@@ -1,0 +1,267 @@
+"""What came of a script on a GPU that is not there: does it fit, what did its steps take, where did it break."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowtide.pretending.command_run import CommandRun
+from lowtide.pretending.environments import ScriptEnvironment
+from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendSettings
+from lowtide.units import format_bytes
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "workspaces", "other")
+_TIGHT = 0.97
+_MOST_STOPS = 10
+_NETWORK = re.compile(
+    r"Name or service not known|Temporary failure in name resolution|couldn't connect to|ConnectionError|"
+    r"LocalEntryNotFoundError|OfflineModeIsEnabled|Network is unreachable"
+)
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """One optimizer step, from the end of the one before.
+
+    Attributes:
+        allocated_bytes: The allocator's own peak; ``reserved_bytes`` is what it held of the device.
+        host_ms: What the host took, with the stand-in's own work; no kernel ran.
+        launches: Kernels; ``waits`` is how often the host waited for the device.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    host_ms: float
+    launches: int
+    waits: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The first allocation that did not fit.
+
+    Attributes:
+        line: The innermost line outside PyTorch; ``script_line`` is the innermost outside all packages.
+        message: PyTorch's own; empty where the script caught it.
+        was_caught: The script went on.
+    """
+
+    step: int
+    line: str
+    script_line: str
+    asked_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    message: str
+    was_caught: bool
+
+
+@dataclass(frozen=True)
+class PretendReport:
+    """What ``lowtide pretend`` found; ``str()`` is the report, ``to_json()`` the JSON of ``--json``.
+
+    Attributes:
+        fits: The script came to the end of the steps asked for (or its own) on that device.
+        verdict: ``fits``, ``fits tightly``, ``does not fit``, ``failed`` (another error), ``trained nothing`` or ``did
+            not end``.
+        exit_code: The script's; 0 where it was ended after its steps.
+        peak_allocated_bytes: The highest of all steps, of the device that had most.
+        by_kind: What the peak consists of, in bytes asked for; ``by_part`` is finer, ``by_module`` and ``by_line`` say
+            who allocated what is neither weight nor state. ``curve`` has ``by_kind`` over the run.
+        stops: The lines where the host waited for the device in the last step, the most frequent first.
+        stages: How far the script came, with seconds.
+        lowtide: What lowtide did in it, with ``--budget``; else None.
+        assumptions: What the numbers take for granted.
+        notes: What was noticed.
+    """
+
+    command: tuple[str, ...]
+    device: str
+    torch: str
+    capacity_bytes: int
+    context_bytes: int
+    ranks: int
+    rank: int
+    fits: bool
+    verdict: str
+    exit_code: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    steps: tuple[StepPeak, ...]
+    by_kind: dict[str, int]
+    by_part: tuple[dict[str, Any], ...]
+    by_module: tuple[dict[str, Any], ...]
+    by_line: tuple[dict[str, Any], ...]
+    curve: dict[str, Any]
+    out_of_memory: OutOfMemory | None
+    stops: tuple[dict[str, Any], ...]
+    stages: tuple[dict[str, Any], ...]
+    snapshot: str | None
+    lowtide: dict[str, Any] | None
+    host_peak_bytes: int
+    pinned_peak_bytes: int
+    compile_s: float
+    seconds: float
+    last_words: str
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the allocator can have of the device."""
+        return self.capacity_bytes - self.context_bytes
+
+    @property
+    def nvidia_smi_bytes(self) -> int:
+        """About what ``nvidia-smi`` would show: reserved memory and the context."""
+        return self.peak_reserved_bytes + self.context_bytes
+
+    @property
+    def host_ms_per_step(self) -> float | None:
+        """Of the last step: the first ones import, compile and fill caches."""
+        return self.steps[-1].host_ms if self.steps else None
+
+    def to_json(self) -> dict[str, Any]:
+        """One object, plain values only."""
+        body = asdict(self)
+        body["peak_by_step"] = [
+            {"allocated_bytes": step.allocated_bytes, "reserved_bytes": step.reserved_bytes} for step in self.steps
+        ]
+        last = self.steps[-1] if self.steps else None
+        body["host_ms_per_step"] = self.host_ms_per_step
+        body["launches_per_step"] = last.launches if last else None
+        body["waits_per_step"] = last.waits if last else None
+        body["nvidia_smi_bytes"] = self.nvidia_smi_bytes
+        return body
+
+    def __str__(self) -> str:
+        from lowtide.pretending.outcome_text import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from lowtide.pretending.outcome_page import fragment
+
+        return fragment(self)
+
+
+def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvironment, capacity: int) -> PretendReport:
+    """Put together what one run of the command has shown.
+
+    Args:
+        capacity: Bytes of the device.
+    """
+    seen = run.seen
+    steps = tuple(
+        StepPeak(
+            step["allocated_bytes"], step["reserved_bytes"], step["seconds"] * 1e3, step["launches"], step["waits"]
+        )
+        for step in seen.get("steps", ())
+    )
+    after = seen.get("after_last_step", {"allocated_bytes": 0, "reserved_bytes": 0})
+    first = _out_of_memory(run)
+    verdict = _verdict(run, steps, first)
+    allocated = max([after["allocated_bytes"], *(step.allocated_bytes for step in steps)])
+    reserved = max([after["reserved_bytes"], *(step.reserved_bytes for step in steps)])
+    if verdict == "fits" and reserved > _TIGHT * (capacity - settings.context_bytes):
+        verdict = "fits tightly"
+    return PretendReport(
+        command=run.command,
+        device=settings.facts.name,
+        torch=environment.torch,
+        capacity_bytes=capacity,
+        context_bytes=settings.context_bytes,
+        ranks=seen.get("ranks", settings.ranks or 1),
+        rank=seen.get("rank", settings.rank),
+        fits=verdict.startswith("fits"),
+        verdict=verdict,
+        exit_code=run.exit_code,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        steps=steps,
+        by_kind=seen.get("by_kind", dict.fromkeys(KINDS, 0)),
+        by_part=tuple(seen.get("by_part", ())),
+        by_module=tuple(seen.get("by_module", ())),
+        by_line=tuple(seen.get("by_line", ())),
+        curve=seen.get("curve", {}),
+        out_of_memory=first,
+        stops=tuple(seen.get("stops", ())[:_MOST_STOPS]),
+        stages=tuple(seen.get("stages", ())),
+        snapshot=seen.get("snapshot"),
+        lowtide=seen.get("lowtide"),
+        host_peak_bytes=run.host_peak_bytes,
+        pinned_peak_bytes=seen.get("pinned_peak_bytes", 0),
+        compile_s=seen.get("compile_seconds", 0.0),
+        seconds=run.seconds,
+        last_words=run.last_words,
+        assumptions=tuple(_assumptions(settings, environment, seen)),
+        notes=tuple(_notes(run, steps, first)),
+    )
+
+
+def _out_of_memory(run: CommandRun) -> OutOfMemory | None:
+    """The last one is the one that ended the script; where the script went on, the first says when it began."""
+    found: Sequence[dict[str, Any]] = run.seen.get("out_of_memory", ())
+    if not found:
+        return None
+    ended = run.exit_code != 0
+    told = found[-1] if ended else found[0]
+    message = told["message"] or next(
+        (line.strip() for line in reversed(run.last_words.splitlines()) if "CUDA out of memory" in line), ""
+    )
+    keys = ("step", "line", "script_line", "asked_bytes", "allocated_bytes", "reserved_bytes")
+    return OutOfMemory(**{key: told[key] for key in keys}, message=message, was_caught=not ended)
+
+
+def _verdict(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | None) -> str:
+    if run.ended_because:
+        return "did not end"
+    if run.exit_code:
+        return "does not fit" if first is not None else "failed"
+    return "fits" if steps else "trained nothing"
+
+
+def _assumptions(settings: PretendSettings, environment: ScriptEnvironment, seen: dict[str, Any]) -> list[str]:
+    context = format_bytes(settings.facts.context_bytes)
+    found = [f"PyTorch {environment.torch}: another version may take 2 to 18 % more or less."]
+    if (settings.ranks or 1) > 1:
+        found.append(f"The driver's context takes {context}, NCCL's buffers {format_bytes(NCCL_BYTES)}.")
+    else:
+        found.append(f"The driver's context takes {context} of the device.")
+    ranks = seen.get("ranks", 1)
+    if ranks > 1:
+        found.append(f"Rank {seen['rank']} of {ranks} ran; every other rank is taken to hold what it holds.")
+    if settings.values == "small":
+        limit = format_bytes(SKIPPED_ABOVE_BYTES)
+        found.append(f"Operators on more than {limit} of numbers gave zeros: losses and norms mean nothing.")
+        found.append("What depends on such values is not the real run's: loads of experts, lengths of generated text.")
+    elif settings.values == "none":
+        found.append("No operator gave values.")
+    found.append("cuDNN is off: convolutions run on PyTorch's own kernels, without cuDNN's workspaces.")
+    if settings.steps:
+        found.append(f"{settings.steps} optimizer steps ran: fragmentation after thousands is not seen.")
+    return found
+
+
+def _notes(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | None) -> list[str]:
+    found = list(run.seen.get("notes", ()))
+    if run.ended_because:
+        reached = (run.seen.get("stages") or [{"stage": "its start, before torch was imported"}])[-1]["stage"]
+        found.append(f"The command was ended because {run.ended_because}; it had reached {reached}.")
+    elif not steps and not run.exit_code:
+        found.append("The command ended without an optimizer step on the device.")
+    if first is not None and first.was_caught:
+        found.append("The script caught an out-of-memory error and went on.")
+    if run.exit_code and first is None and _NETWORK.search(run.last_words):
+        found.append("The script asked for something from the network. Give it local folders and data.")
+    if run.exit_code and "nvcc" in run.last_words:
+        found.append("The script compiles CUDA code when it runs, with nvcc: that is not there.")
+    left_out = run.seen.get("without_values", {})
+    for name, (calls, why) in list(left_out.items())[:5]:
+        found.append(f"No values for {name} ({calls} calls): {why[:120]}")
+    asked = [name for name in run.seen.get("unsupported", ()) if not name.startswith(("cuLogs", "cudnnGetVersion"))]
+    if asked:
+        found.append(f"CUDA functions that are not there were called: {', '.join(asked[:6])}.")
+    return found

@@ -1,0 +1,121 @@
+"""A ``PretendReport`` as one HTML page without scripts or other files, and as a fragment for a notebook."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+
+from lowtide.pretending.outcome import PretendReport
+from lowtide.pretending.outcome_text import verdict
+from lowtide.reports import html
+from lowtide.reports.notebook import card
+from lowtide.reports.svg import kinds_chart
+from lowtide.units import format_bytes
+
+
+def page(report: PretendReport) -> str:
+    """The whole page."""
+    sections = [
+        ("broke", "Where it broke", _out_of_memory(report)),
+        ("memory", "What memory holds", picture(report)),
+        ("steps", "Steps", _steps(report)),
+        ("kinds", "At the peak", _parts(report)),
+        ("modules", "Activations at the peak, by module", _rows("module", report.by_module)),
+        ("lines", "At the peak, by line", _rows("line", report.by_line)),
+        ("stops", "Where the host waited for the device", _stops(report)),
+        ("lowtide", "lowtide in it", _lowtide(report)),
+        ("assumed", "Taken for granted", _items((*report.notes, *report.assumptions))),
+    ]
+    body = [
+        f"<h1>{escape(verdict(report))}</h1>",
+        f'<p class="lead">{escape(shlex.join(report.command))}</p>',
+        html.tile_row(_tiles(report)),
+        *html.with_contents(sections),
+    ]
+    return html.page(verdict(report), body)
+
+
+def fragment(report: PretendReport) -> str:
+    """For a notebook."""
+    return card(verdict(report), _tiles(report), [picture(report)], report.notes)
+
+
+def picture(report: PretendReport) -> str:
+    """Memory by kind over the run, and its legend; empty where no history was recorded."""
+    curve = report.curve
+    if not curve or not any(any(series) for series in curve["by_kind"].values()):
+        return ""
+    shown = {kind: series for kind, series in curve["by_kind"].items() if any(series)}
+    legend = "".join(f'<i class="kind {kind}"></i>{kind}' for kind in shown)
+    chart = kinds_chart(shown, curve["steps"], report.usable_bytes)
+    return (
+        f'{chart}<p class="legend">{legend}<i class="swatch-budget"></i>what the device has, without its context</p>'
+        '<p class="note">From left to right: each allocation and each release of the run, in their order.</p>'
+    )
+
+
+def _tiles(report: PretendReport) -> list[tuple[str, str, str]]:
+    ranks = f"rank {report.rank} of {report.ranks}" if report.ranks > 1 else "one GPU"
+    tiles = [
+        (format_bytes(report.peak_reserved_bytes), "reserved", f"of {format_bytes(report.usable_bytes)}"),
+        (format_bytes(report.peak_allocated_bytes), "allocated", "the peak, as PyTorch's allocator counts it"),
+        (report.device, "device", f"{ranks}, PyTorch {report.torch}"),
+    ]
+    if report.host_ms_per_step is not None:
+        last = report.steps[-1]
+        tiles.append((f"{last.launches:,}", "launches a step", f"the host waits for the device {last.waits:,} times"))
+    return tiles
+
+
+def _steps(report: PretendReport) -> str:
+    heads = ("step", "allocated", "reserved", "launches", "waits", "host")
+    rows = [
+        (str(number), format_bytes(step.allocated_bytes), format_bytes(step.reserved_bytes), f"{step.launches:,}",
+         f"{step.waits:,}", f"{step.host_ms:.0f} ms")
+        for number, step in enumerate(report.steps, 1)
+    ]  # fmt: skip
+    return html.plain_table("Steps", heads, rows) if rows else ""
+
+
+def _parts(report: PretendReport) -> str:
+    total = sum(report.by_kind.values())
+    rows = [
+        (part["part"], part["kind"], format_bytes(part["bytes"]), f"{part['bytes'] / total:.1%}")
+        for part in report.by_part
+    ]
+    return html.plain_table("At the peak", ("what", "kind", "bytes", "share"), rows) if rows else ""
+
+
+def _rows(name: str, rows: Sequence[dict]) -> str:
+    found = [(row[name], format_bytes(row["bytes"])) for row in rows]
+    return html.plain_table(name, (name, "bytes"), found) if found else ""
+
+
+def _stops(report: PretendReport) -> str:
+    rows = [(stop["line"], stop["operator"], f"{stop['count']:,}") for stop in report.stops]
+    return html.plain_table("Stops", ("line", "operator", "times in the last step"), rows) if rows else ""
+
+
+def _out_of_memory(report: PretendReport) -> str:
+    found = report.out_of_memory
+    if found is None:
+        return ""
+    rows = [
+        ("line", found.line), ("called from", found.script_line), ("step", str(found.step)),
+        ("asked for", format_bytes(found.asked_bytes)), ("allocated", format_bytes(found.allocated_bytes)),
+        ("reserved", format_bytes(found.reserved_bytes)), ("PyTorch says", found.message),
+    ]  # fmt: skip
+    return f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in rows if v)}</dl>"
+
+
+def _lowtide(report: PretendReport) -> str:
+    if report.lowtide is None:
+        return ""
+    rows = [(name.replace("_", " "), str(value)) for name, value in report.lowtide.items() if name != "reasons"]
+    facts = f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in rows)}</dl>"
+    return facts + _items(report.lowtide.get("reasons", ()))
+
+
+def _items(lines: Sequence[str]) -> str:
+    return f'<ul class="say">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""

@@ -1,0 +1,105 @@
+"""A ``PretendReport`` as text, within 100 columns."""
+
+from lowtide.pretending.outcome import KINDS, PretendReport
+from lowtide.units import format_bytes
+
+_WIDTH = 100
+_LINES = 6
+
+
+def text(report: PretendReport) -> str:
+    parts = [_head(report), _steps(report), _peak(report), _out_of_memory(report), _stops(report), _lowtide(report)]
+    parts += [_list("note", report.notes), _list("taken for granted", report.assumptions)]
+    return "\n".join(part for part in parts if part)
+
+
+def verdict(report: PretendReport) -> str:
+    """One sentence."""
+    where = f"{format_bytes(report.usable_bytes)} of {report.device}"
+    if report.ranks > 1:
+        where += f" (rank {report.rank} of {report.ranks})"
+    if report.fits:
+        share = report.peak_reserved_bytes / report.usable_bytes
+        word = "fits" if report.verdict == "fits" else "fits tightly"
+        return f"It {word}: {format_bytes(report.peak_reserved_bytes)} reserved, {share:.0%} of {where}."
+    if report.out_of_memory is not None and report.verdict == "does not fit":
+        return f"It does not fit: out of memory in step {report.out_of_memory.step} on {where}."
+    return {
+        "failed": f"The script failed with exit code {report.exit_code}; its own error is above.",
+        "trained nothing": "The command trained nothing: no optimizer step on the device.",
+        "did not end": "The command did not end.",
+    }.get(report.verdict, f"It {report.verdict}.")
+
+
+def _head(report: PretendReport) -> str:
+    return f"{verdict(report)}\n  {report.seconds:.0f} s, {format_bytes(report.host_peak_bytes)} of host memory" + (
+        f", {report.compile_s:.0f} s of it compiling" if report.compile_s else ""
+    )
+
+
+def _steps(report: PretendReport) -> str:
+    if not report.steps:
+        return ""
+    rows = [f"  {'step':>4}  {'allocated':>11}  {'reserved':>11}  {'launches':>8}  {'waits':>5}  {'host':>9}"]
+    for number, step in enumerate(report.steps, 1):
+        rows.append(
+            f"  {number:>4}  {format_bytes(step.allocated_bytes):>11}  {format_bytes(step.reserved_bytes):>11}  "
+            f"{step.launches:>8,}  {step.waits:>5,}  {step.host_ms:>6.0f} ms"
+        )
+    smi = f"  nvidia-smi would show about {format_bytes(report.nvidia_smi_bytes)}."
+    return "\n".join([*rows, smi])
+
+
+def _peak(report: PretendReport) -> str:
+    total = sum(report.by_kind.values())
+    if not total:
+        return ""
+    rows = ["at the peak"]
+    for kind in KINDS:
+        taken = report.by_kind[kind]
+        if taken:
+            rows.append(f"  {format_bytes(taken):>11}  {taken / total:>4.0%}  {kind}")
+    for row in report.by_line[:_LINES]:
+        rows.append(f"      {format_bytes(row['bytes']):>11}  {row['line']}"[:_WIDTH])
+    return "\n".join(rows)
+
+
+def _out_of_memory(report: PretendReport) -> str:
+    found = report.out_of_memory
+    if found is None:
+        return ""
+    rows = [
+        f"out of memory in step {found.step}, at {found.line}",
+        f"  {format_bytes(found.asked_bytes)} asked for, {format_bytes(found.allocated_bytes)} allocated, "
+        f"{format_bytes(found.reserved_bytes)} reserved",
+    ]
+    if found.script_line and found.script_line != found.line:
+        rows.append(f"  called from {found.script_line}")
+    return "\n".join(rows)
+
+
+def _stops(report: PretendReport) -> str:
+    if not report.stops:
+        return ""
+    rows = ["where the host waited for the device in the last step"]
+    rows += [f"  {row['count']:>5,}x  {row['operator']:<24} {row['line']}"[:_WIDTH] for row in report.stops]
+    return "\n".join(rows)
+
+
+def _lowtide(report: PretendReport) -> str:
+    found = report.lowtide
+    if found is None:
+        return ""
+    state = "in force" if found.get("in_force") else "not in force"
+    rows = [f"lowtide: {state}, {found.get('planned_steps', 0)} planned steps"]
+    if found.get("predicted_peak_bytes"):
+        rows.append(
+            f"  predicted peak {format_bytes(found['predicted_peak_bytes'])}, "
+            f"overhead {found.get('predicted_overhead') or 0:+.0%}"
+        )
+    rows += [f"  {reason}" for reason in found.get("reasons", ())]
+    return "\n".join(rows)
+
+
+def _list(title: str, lines: tuple[str, ...]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""

@@ -1,0 +1,111 @@
+"""What a script is to be run on, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lowtide.argument_checks import check_budget
+from lowtide.errors import LowtideError
+from lowtide.estimation.device_table import Device, device_named
+from lowtide.pretending.standin_package import standin_gpus
+from lowtide.units import parse_budget
+
+Values = Literal["small", "all", "none"]
+Routing = Literal["balanced", "worst"]
+# Operators on more bytes get no values. Below it are masks, losses, norms and what small tests of programs read.
+SKIPPED_ABOVE_BYTES = 1 << 20
+# NCCL's own buffers for a communicator of several GPUs; measured between 0.3 and 2 GiB, by topology and version.
+NCCL_BYTES = 512 << 20
+
+
+class PretendError(LowtideError, ValueError):
+    """The run cannot be what it was asked to be; the message says why, and the way out."""
+
+
+@dataclass(frozen=True)
+class PretendSettings:
+    """The device, the ranks, and how far the script is to run.
+
+    Attributes:
+        device: A name of lowtide's table whose properties PyTorch can be told (``standin_gpus()``).
+        memory_bytes: Of each device; None: what the device has.
+        devices: GPUs of this machine; None: one, or as many as ranks of a node.
+        ranks: Of the whole job, of which ``rank`` alone runs; None: as the command's launcher says, else 1.
+        steps: Optimizer steps, then the script is ended; 0: it runs to its own end.
+        budget: lowtide is attached to the script, with this budget.
+        values: ``small``: tensors up to a MiB, integers and flags have right values; ``all``; ``none``.
+        routing: Where experts are tied for lack of values: ``balanced`` or ``worst`` (all tokens to the same ones).
+        torch: A version of PyTorch; None: that of the environment that lowtide runs in.
+        snapshot: A file for PyTorch's memory viewer.
+        history: Record who allocated what; without it the report does not say what the peak consists of.
+        no_weights: ``from_pretrained`` of a folder with a configuration alone gives zeros.
+        patience_s: The command is ended when it has made no progress for so long.
+    """
+
+    device: str = "h100"
+    memory_bytes: int | None = None
+    devices: int | None = None
+    ranks: int | None = None
+    rank: int = 0
+    ranks_per_node: int = 8
+    steps: int = 3
+    budget: str | None = None
+    values: Values = "small"
+    routing: Routing = "balanced"
+    torch: str | None = None
+    snapshot: Path | None = None
+    history: bool = True
+    no_weights: bool = False
+    patience_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        facts = device_named(self.device)
+        if facts.name not in standin_gpus():
+            near = difflib.get_close_matches(facts.name, standin_gpus(), n=3, cutoff=0.3)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise PretendError(
+                f"device={self.device!r}: a script can only be run on NVIDIA GPUs whose properties are known.{hint} "
+                f"There are {', '.join(standin_gpus())}."
+            )
+        for name in ("memory_bytes", "devices", "ranks", "ranks_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PretendError(f"{name}={value} is not positive. Pass 1 or more.")
+        if self.steps < 0:
+            raise PretendError(f"steps={self.steps} is negative. Pass 1 or more, or 0 to run the script to its end.")
+        if not 0 <= self.rank < (self.ranks or self.rank + 1):
+            raise PretendError(f"rank={self.rank} of ranks={self.ranks}: ranks go from 0 to {(self.ranks or 1) - 1}.")
+        if self.values not in ("small", "all", "none"):
+            raise PretendError(f"values={self.values!r}: pass 'small', 'all' or 'none'.")
+        if self.routing not in ("balanced", "worst"):
+            raise PretendError(f"routing={self.routing!r}: pass 'balanced' or 'worst'.")
+        if self.torch is not None and not re.fullmatch(r"\d+\.\d+\.\d+", self.torch):
+            raise PretendError(f"torch={self.torch!r} is not a version. Pass one such as '2.6.0'.")
+        if self.patience_s <= 0:
+            raise PretendError(f"patience_s={self.patience_s} is not positive.")
+        if self.budget is not None:
+            check_budget(int(self.budget) if self.budget.isdecimal() else self.budget)
+
+    @property
+    def facts(self) -> Device:
+        return device_named(self.device)
+
+    @property
+    def context_bytes(self) -> int:
+        """What the driver's context takes of the device, and NCCL's buffers where there are ranks."""
+        return self.facts.context_bytes + (NCCL_BYTES if (self.ranks or 1) > 1 else 0)
+
+
+def amount(text: str, name: str) -> int:
+    """``"40GiB"`` in bytes. Raises: PretendError: it is no amount of memory."""
+    try:
+        found = parse_budget(int(text) if text.isdecimal() else text, name)
+    except (ValueError, TypeError) as error:
+        raise PretendError(str(error)) from error
+    if not isinstance(found, int):
+        raise PretendError(f'{name}={text!r} is not an amount of memory. Write "40GiB", "40GB" or bytes.')
+    return found
