@@ -18,7 +18,7 @@ class Request:
         snapshot: A file for PyTorch's memory viewer.
         no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
         plugin: A Python file whose ``start(torch)`` is called too.
-        run: Marks the processes of this run.
+        context_mib: What the driver's context takes of each device; ``nccl_mib``: NCCL's buffers, where there are ranks.
     """
 
     steps: int = 3
@@ -29,7 +29,8 @@ class Request:
     snapshot: str = ""
     no_weights: bool = False
     plugin: str = ""
-    run: str = ""
+    context_mib: int = 0
+    nccl_mib: int = 0
 
     @property
     def folder(self) -> Path:

@@ -16,6 +16,7 @@
 
 namespace values {
 Limits limits;
+thread_local bool nothing_is_computed = false;
 
 static void zero(char* p, size_t n) {
   constexpr uintptr_t page = 4096;

@@ -105,6 +105,7 @@ struct Limits {
   bool balanced = true;  // experts that are tied get the same number of tokens each
 };
 extern Limits limits;
+extern thread_local bool nothing_is_computed;  // standin_compute_nothing: what this thread asks for is not read
 void leave_harmless(const c10::OperatorHandle& op, const Call& call);
 bool chooses(const std::string& name);  // among experts: topk, argmax, max
 void spread_ties(const Call& call, bool skipped);
