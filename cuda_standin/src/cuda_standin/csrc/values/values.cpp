@@ -36,6 +36,14 @@ void standin_submit(void* stream, void (*run)(void*), void (*release)(void*), vo
 }
 
 namespace values {
+void leave_large_host_tensors();  // host.cpp
+Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+#ifdef STANDIN_OLD_DISPATCH
+  return op.operatorDef_->op.lookup(c10::DispatchKeySet(key));
+#else
+  return op.getComputedKernelForDispatchKey(key);
+#endif
+}
 namespace {
 using c10::FunctionSchema;
 using c10::OperatorHandle;
@@ -469,6 +477,7 @@ struct Install {
       limits.integers = rules & 1;
       limits.zeros = rules & 2;
       limits.finite = rules & 4;
+      limits.host = rules & 8;
     }
     if (const char* text = getenv("STANDIN_ROUTING")) limits.balanced = strcmp(text, "worst");
     if (const char* text = getenv("STANDIN_STRICT")) strict = strcmp(text, "0");
@@ -486,11 +495,7 @@ struct Install {
       for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
       if (view) continue;
       Rule rule = rule_for(full, op->hasKernelForDispatchKey(c10::DispatchKey::CPU));
-#ifdef STANDIN_OLD_DISPATCH
-      all.emplace_back(full, rule, op->operatorDef_->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CUDA)));
-#else
-      all.emplace_back(full, rule, op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
-#endif
+      all.emplace_back(full, rule, kernel_of(*op, c10::DispatchKey::CUDA));
     }
     library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
     struct Quiet : c10::WarningHandler {  // each replacement is warned of
@@ -503,6 +508,7 @@ struct Install {
                                                : torch::CppFunction::makeFromBoxedFunctor(
                                                      std::make_unique<WithValues>(full, rule, std::move(original))));
     library->impl("cudnn_convolution", cudnn_convolution);
+    if (limits.host && limits.bytes != SIZE_MAX) leave_large_host_tensors();
   }
 } install;
 }  // namespace
