@@ -80,6 +80,8 @@ def run(
             _end_all(folder)
         code = process.wait()
         reader.join(timeout=5)
+        if process.stderr is not None:
+            process.stderr.close()
         seen = _seen(folder)
     if seen.get("stopped") and not why:
         code = 0

@@ -34,6 +34,7 @@ def reached(stage: str) -> None:
     """Notes when ``stage`` was reached for the first time."""
     if all(stage != known["stage"] for known in stages):
         stages.append({"stage": stage, "seconds": round(time.perf_counter() - began, 3)})
+        write()  # whoever waits sees that there is progress
 
 
 def is_package(file: str) -> bool:
