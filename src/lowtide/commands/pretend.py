@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +54,14 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write the report as a page")
     parser.add_argument("--patience", type=float, default=15.0, metavar="MINUTES",
                         help="end a script that takes no step for so long (default 15)")  # fmt: skip
+    parser.add_argument("--advise", action="store_true", help="run again with each change that may make it fit")
     parser.add_argument("--prepare", action="store_true", help="make the environment for --torch, and run nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="as it is typed")
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb."""
-    from lowtide.pretending import environments
+    from lowtide.pretending import advice, environments
     from lowtide.pretending.calls import run_pretended
     from lowtide.pretending.outcome_page import page
     from lowtide.pretending.settings import PretendSettings, amount
@@ -77,7 +80,12 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         history=not args.no_history, no_weights=args.no_weights, patience_s=args.patience * 60,
     )  # fmt: skip
     check_folders(args.report, args.snapshot)
-    report = run_pretended(command, settings, sys.stderr if args.json else None)
+    output = sys.stderr if args.json else None
+    report = run_pretended(command, settings, output)
+    if args.advise:
+        say = partial(print, "lowtide:", file=sys.stderr)
+        changes = advice.advise(report, settings, environments.find(args.torch), output, say)
+        report = replace(report, changes=changes)
     if args.report:
         write(args.report, lambda path: Path(path).write_text(page(report), encoding="utf-8"))
     text = f"\n{report}" if report.steps or report.out_of_memory else str(report)

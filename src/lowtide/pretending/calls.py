@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from lowtide.pretending import command_run, environments
 from lowtide.pretending.outcome import PretendReport, outcome
 from lowtide.pretending.settings import PretendSettings, amount
-from lowtide.pretending.standin_package import standin_folder
+from lowtide.pretending.standin_package import memory_of
 
 
 def pretend(
@@ -51,15 +50,5 @@ def pretend(
 
 def run_pretended(command: Sequence[str], settings: PretendSettings, output: IO[str] | None = None) -> PretendReport:
     environment = environments.find(settings.torch)
-    run = command_run.run(command, replace(settings), environment, output)
-    return outcome(run, settings, environment, settings.memory_bytes or _memory_of(settings.facts.name))
-
-
-def _memory_of(device: str) -> int:
-    """Of the stand-in's device, in bytes."""
-    import re
-
-    text = (standin_folder() / "csrc" / "runtime" / "gpus.h").read_text(encoding="utf-8")
-    found = re.search(rf'\{{"{re.escape(device)}", "[^"]+", \d+, \d+, \d+, (\d+),', text)
-    assert found is not None, device
-    return int(found[1]) << 20
+    run = command_run.run(command, settings, environment, output)
+    return outcome(run, settings, environment, settings.memory_bytes or memory_of(settings.facts.name))

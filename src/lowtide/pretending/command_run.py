@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -53,9 +53,13 @@ class CommandRun:
 
 
 def run(
-    command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None
-) -> CommandRun:
+    command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None,
+    more_variables: Mapping[str, str] | None = None, change: str = "",
+) -> CommandRun:  # fmt: skip
     """Run ``command`` to the steps asked for; its own output goes where ours goes, or all of it to ``output``.
+
+    Args:
+        change: One of ``change_inside``'s, made in the script's process.
 
     Raises:
         PretendError: The command is empty or is not there.
@@ -64,8 +68,10 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowtide-pretend-") as made:
         folder = Path(made)
-        (folder / "request.json").write_text(json.dumps(_request(settings)))
-        variables = _variables(settings, environment, folder)
+        (folder / "request.json").write_text(json.dumps(_request(settings, change)))
+        variables = _variables(settings, environment, folder) | dict(more_variables or {})
+        if change:
+            variables["LOWTIDE_PRETEND_CHANGE"] = change
         process = subprocess.Popen(
             words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, text=True,
             errors="replace", start_new_session=True,
@@ -110,7 +116,8 @@ def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str
     return [*([str(environment.python)] if is_python else []), found, *rest]
 
 
-def _request(settings: PretendSettings) -> dict[str, Any]:
+def _request(settings: PretendSettings, change: str) -> dict[str, Any]:
+    plugins = [("lowtide_inside.py", settings.budget is not None), ("change_inside.py", bool(change))]
     return {
         "steps": settings.last_step,
         "ranks": settings.ranks or 0,
@@ -121,7 +128,7 @@ def _request(settings: PretendSettings) -> dict[str, Any]:
         "no_weights": settings.no_weights,
         "context_mib": settings.facts.context_bytes >> 20,
         "nccl_mib": NCCL_BYTES >> 20,
-        "plugin": str(Path(__file__).with_name("lowtide_inside.py")) if settings.budget else "",
+        "plugins": [str(Path(__file__).with_name(name)) for name, wanted in plugins if wanted],
     }
 
 

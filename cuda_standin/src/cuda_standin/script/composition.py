@@ -105,8 +105,23 @@ def _blocks(trace: list[Entry]) -> list[_Block]:
         entry = trace[block.begins]
         freed = trace[block.ends].get("time_us", 0) if block.ends < len(trace) else None
         labelled = _label(entry["addr"], entry, freed)
-        block.part, block.kind = (labelled, labelled) if labelled else _by_frames(entry, freed is None)
+        block.part, block.kind = (labelled, labelled) if labelled else _by_frames(entry)
+    _mark_workspaces(trace, blocks)
     return blocks
+
+
+def _mark_workspaces(trace: list[Entry], blocks: list[_Block]) -> None:
+    """The first block of a workspace's size that is never freed, of each stream, of forward and of backward.
+
+    An activation of that very size may be kept as well, where memory ran out before it was freed.
+    """
+    found = set()
+    for block in blocks:
+        entry = trace[block.begins]
+        key = entry.get("stream"), bool(entry["frames"])
+        if block.size in _BLAS_WORKSPACES and block.ends == len(trace) and block.part not in KINDS and key not in found:
+            found.add(key)
+            block.part, block.kind = "workspaces of cuBLAS", "workspaces"
 
 
 def _curve(trace: list[Entry], blocks: list[_Block]) -> tuple[int, dict[str, Any]]:
@@ -148,9 +163,7 @@ def _label(address: int, entry: Entry, freed: int | None) -> str:
     return ""
 
 
-def _by_frames(entry: Entry, is_kept: bool) -> tuple[str, str]:
-    if is_kept and entry["size"] in _BLAS_WORKSPACES:
-        return "workspaces of cuBLAS", "workspaces"
+def _by_frames(entry: Entry) -> tuple[str, str]:
     return _by_stack(tuple((f["filename"], f["name"]) for f in entry["frames"]))
 
 

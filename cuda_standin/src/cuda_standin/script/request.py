@@ -17,8 +17,9 @@ class Request:
         history: Record who allocated what, which says what the peak is made of.
         snapshot: A file for PyTorch's memory viewer.
         no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
-        plugin: A Python file whose ``start(torch)`` is called too.
-        context_mib: What the driver's context takes of each device; ``nccl_mib``: NCCL's buffers, where there are ranks.
+        plugins: Python files whose ``start(torch)`` is called too.
+        context_mib: What the driver's context takes of each device.
+        nccl_mib: What NCCL's buffers take, where there are ranks.
     """
 
     steps: int = 3
@@ -28,7 +29,7 @@ class Request:
     history: bool = True
     snapshot: str = ""
     no_weights: bool = False
-    plugin: str = ""
+    plugins: tuple[str, ...] = ()
     context_mib: int = 0
     nccl_mib: int = 0
 
