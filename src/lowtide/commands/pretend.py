@@ -41,6 +41,7 @@ def add_parser(verbs: Any) -> None:
         "--steps", type=int, metavar="N", help="optimizer steps; 0: to the end (default 3; 6 with --budget)"
     )
     parser.add_argument("--budget", metavar="BYTES", help='attach lowtide to the script, with "20GiB" or "auto"')
+    parser.add_argument("--host-budget", metavar="BYTES", help="host memory that lowtide may move tensors to; 0: none")
     parser.add_argument("--values", choices=("small", "all", "none"), default="small",
                         help="which tensors have right values (small: up to 1 MiB, integers and flags)")  # fmt: skip
     parser.add_argument("--routing", choices=("balanced", "worst"), default="balanced",
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     settings = PretendSettings(
         device=args.device, memory_bytes=None if args.memory is None else amount(args.memory, "--memory"),
         devices=args.devices, ranks=args.ranks, rank=args.rank, ranks_per_node=args.ranks_per_node, steps=args.steps,
-        budget=args.budget, values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
+        budget=args.budget, host_budget=args.host_budget, values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
         history=not args.no_history, no_weights=args.no_weights, patience_s=args.patience * 60,
     )  # fmt: skip
     check_folders(args.report, args.snapshot)

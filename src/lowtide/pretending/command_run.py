@@ -163,6 +163,7 @@ def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder
                       "LOCAL_WORLD_SIZE": str(devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
     if settings.budget is not None:
         variables["LOWTIDE_BUDGET"] = settings.budget
+        variables["LOWTIDE_PRETEND_HOST_BUDGET"] = settings.host_budget or ""
         variables["LOWTIDE_WITHOUT_VALUES"] = settings.facts.name if settings.values != "all" else "0"
     return environments.entering(variables, environment)
 
