@@ -1,9 +1,9 @@
 """lowtide at the sizes that people train, on an H100 that is not there: plans, planned steps, steps without a plan.
 
-    python benchmarks/full_size.py [--only llama-8b] [--quick]
+    python benchmarks/full_size.py [--only llama-8b] [--again]
 
-Each row is one run of ``scripts/full_size_training.py`` by ``lowtide.pretend``: PyTorch's own allocator counts, no kernel
-runs. Written to ``results/full_size.jsonl`` after each row; rows that are there are left. Run by the Python of
+Each row is one run of ``scripts/full_size_training.py`` by ``lowtide.pretend``: PyTorch's own allocator counts, and no
+kernel runs. Written to ``results/full_size.jsonl`` after each row; rows that are there are left. Run by the Python of
 ``.venv-cuda``; some 40 minutes.
 """
 

@@ -30,7 +30,8 @@ MODELS = {
         hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8, vocab_size=32000,
         intermediate_size=3584, num_local_experts=8, num_experts_per_tok=2, use_cache=False), 4, 2048),
     "vit-large": (transformers.ViTForImageClassification, transformers.ViTConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=1000), 64, 0),
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        num_labels=1000), 64, 0),
 }  # fmt: skip
 
 

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     settings = PretendSettings(
         device=args.device, memory_bytes=None if args.memory is None else amount(args.memory, "--memory"),
         devices=args.devices, ranks=args.ranks, rank=args.rank, ranks_per_node=args.ranks_per_node, steps=args.steps,
-        budget=args.budget, host_budget=args.host_budget, values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
+        budget=args.budget, host_budget=args.host_budget,
+        values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
         history=not args.no_history, no_weights=args.no_weights, patience_s=args.patience * 60,
     )  # fmt: skip
     check_folders(args.report, args.snapshot)

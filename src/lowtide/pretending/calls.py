@@ -32,8 +32,8 @@ def pretend(
         torch: A version of PyTorch, such as ``"2.6.0"``; None: the installed one.
         snapshot: A file for PyTorch's memory viewer (https://pytorch.org/memory_viz).
         output: Where the script's own output goes; None: where ours goes.
-        more: ``host_budget``, ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``, ``patience_s``
-            (``PretendSettings``).
+        more: ``host_budget``, ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``,
+            ``patience_s`` (``PretendSettings``).
 
     Raises:
         PretendError: The run cannot be what it was asked to be.
