@@ -114,7 +114,7 @@ def main() -> int:
         ),
         *(
             Page(
-                HOW_TO / "pretend.md", f"pretend {name}", RESULTS / "pretend_example.json", partial(example_text, name)
+                HOW_TO / "pretend.md", f"pretend {at}", RESULTS / "pretend_example.json", partial(example_text, at)
             )
             for at in ("h100", "l4")
         ),
