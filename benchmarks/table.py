@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import ablation
+import pretend_table
 import published_table
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
@@ -109,6 +110,15 @@ def main() -> int:
                 ("memory", published_table.memory),
                 ("times", published_table.times),
                 ("not created", published_table.not_created),
+            )
+        ),
+        *(
+            Page(ROOT / "docs" / "pretend.md", f"pretend {mark}", RESULTS / "pretend_scripts.json", table)
+            for mark, table in (
+                ("summary", pretend_table.summary),
+                ("runs", pretend_table.runs),
+                ("not run", pretend_table.not_run),
+                ("commands", pretend_table.commands),
             )
         ),
         Page(HOW_TO / "generate-within-a-budget.md", "cache", RESULTS / "cache_offload.jsonl", cache_table),

@@ -204,5 +204,19 @@ assert peak < 2 << 30, peak
     assert not list((tmp_path / "model").glob("*.safetensors"))
 
 
+def test_parts_of_a_diffusion_pipeline_without_weights_give_zeros(python, tmp_path):
+    source = f"""
+import json, pathlib, torch
+from diffusers import UNet2DModel
+folder = pathlib.Path({str(tmp_path / "pipeline")!r}) / "unet"
+small = dict(sample_size=32, block_out_channels=[32, 64], layers_per_block=1, norm_num_groups=8,
+             down_block_types=["DownBlock2D"] * 2, up_block_types=["UpBlock2D"] * 2)
+UNet2DModel(**small).save_config(folder)
+model = UNet2DModel.from_pretrained(folder.parent, subfolder="unet", torch_dtype=torch.float16, variant="fp16")
+assert model.dtype == torch.float16 and not any(p.count_nonzero() for p in model.parameters())
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
+
+
 def test_the_python_that_runs_these_tests_is_the_stand_ins(python):
     assert python("import sys; print(sys.prefix)") == sys.prefix

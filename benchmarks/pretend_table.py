@@ -1,0 +1,104 @@
+"""docs/pretend.md's tables: the cases of ``pretend_cases`` beside what became of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from pretend_cases import CASES, SOURCES, Case
+
+GIB = 2**30
+
+
+def summary(lines: list[dict]) -> str:
+    """How many there are, and how many ran."""
+    ran = [line for line in lines if line["steps"] or line["out_of_memory"]]
+    full = [line for line in lines if line["verdict"] == "does not fit"]
+    scripts = {(case.source, case.name.split(",")[0]) for case, _ in _matched(lines)}
+    seconds = sorted(line["seconds"] for line in ran)
+    host = max(line["host_peak_bytes"] for line in ran)
+    return (
+        f"{len(lines)} runs of {len(scripts)} scripts: {len(ran)} trained, of which {len(full)} did not fit on the "
+        f"device they were given; {len(lines) - len(ran)} did not train, with the reason below. A run took "
+        f"{seconds[len(seconds) // 2]:.0f} s in the median and {seconds[-1]:.0f} s at most, on two processor cores "
+        f"that others used too, and no more than {host / GIB:.1f} GiB of host memory in its largest process."
+    )
+
+
+def runs(lines: list[dict]) -> str:
+    """A table per source."""
+    return "\n\n".join(_sections(lines))
+
+
+def not_run(_: list[dict]) -> str:
+    table = ["| script | why |", "|---|---|"]
+    table += [f"| {_link(case)} `{case.name}` | {case.why_not} |" for case in CASES if case.why_not]
+    return "\n".join(table)
+
+
+def commands(lines: list[dict]) -> str:
+    """Each as it was typed."""
+    typed = [_typed(case) for case, _ in _matched(lines)]
+    versions = ", ".join(f"{name} {version}" for name, version in lines[-1]["versions"].items())
+    return "\n".join(["```text", *typed, "```", "", f"Of these versions: {versions}."])
+
+
+def _typed(case: Case) -> str:
+    words = shlex.split(case.command)
+    count = next(n for n, word in enumerate(words) if "=" not in word or not word.split("=")[0].isupper())
+    before = " ".join([*words[:count], "lowtide pretend"])
+    options = f" {case.options}" if case.options else ""
+    return f"{before} --device {case.device}{options} -- {shlex.join(words[count:])}"
+
+
+def _matched(lines: list[dict]) -> list[tuple[Case, dict]]:
+    """Raises: SystemExit: a case without a result, or a result without a case."""
+    known = {line["name"]: line for line in lines}
+    wanted = {case.name: case for case in CASES if case.command}
+    if differing := sorted(known.keys() ^ wanted.keys()):
+        raise SystemExit(f"cases and results differ: {', '.join(differing[:3])}. Run: python pretend_scripts.py")
+    return [(case, known[name]) for name, case in wanted.items()]
+
+
+def _sections(lines: list[dict]) -> Iterator[str]:
+    found = _matched(lines)
+    for source in dict.fromkeys(case.source for case, _ in found):
+        members = [(case, line) for case, line in found if case.source == source]
+        table = [
+            "| script | device | allocated / reserved, GiB | kernels a step | seconds | host, GiB |",
+            "|---|---|---:|---:|---:|---:|",
+        ]
+        table += [_row(case, line) for case, line in members]
+        yield "\n".join([f"{_link(members[0][0])}:", "", *table])
+
+
+def _row(case: Case, line: dict) -> str:
+    device = line["device"] + (f", rank {line['rank']} of {line['ranks']}" if line["ranks"] > 1 else "")
+    launches = f"{line['steps'][-1]['launches']:,}" if line["steps"] else ""
+    took = f"{line['seconds']:.0f}" + (f" ({line['compile_s']:.0f} compiling)" if line["compile_s"] else "")
+    remark = f". {case.remark[:1].upper()}{case.remark[1:]}" if case.remark else ""
+    return (
+        f"| **{case.name}**: {case.does}{remark} | {device} | {_result(line)} | {launches} | {took} | "
+        f"{line['host_peak_bytes'] / GIB:.1f} |"
+    )
+
+
+def _result(line: dict) -> str:
+    peaks = f"{line['peak_allocated_bytes'] / GIB:.2f} / {line['peak_reserved_bytes'] / GIB:.2f}"
+    memory = line["out_of_memory"]
+    if line["verdict"] == "does not fit":
+        where = memory["script_line"] or memory["line"]
+        return (
+            f"**out of memory** in step {memory['step']} at `{where}`: {memory['asked_bytes'] / GIB:.2f} asked for, "
+            f"{memory['allocated_bytes'] / GIB:.2f} allocated"
+        )
+    return peaks if line["verdict"].startswith("fits") else f"{line['verdict']}"
+
+
+def _link(case: Case) -> str:
+    source = SOURCES[case.source]
+    if source.package:
+        name, _, version = source.package.partition("==")
+        return f"[{case.source} {version}](https://pypi.org/project/{name}/{version}/)"
+    at = f"/tree/{source.commit[:12]}" if source.commit else ""
+    return f"[{source.repository}](https://github.com/{source.repository}{at})"
