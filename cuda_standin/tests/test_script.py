@@ -218,5 +218,22 @@ assert model.dtype == torch.float16 and not any(p.count_nonzero() for p in model
     python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
 
 
+def test_deepspeeds_optimizers_need_no_compiler_and_take_no_memory_of_the_host(python, tmp_path):
+    source = """
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+fused = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+fused.grad = torch.ones_like(fused)
+FusedAdam([fused]).step()
+assert torch.cuda.memory_allocated() >= 4 * 4 << 20
+large = torch.nn.Parameter(torch.zeros(1 << 28))
+large.grad = torch.zeros(1 << 28)
+DeepSpeedCPUAdam([large]).step()
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+assert peak < 2 << 30, peak
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+
 def test_the_python_that_runs_these_tests_is_the_stand_ins(python):
     assert python("import sys; print(sys.prefix)") == sys.prefix
