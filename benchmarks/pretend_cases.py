@@ -68,7 +68,7 @@ SOURCES = {
     "litgpt": Source(package="litgpt==0.5.13"),
     "Lightning": Source("Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414"),
     "DeepSpeedExamples": Source("deepspeedai/DeepSpeedExamples", "45b4b7156c8794a3452a5a7d03dbd8d797068569"),
-    "Megatron-LM": Source("NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
+    "Megatron-LM": Source("NVIDIA/Megatron-LM", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
     "sentence-transformers": Source("huggingface/sentence-transformers", "cad211983f36ce458e9b3360f3e11b29fc54cbd8"),
     "torchvision": Source("pytorch/vision"),
     "transformers": Source("huggingface/transformers"),
@@ -121,7 +121,7 @@ CASES = (
     Case("nanoGPT, 8 ranks", "nanoGPT", "its defaults, DDP", "torchrun --standalone --nproc_per_node=8 train.py",
          "a100-40gb", inputs=_gpt_tokens),
     Case("minGPT", "minGPT", "chargpt: GPT-2 124M on letters, 64 x 128",
-         "python projects/chargpt/chargpt.py --model.model_type=gpt2", "l4", options="",
+         "PYTHONPATH=. python projects/chargpt/chargpt.py --model.model_type=gpt2", "l4",
          inputs=(make.text_file("input.txt", 60_000),)),
     # -- pytorch/examples
     Case("imagenet", "pytorch/examples", "ResNet-50, fp32, 256 images", "python main.py -a resnet50 --dummy -j 2",
@@ -129,7 +129,7 @@ CASES = (
     Case("imagenet, DDP", "pytorch/examples", "the same, 2048 images over 8 by mp.spawn",
          "python main.py -a resnet50 --dummy -j 8 -b 2048 --multiprocessing-distributed --world-size 1 --rank 0 "
          "--dist-url tcp://127.0.0.1:23456", "a100-80gb", options="--devices 8", folder="imagenet", needs=_vision),
-    Case("mnist", "pytorch/examples", "two convolutions, 64 digits", "python main.py", "l4", folder="mnist/code",
+    Case("mnist", "pytorch/examples", "two convolutions, 64 digits", "python main.py", "l4", folder="mnist",
          inputs=(make.mnist("../data"),), needs=_vision),
     Case("dcgan", "pytorch/examples", "DCGAN, 64 images of 64 x 64; two optimizers",
          "python main.py --dataset fake --accel", "l4", folder="dcgan", needs=_vision),
@@ -282,7 +282,8 @@ CASES = (
          "--fp16 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --lr-decay-iters 430000 --clip-grad 1.0 "
          "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer "
          "--vocab-size 50256 --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-         "--no-masked-softmax-fusion --eval-iters 0 --log-interval 1", "h100", options="--ranks 1024"),
+         "--no-masked-softmax-fusion --eval-iters 0 --log-interval 1", "h100", options="--ranks 1024",
+         needs=("pybind11",)),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),

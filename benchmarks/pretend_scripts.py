@@ -131,7 +131,8 @@ def _variables(case: Case) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not name.isupper():
             break
-        found[name] = value
+        earlier = os.environ.get(name) if name == "PYTHONPATH" else None
+        found[name] = value if earlier is None else os.pathsep.join([value, earlier])
     return found
 
 
