@@ -176,6 +176,27 @@ def _trained(style: str) -> str:
     return made.to_str()
 
 
+def litgpt_checkpoint(path: str, name: str) -> Maker:
+    """What ``litgpt download`` leaves: the configuration, a tokenizer, and a file of weights that is a hole."""
+
+    def make(folder: Path) -> None:
+        import torch
+        from litgpt import GPT, Config
+        from litgpt.utils import save_config
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        target = folder / path / name
+        config = Config.from_name(name)
+        tokenizer(target)
+        save_config(config, target)
+        with FakeTensorMode():
+            state = {key: tensor.to(torch.bfloat16) for key, tensor in GPT(config).state_dict().items()}
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, target / "lit_model.pth")
+
+    return make
+
+
 def clip_tokenizer(folder: Path) -> None:
     """Stable Diffusion's has two files: single letters, no merges."""
     folder.mkdir(parents=True, exist_ok=True)
