@@ -100,8 +100,8 @@ _llama_70b = make.model("Llama-2-70b-hf", "llama", _LLAMA_70B, "LlamaForCausalLM
 _qwen = make.model("Qwen2-0.5B", "qwen2", _QWEN_HALF, "Qwen2ForCausalLM")
 _moe = make.model("Qwen3-30B-A3B", "qwen3_moe", _MOE_30B, "Qwen3MoeForCausalLM")
 _glue = (make.dataset("nyu-mll/glue", make.pair, card="mrpc", validation=64), make.metric("glue"), _bert)
-_chats = make.dataset("conversations", make.conversation)
-_preferences = make.dataset("preferences", make.preference)
+_chats = make.dataset("conversations", make.conversation, rows=96, test=8)
+_preferences = make.dataset("preferences", make.preference, rows=96, test=8)
 _gpt_tokens = (
     make.token_file("data/openwebtext/train.bin", 50257, 4_000_000),
     make.token_file("data/openwebtext/val.bin", 50257, 400_000),
@@ -122,7 +122,7 @@ CASES = (
          "a100-40gb", inputs=_gpt_tokens),
     Case("minGPT", "minGPT", "chargpt: GPT-2 124M on letters, 64 x 128",
          "PYTHONPATH=. python projects/chargpt/chargpt.py --model.model_type=gpt2", "l4",
-         inputs=(make.text_file("input.txt", 60_000),)),
+         inputs=(make.text_file("input.txt", 60_000, "O God, O God!"),)),
     # -- pytorch/examples
     Case("imagenet", "pytorch/examples", "ResNet-50, fp32, 256 images", "python main.py -a resnet50 --dummy -j 2",
          "a100-80gb", folder="imagenet", needs=_vision),
@@ -243,11 +243,13 @@ CASES = (
     Case("torchtitan", "torchtitan", "Llama 3 8B, its defaults: 1 x 8192, FSDP2 over 8",
          "PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 "
          "--config llama3_8b --hf_assets_path Llama-3.1-8B --dataloader.dataset c4_test", "h100",
-         inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text)), needs=("torchtitan", "tyro")),
+         inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text, rows=128, test=8)),
+         needs=("torchtitan", "tyro")),
     Case("torchtitan, debug model", "torchtitan", "its debug model, 8 x 2048, over 8",
          "PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 "
          "--config llama3_debugmodel --hf_assets_path Llama-3.1-8B", "h100",
-         inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text)), needs=("torchtitan", "tyro")),
+         inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text, rows=128, test=8)),
+         needs=("torchtitan", "tyro")),
     Case("litgpt pretrain", "litgpt", "pythia-160m on text files, 4 x 2048 tokens of 512",
          "python -m litgpt pretrain pythia-160m --tokenizer_dir Qwen2-0.5B --data TextFiles --data.train_data_path "
          "texts "

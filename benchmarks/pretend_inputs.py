@@ -49,12 +49,18 @@ def token_file(path: str, vocabulary: int, tokens: int) -> Maker:
     return make
 
 
-def text_file(path: str, number: int) -> Maker:
+def text_file(path: str, number: int, begins: str = "") -> Maker:
+    """Lines of 20 words.
+
+    Args:
+        begins: The first line, for a script that looks for letters of its own.
+    """
+
     def make(folder: Path) -> None:
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         lines = (words(20, seed) for seed in range(number // 20))
-        target.write_text("\n".join(lines) + "\n")
+        target.write_text("\n".join([*([begins] if begins else []), *lines]) + "\n")
 
     return make
 
@@ -91,13 +97,13 @@ def long_text(number: int) -> dict[str, Any]:
 
 
 def conversation(number: int) -> dict[str, Any]:
-    return {"messages": [_said("user", 400, number), _said("assistant", 2000, number + 1)]}
+    return {"messages": [_said("user", 300, number), _said("assistant", 1300, number + 1)]}
 
 
 def preference(number: int) -> dict[str, Any]:
     return {
-        "prompt": [_said("user", 300, number)], "chosen": [_said("assistant", 900, number + 1)],
-        "rejected": [_said("assistant", 900, number + 2)],
+        "prompt": [_said("user", 200, number)], "chosen": [_said("assistant", 400, number + 1)],
+        "rejected": [_said("assistant", 400, number + 2)],
     }  # fmt: skip
 
 
