@@ -120,8 +120,8 @@ CASES = (
          inputs=_gpt_tokens),
     Case("nanoGPT, 8 ranks", "nanoGPT", "its defaults, DDP", "torchrun --standalone --nproc_per_node=8 train.py",
          "a100-40gb", inputs=_gpt_tokens),
-    Case("minGPT", "minGPT", "chargpt: GPT-2 124M on letters, 64 x 128",
-         "PYTHONPATH=. python projects/chargpt/chargpt.py --model.model_type=gpt2", "l4",
+    Case("minGPT", "minGPT", "chargpt: its defaults, 64 x 128 letters; 500 letters are generated after the first step",
+         "PYTHONPATH=. python projects/chargpt/chargpt.py", "l4",
          inputs=(make.text_file("input.txt", 60_000, "O God, O God!"),)),
     # -- pytorch/examples
     Case("imagenet", "pytorch/examples", "ResNet-50, fp32, 256 images", "python main.py -a resnet50 --dummy -j 2",
@@ -244,23 +244,23 @@ CASES = (
          "PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 "
          "--config llama3_8b --hf_assets_path Llama-3.1-8B --dataloader.dataset c4_test", "h100",
          inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text, rows=128, test=8)),
-         needs=("torchtitan", "tyro")),
+         needs=("torchtitan", "torch_checkpointing", "spmd_types==0.2.3", "tyro")),
     Case("torchtitan, debug model", "torchtitan", "its debug model, 8 x 2048, over 8",
          "PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 "
          "--config llama3_debugmodel --hf_assets_path Llama-3.1-8B", "h100",
          inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text, rows=128, test=8)),
-         needs=("torchtitan", "tyro")),
+         needs=("torchtitan", "torch_checkpointing", "spmd_types==0.2.3", "tyro")),
     Case("litgpt pretrain", "litgpt", "pythia-160m on text files, 4 x 2048 tokens of 512",
          "python -m litgpt pretrain pythia-160m --tokenizer_dir Qwen2-0.5B --data TextFiles --data.train_data_path "
          "texts "
          "--train.max_tokens 1000000 --train.micro_batch_size 4", "a100-40gb",
          inputs=(_qwen, make.text_file("texts/1.txt", 60_000), make.text_file("texts/2.txt", 60_000)),
-         needs=("litgpt", "jsonargparse", "litdata")),
+         needs=("litgpt", "jsonargparse==4.41.0", "litdata")),
     Case("litgpt finetune_lora", "litgpt", "TinyLlama 1.1B, LoRA, bf16, its defaults",
          "python -m litgpt finetune_lora checkpoints/TinyLlama/tiny-llama-1.1b --data Alpaca2k", "l4",
          inputs=(make.litgpt_checkpoint("checkpoints/TinyLlama", "tiny-llama-1.1b"),
                  make.dataset("mhenrichsen/alpaca_2k_test", make.instruction, rows=2000)),
-         needs=("litgpt", "jsonargparse", "litdata")),
+         needs=("litgpt", "jsonargparse==4.41.0", "litdata")),
     Case("tensor_parallel/train.py", "Lightning", "Llama of 7B, 2 x 2 ranks of data and tensor parallel, 8 x 128",
          "python train.py", "a100-80gb", options="--ranks 4 --devices 4", folder="examples/pytorch/tensor_parallel"),
     Case("language_model/train.py", "Lightning", "Fabric: Transformer of 2 layers, 20 sequences",
