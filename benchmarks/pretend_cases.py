@@ -126,7 +126,7 @@ CASES = (
     # -- pytorch/examples
     Case("imagenet", "pytorch/examples", "ResNet-50, fp32, 256 images", "python main.py -a resnet50 --dummy -j 2",
          "a100-80gb", folder="imagenet", needs=_vision),
-    Case("imagenet, DDP", "pytorch/examples", "the same, 2048 images over 8 by mp.spawn",
+    Case("imagenet, DDP", "pytorch/examples", "ResNet-50, fp32, 2048 images over 8 by mp.spawn",
          "python main.py -a resnet50 --dummy -j 8 -b 2048 --multiprocessing-distributed --world-size 1 --rank 0 "
          "--dist-url tcp://127.0.0.1:23456", "a100-80gb", options="--devices 8", folder="imagenet", needs=_vision),
     Case("mnist", "pytorch/examples", "two convolutions, 64 digits", "python main.py", "l4", folder="mnist",
@@ -189,26 +189,26 @@ CASES = (
     Case("sft, QLoRA", "TRL", "Llama 2 7B in 4 bits, LoRA on all linear layers, 4 x 1024",
          f"python -m {_SFT} --model_name_or_path Llama-2-7b-hf --load_in_4bit --use_peft --lora_target_modules "
          "all-linear "
-         "--per_device_train_batch_size 4 --gradient_checkpointing --bf16 --max_length 1024", "a100-40gb",
+         "--per_device_train_batch_size 4 --gradient_checkpointing --bf16 True --max_length 1024", "a100-40gb",
          options="--no-weights", inputs=(_llama_2, _chats)),
     Case("sft, FSDP2", "TRL", "Llama 3.1 8B, 2 x 4096, over 8 by TRL's fsdp2.yaml",
          f"accelerate launch --config_file fsdp2.yaml -m {_SFT} --model_name_or_path Llama-3.1-8B --dtype bfloat16 "
-         "--per_device_train_batch_size 2 --max_length 4096 --bf16", "h100", options="--no-weights",
+         "--per_device_train_batch_size 2 --max_length 4096 --bf16 True", "h100", options="--no-weights",
          inputs=(_llama_3, _chats)),
     Case("sft, ZeRO-3", "TRL", "the same by TRL's zero3.yaml",
          f"accelerate launch --config_file zero3.yaml -m {_SFT} --model_name_or_path Llama-3.1-8B --dtype bfloat16 "
-         "--per_device_train_batch_size 2 --max_length 4096 --bf16", "h100", options="--no-weights",
+         "--per_device_train_batch_size 2 --max_length 4096 --bf16 True", "h100", options="--no-weights",
          inputs=(_llama_3, _chats)),
     Case("sft, FSDP2, 70B", "TRL", "Llama 2 70B, 1 x 4096, over 64",
          f"accelerate launch --config_file fsdp2.yaml --num_machines 8 --num_processes 64 --machine_rank 0 "
          f"--main_process_ip 127.0.0.1 --main_process_port 29500 -m {_SFT} "
          "--model_name_or_path Llama-2-70b-hf --dtype bfloat16 --per_device_train_batch_size 1 --max_length 4096 "
-         "--bf16",
+         "--bf16 True",
          "h100", options="--no-weights --ranks 64", inputs=(_llama_70b, _chats)),
     Case("sft, mixture of experts", "TRL", "Qwen3-30B-A3B, LoRA on attention, 1 x 2048",
          f"python -m {_SFT} --model_name_or_path Qwen3-30B-A3B --dtype bfloat16 --use_peft --lora_target_modules "
          "q_proj v_proj "
-         "--per_device_train_batch_size 1 --max_length 2048 --bf16", "h100", options="--no-weights", inputs=(_moe,
+         "--per_device_train_batch_size 1 --max_length 2048 --bf16 True", "h100", options="--no-weights", inputs=(_moe,
          _chats)),
     Case("dpo", "TRL", "Qwen2 0.5B and its reference, 8 x 1024",
          "python -m trl.scripts.dpo --dataset_name preferences --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
@@ -290,7 +290,7 @@ CASES = (
          "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer "
          "--vocab-size 50256 --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
          "--no-masked-softmax-fusion --eval-iters 0 --log-interval 1", "h100", options="--ranks 1024",
-         needs=("pybind11",)),
+         needs=("pybind11", "six")),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),
