@@ -22,8 +22,8 @@ def summary(lines: list[dict]) -> str:
     trained += f"; {len(lines) - len(ran)} did not, for the reason in the row" if len(lines) > len(ran) else ""
     return (
         f"{trained}. A run took {seconds[len(seconds) // 2]:.0f} s in the median and {seconds[-1]:.0f} s at most, on "
-        f"two processor cores that others used too, and no more than {host / GIB:.1f} GiB of host memory in its largest "
-        "process."
+        f"two processor cores that others used too, and no more than {host / GIB:.1f} GiB of host memory in its "
+        "largest process."
     )
 
 

@@ -218,6 +218,19 @@ assert model.dtype == torch.float16 and not any(p.count_nonzero() for p in model
     python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
 
 
+def test_the_first_forward_is_noted_without_a_hook_that_scripts_would_see(python, tmp_path):
+    source = """
+import torch
+assert not torch.nn.modules.module._global_forward_pre_hooks  # torch.compile warns of them
+model = torch.nn.Linear(4, 4).cuda()
+model(torch.ones(1, 4, device="cuda"))
+assert torch.nn.Module.__call__ is torch.nn.Module._wrapped_call_impl
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path))
+
+    assert "forward" in [stage["stage"] for stage in seen(tmp_path)["stages"]]
+
+
 def test_deepspeeds_optimizers_need_no_compiler_and_take_no_memory_of_the_host(python, tmp_path):
     source = """
 import torch
