@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import ablation
+import pretend_table
 import published_table
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
@@ -31,12 +32,12 @@ from foresight_table import (
     ranks_table,
 )
 from foresight_table import zoo_table as hollow_zoo_table
+from full_size_table import example_text, full_size_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
 from host_time_table import host_time_table
 from integrations_table import cases_table, timed_table
 from limits_table import costs_table
-from pretend_table import example_text, full_size_table
 from real_steps_table import real_steps_table
 
 from lowtide.doctor import registry
@@ -113,12 +114,19 @@ def main() -> int:
             )
         ),
         *(
-            Page(
-                HOW_TO / "pretend.md", f"pretend {at}", RESULTS / "pretend_example.json", partial(example_text, at)
-            )
+            Page(HOW_TO / "pretend.md", f"pretend {at}", RESULTS / "pretend_example.json", partial(example_text, at))
             for at in ("h100", "l4")
         ),
         Page(ROOT / "docs" / "full-size.md", "full size", RESULTS / "full_size.jsonl", full_size_table),
+        *(
+            Page(ROOT / "docs" / "pretend.md", f"pretend {mark}", RESULTS / "pretend_scripts.json", table)
+            for mark, table in (
+                ("summary", pretend_table.summary),
+                ("runs", pretend_table.runs),
+                ("not run", pretend_table.not_run),
+                ("commands", pretend_table.commands),
+            )
+        ),
         Page(HOW_TO / "generate-within-a-budget.md", "cache", RESULTS / "cache_offload.jsonl", cache_table),
         Page(HOW_TO / "generate-within-a-budget.md", "gap", RESULTS / "generation_gap_cpu.jsonl", gap_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),

@@ -204,5 +204,49 @@ assert peak < 2 << 30, peak
     assert not list((tmp_path / "model").glob("*.safetensors"))
 
 
+def test_parts_of_a_diffusion_pipeline_without_weights_give_zeros(python, tmp_path):
+    source = f"""
+import json, pathlib, torch
+from diffusers import UNet2DModel
+folder = pathlib.Path({str(tmp_path / "pipeline")!r}) / "unet"
+small = dict(sample_size=32, block_out_channels=[32, 64], layers_per_block=1, norm_num_groups=8,
+             down_block_types=["DownBlock2D"] * 2, up_block_types=["UpBlock2D"] * 2)
+UNet2DModel(**small).save_config(folder)
+model = UNet2DModel.from_pretrained(folder.parent, subfolder="unet", torch_dtype=torch.float16, variant="fp16")
+assert model.dtype == torch.float16 and not any(p.count_nonzero() for p in model.parameters())
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
+
+
+def test_the_first_forward_is_noted_without_a_hook_that_scripts_would_see(python, tmp_path):
+    source = """
+import torch
+assert not torch.nn.modules.module._global_forward_pre_hooks  # torch.compile warns of them
+model = torch.nn.Linear(4, 4).cuda()
+model(torch.ones(1, 4, device="cuda"))
+assert torch.nn.Module.__call__ is torch.nn.Module._wrapped_call_impl
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path))
+
+    assert "forward" in [stage["stage"] for stage in seen(tmp_path)["stages"]]
+
+
+def test_deepspeeds_optimizers_need_no_compiler_and_take_no_memory_of_the_host(python, tmp_path):
+    source = """
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+fused = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+fused.grad = torch.ones_like(fused)
+FusedAdam([fused]).step()
+assert torch.cuda.memory_allocated() >= 4 * 4 << 20
+large = torch.nn.Parameter(torch.zeros(1 << 28))
+large.grad = torch.zeros(1 << 28)
+DeepSpeedCPUAdam([large]).step()
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+assert peak < 2 << 30, peak
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+
 def test_the_python_that_runs_these_tests_is_the_stand_ins(python):
     assert python("import sys; print(sys.prefix)") == sys.prefix

@@ -3,7 +3,7 @@
 import importlib.util
 from types import ModuleType
 
-from cuda_standin.script import compiling, out_of_memory, ranks, record, steps, stops, weights
+from cuda_standin.script import compiling, deepspeed_ops, out_of_memory, ranks, record, steps, stops, weights
 from cuda_standin.script.peaks import Peaks
 from cuda_standin.script.request import request
 
@@ -15,6 +15,7 @@ def start(torch: ModuleType) -> None:
     ranks.install(torch, wanted)
     compiling.install()
     weights.install(wanted)
+    deepspeed_ops.install()
     peaks = Peaks(torch)
 
     def device_is_used() -> None:  # CUDA's first use

@@ -140,12 +140,18 @@ def _note_stages(torch: ModuleType) -> None:
 
     torch.autograd.backward = noted
 
-    def first_call(module: Any, args: Any) -> None:
-        if torch.cuda.is_initialized():
-            handle.remove()
-            record.reached("forward")
+    # Not a hook for all modules: torch.compile warns of those, and asks of them before each call.
+    call = torch.nn.Module.__call__
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(first_call)
+    @functools.wraps(call)
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_initialized():
+            if torch.nn.Module.__call__ is first_call:
+                torch.nn.Module.__call__ = call
+            record.reached("forward")
+        return call(*args, **kwargs)
+
+    torch.nn.Module.__call__ = first_call
 
 
 def _at_exit(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:

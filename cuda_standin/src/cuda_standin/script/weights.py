@@ -2,11 +2,13 @@
 
 A file in the form of safetensors is made beside links to the folder's own files: names, types and shapes as the model
 has them, and a hole of the right size for the data. What loads weights runs as it is: casts, devices, quantizers.
+transformers and diffusers; timm's models, which have no folder, keep their random weights.
 """
 
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +18,51 @@ from cuda_standin.script.request import Request, request
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
           "uint8": "U8", "int8": "I8", "bool": "BOOL"}  # fmt: skip
-_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.index.json")
+_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*pytorch_model*.bin", "*pytorch_model*.index.json")
 
 
 def install(wanted: Request) -> None:
     if wanted.no_weights:
-        imports.after_import("transformers.modeling_utils", _instead_of_weights)
+        imports.after_import(
+            "transformers.modeling_utils", lambda module: _instead_of_weights(module.PreTrainedModel, _transformers)
+        )
+        imports.after_import(
+            "diffusers.models.modeling_utils", lambda module: _instead_of_weights(module.ModelMixin, _diffusers)
+        )
+        imports.after_import("timm.models._builder", _random_weights)
 
 
-def _instead_of_weights(module: Any) -> None:
-    load = module.PreTrainedModel.from_pretrained.__func__
+def _instead_of_weights(base: Any, hole: Callable[[Any, Path], Path]) -> None:
+    load = base.from_pretrained.__func__
 
     @functools.wraps(load)
     def from_pretrained(cls: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
         folder = Path(str(path)) / (kwargs.get("subfolder") or "")
         if (folder / "config.json").is_file() and not any(any(folder.glob(pattern)) for pattern in _PATTERNS):
-            path = folder_with_hole(cls, folder)
-            kwargs.pop("subfolder", None)
+            path = hole(cls, folder)
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("subfolder", "variant")}
             record.notes.add(f"{folder} has no weights: they are zeros")
         return load(cls, path, *args, **kwargs)
 
-    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    base.from_pretrained = classmethod(from_pretrained)
 
 
-def folder_with_hole(model_class: Any, folder: Path) -> Path:
-    """A folder with links to the files of ``folder`` and with ``model.safetensors``, a hole but for its header."""
+def _random_weights(module: Any) -> None:
+    def load_pretrained(model: Any, *_: Any, **__: Any) -> None:
+        record.notes.add(f"timm: {type(model).__name__} has no weights: they are random")
+
+    module.load_pretrained = load_pretrained
+
+
+def _diffusers(model_class: Any, folder: Path) -> Path:
+    import torch
+
+    with torch.device("meta"):
+        model = model_class.from_config(model_class.load_config(folder))
+    return folder_with_hole(model.state_dict(), torch.float32, folder, "diffusion_pytorch_model.safetensors")
+
+
+def _transformers(model_class: Any, folder: Path) -> Path:
     import torch
     from transformers import AutoConfig
 
@@ -49,21 +71,33 @@ def folder_with_hole(model_class: Any, folder: Path) -> Path:
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
         model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
-    shared, header, at = set(getattr(model, "_tied_weights_keys", None) or ()), {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in model.state_dict().items():
-        if name in shared:
-            continue
+    shared = set(getattr(model, "_tied_weights_keys", None) or ())
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+    return folder_with_hole(state, dtype, folder, "model.safetensors")
+
+
+def folder_with_hole(state: dict[str, Any], dtype: Any, folder: Path, name: str) -> Path:
+    """A folder with links to the files of ``folder`` and with ``name``, a hole but for its header.
+
+    Args:
+        state: Tensors on ``meta``; those of floating point have ``dtype`` in the file.
+    """
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, tensor in state.items():
         kept = dtype if tensor.is_floating_point() else tensor.dtype
         size = tensor.numel() * torch.empty(0, dtype=kept).element_size()
-        header[name] = {"dtype": _TYPES[str(kept).removeprefix("torch.")], "shape": list(tensor.shape),
-                        "data_offsets": [at, at + size]}  # fmt: skip
+        header[key] = {"dtype": _TYPES[str(kept).removeprefix("torch.")], "shape": list(tensor.shape),
+                       "data_offsets": [at, at + size]}  # fmt: skip
         at += size
     made = Path(tempfile.mkdtemp(prefix="weights-", dir=request().folder))
     for file in folder.iterdir():
         (made / file.name).symlink_to(file.resolve())
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (made / "model.safetensors").open("wb") as file:
+    with (made / name).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
     return made
