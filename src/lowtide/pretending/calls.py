@@ -33,8 +33,8 @@ def pretend(
         torch: A version of PyTorch, such as ``"2.6.0"``; None: the installed one.
         snapshot: A file for PyTorch's memory viewer (https://pytorch.org/memory_viz).
         output: Where the script's own output goes; None: where ours goes.
-        more: ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``, ``patience_s``
-            (``PretendSettings``).
+        more: ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``, ``patience_s``; for
+            the time of a step ``time``, ``tokens``, ``measured``, ``network_gbit`` (``PretendSettings``).
 
     Raises:
         PretendError: The run cannot be what it was asked to be.

@@ -39,6 +39,7 @@ class CommandRun:
         exit_code: 0 where the process was ended after the steps that were asked for.
         last_words: The end of what the script wrote to stderr.
         ended_because: Empty, or why it was ended before its time.
+        step_record: What the stand-in recorded of one step, for its time (``step_record``); None where none was.
         host_peak_bytes: Of resident memory, of the process that took most.
     """
 
@@ -49,6 +50,7 @@ class CommandRun:
     last_words: str = ""
     ended_because: str = ""
     host_peak_bytes: int = 0
+    step_record: dict[str, Any] | None = None
     assumptions: list[str] = field(default_factory=list)
 
 
@@ -81,11 +83,13 @@ def run(
         code = process.wait()
         reader.join(timeout=5)
         seen = _seen(folder)
-    if seen.get("stopped") and not why:
+        step_record = _step_record(folder, seen)
+    if seen.get("counted") and not why:  # its steps are done; what came after them was for time
         code = 0
     return CommandRun(
-        tuple(command), seen, code if code >= 0 else 128 - code, time.monotonic() - began, "".join(kept), why, host_peak
-    )
+        tuple(command), seen, code if code >= 0 else 128 - code, time.monotonic() - began, "".join(kept), why,
+        host_peak, step_record,
+    )  # fmt: skip
 
 
 def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str]:
@@ -117,6 +121,7 @@ def _request(settings: PretendSettings) -> dict[str, Any]:
         "history": settings.history,
         "snapshot": str(settings.snapshot.absolute()) if settings.snapshot else "",
         "no_weights": settings.no_weights,
+        "time": settings.time and settings.steps > 0,
         "plugin": str(Path(__file__).with_name("lowtide_inside.py")) if settings.budget else "",
     }
 
@@ -198,6 +203,16 @@ def _seen(folder: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             found.append(json.loads(path.read_text()))
     return max(found, key=lambda r: (len(r["steps"]), len(r["out_of_memory"]), r["launches"]), default={})
+
+
+def _step_record(folder: Path, seen: dict[str, Any]) -> dict[str, Any] | None:
+    name = seen.get("step_record", {}).get("file")
+    if not name:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((folder / name).read_text())
+        return found
+    return None
 
 
 def _marked(folder: Path) -> Iterator[int]:

@@ -17,6 +17,7 @@ class Request:
         history: Record who allocated what, which says what the peak is made of.
         snapshot: A file for PyTorch's memory viewer.
         no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
+        time: After the steps, a few more for the host's time, and one that is recorded.
         plugin: A Python file whose ``start(torch)`` is called too.
         run: Marks the processes of this run.
     """
@@ -28,6 +29,7 @@ class Request:
     history: bool = True
     snapshot: str = ""
     no_weights: bool = False
+    time: bool = False
     plugin: str = ""
     run: str = ""
 

@@ -1,11 +1,14 @@
 #include "step_record.h"
 
+#include <thread>
+
 #include "state.h"
 
 namespace standin {
 namespace {
 std::atomic<Recording> recording{Recording::off};
 std::vector<Recorded> step;
+std::thread::id script_thread;
 int64_t began_ns = 0;
 std::vector<std::string> signatures;
 std::unordered_map<std::string, int> known_signatures;
@@ -105,12 +108,16 @@ void standin_not_own_work_end(int before) {
 }
 
 // From now on what goes into CUDA graphs is recorded, so that their replays can be told later.
-void standin_record_captures() { recording = Recording::captures; }
+void standin_record_captures() {
+  recording = Recording::captures;
+  script_thread = std::this_thread::get_id();
+}
 void standin_record_begin() {
   Lock lock(state().mutex);
   step.clear();
   recording = Recording::all;
   began_ns = host_clock_ns();
+  script_thread = std::this_thread::get_id();
 }
 // Writes the entries since `standin_record_begin` and returns how many there are; -1 where the file cannot be written.
 long long standin_record_end(const char* path) {
@@ -149,7 +156,8 @@ int standin_record_signature(const char* json) {
 // An operator runs on this thread, or has: its kernels are its own. Returns how many run, with those that called it.
 int standin_operations(int more) { return operations += more; }
 void standin_record_operation(void* stream, int signature, long long written_bytes, long long kernels) {
-  record(Entry::operation, real((cudaStream_t)stream), signature, written_bytes, kernels);
+  record(Entry::operation, real((cudaStream_t)stream), signature, written_bytes, kernels,
+         script_thread != std::this_thread::get_id());
 }
 void standin_record_host_wait(void* stream) { record(Entry::host_stream, real((cudaStream_t)stream)); }
 void standin_record_collective(void* stream, const char* kind, long long bytes, int ranks, int nodes,

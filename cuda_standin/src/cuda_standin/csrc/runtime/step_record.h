@@ -11,11 +11,11 @@
 namespace standin {
 
 enum class Entry : uint8_t {
-  operation,       // signature, bytes written, kernels
+  operation,       // signature, bytes written, kernels, whether another thread than the script's called it: backward
   kernel,          // one that PyTorch's operators do not launch: signature or -1
   to_device,       // a copy: bytes, whether the host's memory is pinned
-  to_host,         //
-  on_device,       //
+  to_host,         // the same
+  on_device,       // bytes
   fill,            // bytes
   event,           // recorded on the stream: which
   wait,            // the stream waits for an event: which
