@@ -86,6 +86,10 @@ class _Spans:
             self.begins.append(begin)
             self.ends.append(end)
 
+    def forget(self, before: float) -> None:
+        i = bisect.bisect_right(self.ends, before)
+        del self.begins[:i], self.ends[:i]
+
     def beside(self, begin: float, end: float) -> float:
         """How much of them lies between ``begin`` and ``end``."""
         found, i = 0.0, bisect.bisect_right(self.ends, begin)
@@ -185,17 +189,20 @@ class _Player:
             self.wait_of_host(end)
 
 
-def play(tasks: Sequence[Task], host_us: float, *, launch_us: float = LAUNCH_US) -> PlayedStep:
+def play(
+    tasks: Sequence[Task], host_us: float, *, launch_us: float = LAUNCH_US, steps: int = _STEPS
+) -> PlayedStep:
     """Play some steps, and return the last.
 
     Args:
         tasks: In the order of the host.
         host_us: The host's own time from the begin of the step to its end, without launches and waits.
+        steps: How many; what no event ties to the step before may begin while that still runs.
     """
     main = main_stream(tasks)
     player = _Player(main)
     began = 0.0
-    for _ in range(_STEPS):
+    for _ in range(steps):
         began = max(player.streams[main].ends, 0.0)
         player.begin_step()
         before = 0.0
@@ -206,12 +213,12 @@ def play(tasks: Sequence[Task], host_us: float, *, launch_us: float = LAUNCH_US)
         player.host += host_us - before
         step = player.streams[main].ends - began
         for s in player.streams.values():
-            s.spans = _Spans()
+            s.spans.forget(before=began)
         player.expected = _Spans()
         for begin, end in sorted(player.collectives):
             player.expected.add(begin + step, end + step)
     return PlayedStep(
-        step_us=step if tasks else host_us,
+        step_us=step or host_us,
         busy_us=player.busy,
         host_us=player.host_own + host_us,
         waited_us=player.waited,
@@ -223,9 +230,12 @@ def play(tasks: Sequence[Task], host_us: float, *, launch_us: float = LAUNCH_US)
 
 
 def main_stream(tasks: Sequence[Task]) -> int:
-    """The one with most of the work that is no communication."""
-    work: Counter[int] = Counter()
-    for task in tasks:
-        if task.kind in ("kernel", "copy"):
-            work[task.stream] += 1 + int(1e3 * task.us)
-    return work.most_common(1)[0][0] if work else 0
+    """The one that kernels take most of; copies count where there are no kernels."""
+    for kind in ("kernel", "copy"):
+        work: Counter[int] = Counter()
+        for task in tasks:
+            if task.kind == kind:
+                work[task.stream] += 1 + int(1e3 * task.us)
+        if work:
+            return work.most_common(1)[0][0]
+    return 0
