@@ -1,15 +1,13 @@
 """A few more steps, for time: the host's time of steps that nothing disturbs, then one that is recorded.
 
-The record is what the host asked of the device, in its order, with the host's time (``csrc/runtime/step_record.h``); the
-stand-in's own work is not in it. From it lowtide says what the step takes on a GPU.
+The record is what the host asked of the device, in its order, with the host's time, without the stand-in's own work
+(``csrc/runtime/step_record.h``). From it lowtide says what the step takes on a GPU.
 """
 
 import contextlib
-import ctypes
 from types import ModuleType
-from typing import Any
 
-from cuda_standin import loading
+from cuda_standin import control, loading
 from cuda_standin.script import record, triton_kernels
 from cuda_standin.script.request import Request
 
@@ -31,52 +29,37 @@ class StepRecord:
     def arm(self) -> None:
         """From CUDA's first use on: a graph that is captured is recorded, and what Triton's kernels work on."""
         if self._wanted.time:
-            self._runtime().standin_record_captures()
+            control.record_graphs()
             triton_kernels.install(self._torch)
 
-    def begin(self) -> bool:
-        """Whether there will be such steps. From now on nothing else looks at the script."""
-        if not self._wanted.time or not hasattr(loading.values(), "standin_report"):
-            return False
+    def begin(self) -> None:
+        """There will be such steps. From now on nothing else looks at the script."""
         self.runs = True
         with contextlib.suppress(TypeError, RuntimeError):  # a PyTorch that records none
             self._torch.cuda.memory._record_memory_history(enabled=None)
         loading.values().standin_on_wait(None)
-        self._began = self._clock()
-        return True
+        self._began = control.host_clock_ns()
 
     def step_ended(self) -> bool:
         """Whether that was the recorded step."""
-        now = self._clock()
+        now = control.host_clock_ns()
         self.steps += 1
         if self.steps <= _UNDISTURBED:
             self._host_ns.append(now - self._began)
         if self.steps == _UNDISTURBED:
             triton_kernels.recording = True
-            self._runtime().standin_record_begin()
+            control.begin_step_record()
         elif self.steps > _UNDISTURBED:
             self._end()
             return True
-        self._began = self._clock()
+        self._began = control.host_clock_ns()
         return False
 
     def _end(self) -> None:
         triton_kernels.recording = False
         path = self._wanted.folder / _FILE.format(pid=record.process)
-        count = self._runtime().standin_record_end(str(path).encode())
-        record.facts["step_record"] = {
-            "file": path.name if count >= 0 else "",
-            "host_ns": self._host_ns,
-            "tf32": _tf32(self._torch),
-        }
-
-    def _clock(self) -> int:
-        return self._runtime().standin_host_clock()
-
-    def _runtime(self) -> Any:
-        runtime = loading.runtime()
-        runtime.standin_host_clock.restype = runtime.standin_record_end.restype = ctypes.c_longlong
-        return runtime
+        control.end_step_record(path)
+        record.facts["step_record"] = {"file": path.name, "host_ns": self._host_ns, "tf32": _tf32(self._torch)}
 
 
 def _tf32(torch: ModuleType) -> bool:

@@ -75,13 +75,12 @@ class Steps:
         done = 0 < self._wanted.steps <= len(record.step_records)
         if done or len(record.step_records) == _LABELLED:
             composition.take(self._torch, self._wanted.snapshot)
+        record.facts["counted"] = done  # what follows is for time alone
         if done and not self._wanted.time:
             self._stop()
-        record.facts["counted"] = done  # what follows is for time alone
         record.write()
-        if done and not self._timed.begin():
-            self._stop()
         if done:
+            self._timed.begin()
             return
         record.stops.clear()
         self._peaks.next_step()
