@@ -82,6 +82,8 @@ def run(
             _end_all(folder)
         code = process.wait()
         reader.join(timeout=5)
+        if process.stderr is not None:
+            process.stderr.close()
         seen = _seen(folder)
         step_record = _step_record(folder, seen)
     if seen.get("counted") and not why:  # its steps are done; what came after them was for time
