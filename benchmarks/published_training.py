@@ -42,8 +42,11 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, int]:
         model = LearnedPositions(width, heads, layers, args.tokens, _MPT_VOCABULARY, args.recompute == "whole")
         return model, _MPT_VOCABULARY
     shape = (SHAPES | LARGER_LLAMA)[args.model]
-    recompute = {"none": None, "whole": whole_block, "op": _but_products_and_attention}[args.recompute]
-    return Decoder(shape, args.tokens, recompute=recompute), shape.vocabulary
+    model = Decoder(shape, args.tokens)
+    how = {"whole": whole_block, "op": _but_products_and_attention}.get(args.recompute)
+    for block in model.blocks if how else ():
+        block.forward = how(block.forward)  # below what compiles the block
+    return model, shape.vocabulary
 
 
 def bert(args: argparse.Namespace) -> nn.Module:
@@ -55,7 +58,7 @@ def bert(args: argparse.Namespace) -> nn.Module:
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
     if args.recompute == "whole":
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})  # as it was then
     return model
 
 
@@ -121,7 +124,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="mixed", choices=("mixed", "bf16", "fp32", "fp16-amp"))
     parser.add_argument("--recompute", default="none", choices=("none", "whole", "op"))
     parser.add_argument("--optimizer", default="foreach", choices=("loop", "foreach", "fused"))
-    for name in ("compile", "reduce-float32", "loss-float32", "clip", "loss-read"):
+    for name in ("compile", "compile-loss", "reduce-float32", "loss-float32", "clip", "loss-read"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
 
@@ -132,12 +135,13 @@ def main() -> None:
     model = wrapped(model, args).train()
     how = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[args.optimizer]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **how)
+    loss_from = torch.compile(_cross_entropy) if args.compile_loss else _cross_entropy
     scaler = torch.amp.GradScaler("cuda", enabled=args.dtype == "fp16-amp")
     while True:
         for _ in range(args.accumulate):
             ids = torch.randint(0, vocabulary, (args.rows, args.tokens)).cuda()
             with torch.autocast("cuda", torch.float16, enabled=args.dtype == "fp16-amp"):
-                loss = loss_of(model, ids, args) / args.accumulate
+                loss = loss_of(model, ids, args, loss_from) / args.accumulate
             scaler.scale(loss).backward()
         if args.clip:
             scaler.unscale_(optimizer)
@@ -150,13 +154,19 @@ def main() -> None:
             loss.item()
 
 
-def loss_of(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, in_float32: bool) -> torch.Tensor:
+    logits = logits.flatten(0, 1)
+    return functional.cross_entropy(logits.float() if in_float32 else logits, targets.flatten())
+
+
+def loss_of(
+    model: nn.Module, ids: torch.Tensor, args: argparse.Namespace, loss_from: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     if args.model == "bert-large":
         labels = torch.randint(0, 2, ids.shape[:1]).cuda()
         loss: torch.Tensor = model(input_ids=ids, labels=labels).loss
         return loss
-    logits = model(ids).flatten(0, 1)
-    return functional.cross_entropy(logits.float() if args.loss_float32 else logits, ids.flatten())
+    return loss_from(model(ids), ids, args.loss_float32)
 
 
 if __name__ == "__main__":

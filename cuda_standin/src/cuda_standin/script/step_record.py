@@ -5,7 +5,9 @@ The record is what the host asked of the device, in its order, with the host's t
 """
 
 import contextlib
+import time
 from types import ModuleType
+from typing import NamedTuple
 
 from cuda_standin import control, loading
 from cuda_standin.script import record, triton_kernels
@@ -15,6 +17,23 @@ _UNDISTURBED = 2  # the faster one counts
 _FILE = "step-{pid}.json"
 
 
+class _Moment(NamedTuple):
+    """Of the host's clock, which leaves out the stand-in's own work, and of others; nanoseconds."""
+
+    host: int
+    wall: int
+    processor: int
+
+    @classmethod
+    def now(cls) -> "_Moment":
+        return cls(control.host_clock_ns(), time.perf_counter_ns(), time.process_time_ns())
+
+    def host_ns_since(self, before: "_Moment") -> int:
+        """Without the time in which another process had the processor."""
+        had = (self.processor - before.processor) / max(1, self.wall - before.wall)
+        return round((self.host - before.host) * min(1.0, had))
+
+
 class StepRecord:
     """Told of the end of each step, from the last one that memory is reported of on."""
 
@@ -22,7 +41,7 @@ class StepRecord:
         self._torch = torch
         self._wanted = wanted
         self._host_ns: list[int] = []
-        self._began = 0
+        self._began = _Moment(0, 0, 0)
         self.steps = 0  # that have ended since
         self.runs = False
 
@@ -38,21 +57,21 @@ class StepRecord:
         with contextlib.suppress(TypeError, RuntimeError):  # a PyTorch that records none
             self._torch.cuda.memory._record_memory_history(enabled=None)
         loading.values().standin_on_wait(None)
-        self._began = control.host_clock_ns()
+        self._began = _Moment.now()
 
     def step_ended(self) -> bool:
         """Whether that was the recorded step."""
-        now = control.host_clock_ns()
+        now = _Moment.now()
         self.steps += 1
         if self.steps <= _UNDISTURBED:
-            self._host_ns.append(now - self._began)
+            self._host_ns.append(now.host_ns_since(self._began))
         if self.steps == _UNDISTURBED:
             triton_kernels.recording = True
             control.begin_step_record()
         elif self.steps > _UNDISTURBED:
             self._end()
             return True
-        self._began = control.host_clock_ns()
+        self._began = _Moment.now()
         return False
 
     def _end(self) -> None:
