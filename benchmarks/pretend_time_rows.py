@@ -29,7 +29,6 @@ class TimeRow:
         is_anchor: It is that one.
         per_step: What is counted in one step of one rank.
         network_gbit: Of each device to other machines; None: as clouds have it.
-        same_but: Another row that differs in one thing, for comparisons.
     """
 
     source: str
@@ -114,7 +113,8 @@ def _llama() -> Iterator[TimeRow]:
     for compiled, published in ((False, 7075), (True, 8998)):
         yield TimeRow(TORCHTUNE, f"Llama 3.2 3B, 2 x 4096, bf16{', compile' if compiled else ''}", "a100-80gb", 1,
                       "--model llama-3.2-3b --rows 2 --tokens 4096 --dtype bf16 --loss-float32 --optimizer fused"
-                      + (" --compile --compile-loss" if compiled else ""), published, "a100", 2 * 4096, unit="tokens/s")  # fmt: skip
+                      + (" --compile --compile-loss" if compiled else ""), published, "a100", 2 * 4096,
+                      unit="tokens/s")  # fmt: skip
     yield TimeRow(LITGPT, "TinyLlama 1.1B, 8 x 4 x 2048, bf16", "a100-40gb", 1,
                   "--model tinyllama --rows 4 --tokens 2048 --accumulate 8 --dtype bf16 --loss-float32", 18300, "a100",
                   8 * 4 * 2048, unit="tokens/s")  # fmt: skip

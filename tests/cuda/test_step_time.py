@@ -58,7 +58,7 @@ def test_the_report_says_what_a_step_takes_and_why(script):
     assert {"matmul", "attention", "memory", "host copies"} <= set(time.by_kind_ms)
     # Products of 2 layers: 12 x width squared for each token, three times; attention is a part of it.
     assert time.model_flops == pytest.approx(3 * 2 * 2 * 12 * 512**2 * 4 * 256, rel=0.2)
-    assert not time.is_anchored and time.error_fraction > 0.1
+    assert not time.is_anchored
     assert f"a step on a100-80gb takes {time.step_ms:,.1f} ms" in str(report)
     assert json.loads(json.dumps(report.to_json()))["time"]["tokens_per_second"] == time.tokens_per_second
 
@@ -81,7 +81,7 @@ def test_with_a_measured_rate_the_step_takes_that(script):
     anchored = report_of(script, measured=f"{rate} tokens/s", **options).time
 
     assert anchored.tokens_per_second == pytest.approx(rate, rel=0.01)
-    assert anchored.is_anchored and anchored.speed < 1 and anchored.error_fraction < plain.error_fraction
+    assert anchored.is_anchored and anchored.speed < 1 and anchored.error_fraction <= plain.error_fraction
 
 
 def test_a_number_that_is_read_makes_the_host_wait_for_the_device(script):

@@ -44,8 +44,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--no-time", action="store_true", help="do not say what a step takes, which runs three more")
     parser.add_argument("--tokens", type=int, metavar="N", help="of a step of this rank (default: as its ids say)")
     parser.add_argument("--measured", metavar="RATE",
-                        help='what it really does there: "10643 tokens/s" (a GPU), "187 ms"; or "speed 0.83" of an earlier '
-                        "report")  # fmt: skip
+                        help='what it really does there: "10643 tokens/s" (a GPU), "187 ms"; or "speed 0.83" of an '
+                        "earlier report")  # fmt: skip
     parser.add_argument("--network", type=float, metavar="GBIT", help="of each GPU to other machines, in Gbit/s")
     parser.add_argument("--torch", metavar="VERSION", help="PyTorch's (default: the installed one)")
     parser.add_argument(

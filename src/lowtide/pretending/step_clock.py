@@ -121,8 +121,8 @@ class _Player:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.lost: Counter[str] = Counter()
-        self.by_name: Counter[str] = Counter()
+        self.lost: dict[str, float] = defaultdict(float)
+        self.by_name: dict[str, float] = defaultdict(float)
         self.busy = self.waited = self.host_own = self.communication = self.slowed = 0.0
         self.collectives: list[tuple[float, float]] = []
 
@@ -189,9 +189,7 @@ class _Player:
             self.wait_of_host(end)
 
 
-def play(
-    tasks: Sequence[Task], host_us: float, *, launch_us: float = LAUNCH_US, steps: int = _STEPS
-) -> PlayedStep:
+def play(tasks: Sequence[Task], host_us: float, *, launch_us: float = LAUNCH_US, steps: int = _STEPS) -> PlayedStep:
     """Play some steps, and return the last.
 
     Args:
@@ -225,7 +223,7 @@ def play(
         communication_us=player.communication,
         lost_us=dict(player.lost),
         slowed_us=player.slowed,
-        by_name_us=dict(player.by_name.most_common()),
+        by_name_us=dict(sorted(player.by_name.items(), key=lambda item: -item[1])),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from lowtide.pretending.settings import Measured, PretendError
 from lowtide.pretending.step_clock import PlayedStep, play
 from lowtide.pretending.step_record import StepRecord
 
-# How far a step may be off: what nine of ten rows of docs/pretend-time.md stay within.
-ERROR_ANCHORED = 0.1
-ERROR = 0.25
+# How far a step may be off, by compute capability: what nine of ten rows of docs/pretend-time.md stay within.
+_ERROR = {7.0: 0.2, 8.0: 0.1, 9.0: 0.15}
+_ERROR_ANCHORED = 0.1
 _SLOWEST, _FASTEST = 0.2, 2.0  # shares of the table's speed between which a measured one is looked for
 _SHOWN = 8
 _FEWEST_FACTOR = 1e-3
@@ -110,8 +110,12 @@ def step_time(
         tokens=tokens,
         speed=speed,
         is_anchored=anchor is not None,
-        error_fraction=ERROR_ANCHORED if anchor is not None else ERROR,
+        error_fraction=_error(device) if anchor is None else min(_ERROR_ANCHORED, _error(device)),
     )
+
+
+def _error(device: Device) -> float:
+    return _ERROR.get(device.compute_capability or 0.0, device.error_fraction)
 
 
 def _played(times: OpTimes, speed: float) -> PlayedStep:
@@ -149,15 +153,16 @@ def _flops(times: OpTimes) -> tuple[float, float, Counter[str]]:
 
 
 def _slowest(times: OpTimes, speed: float) -> tuple[tuple[str, float, int], ...]:
-    taken: Counter[str] = Counter()
+    taken: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
     for entry in times.all_entries():
         if entry.kind in ("op", "kernel"):
             told: dict[str, Any] = times.record.signatures[entry.a] if entry.a >= 0 else {"op": "kernel"}
             name = told.get("name") or told["op"].removesuffix(".default")
-            taken[name] += times.op_time(entry).us(speed)  # type: ignore[assignment]
+            taken[name] += times.op_time(entry).us(speed)
             calls[name] += 1
-    return tuple((name, us / 1e3, calls[name]) for name, us in taken.most_common(_SHOWN))
+    most = sorted(taken.items(), key=lambda item: -item[1])[:_SHOWN]
+    return tuple((name, us / 1e3, calls[name]) for name, us in most)
 
 
 def _tokens(record: StepRecord) -> int | None:
