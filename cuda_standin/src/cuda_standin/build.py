@@ -31,7 +31,7 @@ OURS = {
     "libnccl": ("nccl.cpp",),
 }  # fmt: skip
 # One translation unit; the first comes first because it opens a private part of the dispatcher for old versions.
-VALUES = ("values/values.cpp", "values/attention.cpp", "values/by_hand.cpp", "values/skipped.cpp",
+VALUES = ("values/values.cpp", "values/attention.cpp", "values/by_hand.cpp", "values/skipped.cpp", "values/host.cpp",
           "values/operator_log.cpp")  # fmt: skip
 # "Not supported" in the words of each library; 0 where success is the more useful answer.
 _NOT_SUPPORTED = {

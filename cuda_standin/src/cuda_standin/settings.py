@@ -8,7 +8,7 @@
 | ``STANDIN_DEVICES`` | how many devices (1) |
 | ``STANDIN_VALUES`` | 0: no values at all; memory keeps what was there (1) |
 | ``STANDIN_SKIP_BYTES`` | operators and copies on more bytes get no values: steps of any size run in seconds |
-| ``STANDIN_RULES`` | what skipped operators leave, a sum of 1, 2, 4 (7); see ``csrc/values/skipped.cpp`` |
+| ``STANDIN_RULES`` | what skipped operators leave, a sum of 1, 2, 4, 8 (15); see ``csrc/values/skipped.cpp`` |
 | ``STANDIN_ROUTING`` | worst: tokens whose experts are tied all go to the same ones (balanced: they go round) |
 | ``STANDIN_STRICT`` | 0: an operator without values is told in ``report()`` and goes on (1: it raises) |
 | ``STANDIN_LATE`` | what runs as late as events allow: ``copies`` on side streams, ``side``, ``default``, ``all`` |

@@ -35,7 +35,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="of the job (default: as the command's launcher says)")
     parser.add_argument("--rank", type=int, default=0, metavar="K", help="the one that runs (default 0)")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="default 8")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps; 0: to the end (default 3)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps; 0: to the end (default 3; 6 with --budget)"
+    )
     parser.add_argument("--budget", metavar="BYTES", help='attach lowtide to the script, with "20GiB" or "auto"')
     parser.add_argument("--values", choices=("small", "all", "none"), default="small",
                         help="which tensors have right values (small: up to 1 MiB, integers and flags)")  # fmt: skip

@@ -15,7 +15,7 @@ from lowtide.pretending.standin_package import standin_folder
 
 def pretend(
     command: Sequence[str], device: str = "h100", *, memory: int | str | None = None, ranks: int | None = None,
-    rank: int = 0, steps: int = 3, budget: int | str | None = None, torch: str | None = None,
+    rank: int = 0, steps: int | None = None, budget: int | str | None = None, torch: str | None = None,
     snapshot: str | Path | None = None, output: IO[str] | None = None, **more: Any,
 ) -> PretendReport:  # fmt: skip
     """Run a training script, as it is, on a GPU that is not there, and return what it takes and where it breaks.
@@ -28,7 +28,7 @@ def pretend(
         device: A name of the table, such as ``"h100"``.
         memory: Of the device, in bytes or ``"40GiB"``; None: what it has.
         ranks: Of the job, of which ``rank`` alone runs; None: as the command's launcher says.
-        steps: 0 runs the script to its own end.
+        steps: 0 runs the script to its own end; None: 3, or 6 with a budget.
         budget: lowtide is attached to the script with this budget.
         torch: A version of PyTorch, such as ``"2.6.0"``; None: the installed one.
         snapshot: A file for PyTorch's memory viewer (https://pytorch.org/memory_viz).

@@ -22,7 +22,7 @@ import psutil
 
 from lowtide.pretending import environments
 from lowtide.pretending.environments import ScriptEnvironment
-from lowtide.pretending.settings import SKIPPED_ABOVE_BYTES, PretendError, PretendSettings
+from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendError, PretendSettings
 
 _PYTHON = ("python", "python3", "python3.11", "python3.12", "python3.13")
 _LAST_WORDS = 60  # lines of the script's errors that are kept
@@ -116,14 +116,16 @@ def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str
 
 def _request(settings: PretendSettings) -> dict[str, Any]:
     return {
-        "steps": settings.steps,
+        "steps": settings.last_step,
         "ranks": settings.ranks or 0,
         "rank": settings.rank,
         "ranks_per_node": settings.ranks_per_node,
         "history": settings.history,
         "snapshot": str(settings.snapshot.absolute()) if settings.snapshot else "",
         "no_weights": settings.no_weights,
-        "time": settings.time and settings.steps > 0,
+        "time": settings.time and settings.last_step > 0,
+        "context_mib": settings.facts.context_bytes >> 20,
+        "nccl_mib": NCCL_BYTES >> 20,
         "plugin": str(Path(__file__).with_name("lowtide_inside.py")) if settings.budget else "",
     }
 
@@ -141,7 +143,7 @@ def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder
         _MARK: str(folder / "request.json"),
         "STANDIN_CUDA": "1",
         "STANDIN_GPU": settings.facts.name,
-        "STANDIN_CONTEXT": str(settings.context_bytes >> 20),
+        "STANDIN_CONTEXT": str(settings.context_bytes(ranks) >> 20),
         "STANDIN_DEVICES": str(devices),
         "STANDIN_ROUTING": settings.routing,
         "STANDIN_STRICT": "1" if settings.values == "all" else "0",

@@ -6,9 +6,14 @@ optimizer holds its parameters; it is fitted before that call. The loop is not k
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_WATCHED = 2  # steps that lowtide sees before it plans
+_PLANNING_S = 300.0
 
 
 class Attachment:
@@ -19,6 +24,7 @@ class Attachment:
         self._budget: int | str = int(budget) if budget.isdecimal() else budget
         self._optimizers: list[Any] = []
         self._fit: Any = None
+        self._is_done = False
         self._why = "no module was called in training whose parameters an optimizer holds"
         make = torch.optim.Optimizer.__init__
 
@@ -27,19 +33,23 @@ class Attachment:
             self._optimizers.append(optimizer)
 
         torch.optim.Optimizer.__init__ = made
-        self._handle = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+        self._call = torch.nn.Module.__call__
 
-    def _before_forward(self, module: Any, args: Any) -> None:
+        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before_call(module)
+            return module(*args, **kwargs) if self._is_done else self._call(module, *args, **kwargs)
+
+        torch.nn.Module.__call__ = called
+
+    def _before_call(self, module: Any) -> None:
         if not self._torch.is_grad_enabled() or not self._optimizers or self._torch.compiler.is_compiling():
             return
         own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
-        optimizer = next(
-            (o for o in self._optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])), None
-        )
-        if optimizer is None or not any(id(parameter) in own for parameter in held):
+        optimizer = next((held for held in self._optimizers if own & _held_by(held)), None)
+        if optimizer is None:
             return
-        self._handle.remove()  # the outermost module comes first
+        self._torch.nn.Module.__call__ = self._call  # the outermost module comes first
+        self._is_done = True
         import lowtide
 
         try:
@@ -48,7 +58,15 @@ class Attachment:
         except lowtide.LowtideError as error:
             self._why = str(error)
 
+    def wait(self) -> None:
+        """No step takes a GPU's time here: planning beside training would come many steps later than there."""
+        if self._fit is None or self._fit.status().in_force or self._fit.status().steps < _WATCHED:
+            return
+        with contextlib.suppress(Exception):  # the status says why there is no plan
+            self._fit.wait(_PLANNING_S)
+
     def facts(self) -> dict[str, Any]:
+        self.wait()
         if self._fit is None:
             return {"in_force": False, "budget_bytes": None, "planned_steps": 0, "predicted_overhead": None,
                     "predicted_peak_bytes": None, "reasons": [self._why]}  # fmt: skip
@@ -64,8 +82,13 @@ class Attachment:
         }
 
 
+def _held_by(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def start(torch: ModuleType) -> None:
     from cuda_standin.script import record
 
     attachment = Attachment(torch, os.environ["LOWTIDE_BUDGET"])
+    record.helpers.append(str(Path(__file__).parents[1]) + os.sep)
     record.before_write.append(lambda: record.facts.update(lowtide=attachment.facts()))

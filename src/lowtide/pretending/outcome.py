@@ -160,6 +160,8 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
         capacity: Bytes of the device.
     """
     seen = run.seen
+    ranks = seen.get("ranks", settings.ranks or 1)
+    context = settings.context_bytes(ranks)
     steps = tuple(
         StepPeak(
             step["allocated_bytes"], step["reserved_bytes"], step["seconds"] * 1e3, step["launches"], step["waits"]
@@ -171,15 +173,15 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
     verdict = _verdict(run, steps, first)
     allocated = max([after["allocated_bytes"], *(step.allocated_bytes for step in steps)])
     reserved = max([after["reserved_bytes"], *(step.reserved_bytes for step in steps)])
-    if verdict == "fits" and reserved > _TIGHT * (capacity - settings.context_bytes):
+    if verdict == "fits" and reserved > _TIGHT * (capacity - context):
         verdict = "fits tightly"
     return PretendReport(
         command=run.command,
         device=settings.facts.name,
         torch=environment.torch,
         capacity_bytes=capacity,
-        context_bytes=settings.context_bytes,
-        ranks=seen.get("ranks", settings.ranks or 1),
+        context_bytes=context,
+        ranks=ranks,
         rank=seen.get("rank", settings.rank),
         fits=verdict.startswith("fits"),
         verdict=verdict,
@@ -247,13 +249,15 @@ def _assumptions(
 ) -> list[str]:
     context = format_bytes(settings.facts.context_bytes)
     found = [f"PyTorch {environment.torch}: another version may take 2 to 18 % more or less."]
-    if (settings.ranks or 1) > 1:
+    ranks = seen.get("ranks", settings.ranks or 1)
+    if ranks > 1:
         found.append(f"The driver's context takes {context}, NCCL's buffers {format_bytes(NCCL_BYTES)}.")
     else:
         found.append(f"The driver's context takes {context} of the device.")
-    ranks = seen.get("ranks", 1)
     if ranks > 1:
-        found.append(f"Rank {seen['rank']} of {ranks} ran; every other rank is taken to hold what it holds.")
+        found.append(
+            f"Rank {seen.get('rank', settings.rank)} of {ranks} ran; every other rank is taken to hold what it holds."
+        )
     if settings.values == "small":
         limit = format_bytes(SKIPPED_ABOVE_BYTES)
         found.append(f"Operators on more than {limit} of numbers gave zeros: losses and norms mean nothing.")
@@ -263,8 +267,8 @@ def _assumptions(
     found.append("cuDNN is off: convolutions run on PyTorch's own kernels, without cuDNN's workspaces.")
     if run_has_time:
         found.append("Time: the host is as fast as this one; no data is waited for, and no other rank is late.")
-    if settings.steps:
-        found.append(f"{settings.steps} optimizer steps ran: fragmentation after thousands is not seen.")
+    if settings.last_step:
+        found.append(f"{settings.last_step} optimizer steps ran: fragmentation after thousands is not seen.")
     return found
 
 

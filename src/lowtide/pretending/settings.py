@@ -68,7 +68,8 @@ class PretendSettings:
         memory_bytes: Of each device; None: what the device has.
         devices: GPUs of this machine; None: one, or as many as ranks of a node.
         ranks: Of the whole job, of which ``rank`` alone runs; None: as the command's launcher says, else 1.
-        steps: Optimizer steps, then the script is ended; 0: it runs to its own end.
+        steps: Optimizer steps, then the script is ended; 0: it runs to its own end; None: 3, or 6 with a budget (three
+            are watched, three planned).
         budget: lowtide is attached to the script, with this budget.
         values: ``small``: tensors up to a MiB, integers and flags have right values; ``all``; ``none``.
         routing: Where experts are tied for lack of values: ``balanced`` or ``worst`` (all tokens to the same ones).
@@ -89,7 +90,7 @@ class PretendSettings:
     ranks: int | None = None
     rank: int = 0
     ranks_per_node: int = 8
-    steps: int = 3
+    steps: int | None = None
     budget: str | None = None
     values: Values = "small"
     routing: Routing = "balanced"
@@ -116,7 +117,7 @@ class PretendSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PretendError(f"{name}={value} is not positive. Pass 1 or more.")
-        if self.steps < 0:
+        if self.steps is not None and self.steps < 0:
             raise PretendError(f"steps={self.steps} is negative. Pass 1 or more, or 0 to run the script to its end.")
         if not 0 <= self.rank < (self.ranks or self.rank + 1):
             raise PretendError(f"rank={self.rank} of ranks={self.ranks}: ranks go from 0 to {(self.ranks or 1) - 1}.")
@@ -127,7 +128,7 @@ class PretendSettings:
         if self.torch is not None and not re.fullmatch(r"\d+\.\d+\.\d+", self.torch):
             raise PretendError(f"torch={self.torch!r} is not a version. Pass one such as '2.6.0'.")
         if self.measured is not None:
-            if not self.time or not self.steps:
+            if not self.time or not self.last_step:
                 raise PretendError("measured: it says how fast the device is, and no time is asked for.")
             measured(self.measured)
         if self.patience_s <= 0:
@@ -140,9 +141,12 @@ class PretendSettings:
         return device_named(self.device)
 
     @property
-    def context_bytes(self) -> int:
+    def last_step(self) -> int:
+        return self.steps if self.steps is not None else 3 if self.budget is None else 6
+
+    def context_bytes(self, ranks: int) -> int:
         """What the driver's context takes of the device, and NCCL's buffers where there are ranks."""
-        return self.facts.context_bytes + (NCCL_BYTES if (self.ranks or 1) > 1 else 0)
+        return self.facts.context_bytes + (NCCL_BYTES if ranks > 1 else 0)
 
 
 def amount(text: str, name: str) -> int:

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 
+from lowtide.device import values_off
 from lowtide.device.names import is_accelerator
 from lowtide.errors import TierError
-from lowtide.graph.costs import Link
+from lowtide.estimation.device_table import device_named
+from lowtide.graph.costs import HOST, Link
 from lowtide.measurement.links import measured_link
 from lowtide.options import Offload
 from lowtide.plan import Plan
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tier, Tiers
+
+_LATENCY_MS = 0.01  # of a copy on a device that is not there
 
 
 class SharedTiers:
@@ -26,7 +30,13 @@ class SharedTiers:
 
     def links(self) -> dict[str, Link]:
         """The link to each tier, measured at first and then known. Raises: TierError: one cannot be used."""
-        return {tier: measured_link(tier, self._device, self._policy.scratch_dir) for tier in self.capacities}
+        return {tier: self._link(tier) for tier in self.capacities}
+
+    def _link(self, tier: str) -> Link:
+        if values_off.times_of and tier == HOST:
+            rate = device_named(values_off.times_of).host_link_bytes_per_s
+            return Link(rate, rate, _LATENCY_MS)
+        return measured_link(tier, self._device, self._policy.scratch_dir)
 
     def measure_ahead(self) -> None:
         """Measure links that take memory of the device, so that no step has to find room for it.

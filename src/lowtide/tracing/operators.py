@@ -159,6 +159,7 @@ def fills_its_storage(tensor: torch.Tensor) -> bool:
     return all(stride or size <= 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
+@values_off.unread
 def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     """Position-weighted sums of a tensor's bits: equal bits give equal sums, a change shows.
 

@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from cuda_standin import imports
@@ -17,7 +17,8 @@ def install(torch: ModuleType, wanted: Request) -> None:
         return
     imports.after_import("torch.distributed.launcher.api", lambda module: _one_agent(module, wanted))
     imports.after_import("torch.multiprocessing.spawn", lambda module: _one_process(torch, module, wanted))
-    imports.after_import("deepspeed.launcher.launch", lambda module: _one_of_deepspeed(module, wanted))
+    if "deepspeed.launcher.launch" in sys.orig_argv:  # run as a module: it is never imported
+        _one_of_deepspeed(wanted)
     ranks = wanted.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         _stand_in(wanted, ranks)
@@ -31,6 +32,7 @@ def environment(wanted: Request, ranks: int, per_node: int) -> dict[str, str]:
         "ROLE_RANK": str(wanted.rank), "ROLE_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": str(-(-ranks // per_node)),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "one-rank",
         "STANDIN_DEVICES": str(min(ranks, per_node)),
+        "STANDIN_CONTEXT": str(wanted.context_mib + (wanted.nccl_mib if ranks > 1 else 0)),
     }  # fmt: skip
 
 
@@ -92,15 +94,28 @@ def _one_process(torch: ModuleType, module: ModuleType, wanted: Request) -> None
     torch.multiprocessing.spawn, torch.multiprocessing.start_processes = module.spawn, module.start_processes
 
 
-def _one_of_deepspeed(module: ModuleType, wanted: Request) -> None:
+class _Ended:
+    """A process of a rank that does not exist."""
+
+    pid = returncode = 0
+
+    def poll(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    wait = terminate = kill = send_signal = poll
+
+
+def _one_of_deepspeed(wanted: Request) -> None:
     """DeepSpeed's launcher starts a process for each rank of a node: those that do not exist end at once."""
     real = subprocess.Popen
 
     def popen(command: Any, *args: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
-        env = dict(env or os.environ)
-        if env.get("RANK", str(wanted.rank)) != str(wanted.rank):
-            return SimpleNamespace(pid=0, returncode=0, poll=lambda: 0, wait=lambda *_: 0, terminate=lambda: None)
-        env["STANDIN_DEVICES"] = env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or "8"
-        return real(command, *args, env=env, **options)
+        if env is None or "RANK" not in env:
+            return real(command, *args, env=env, **options)
+        if env["RANK"] != str(wanted.rank):
+            return _Ended()
+        ranks = int(env["WORLD_SIZE"])
+        told = environment(wanted, wanted.ranks or ranks, min(ranks, wanted.ranks_per_node))
+        return real(command, *args, env={**env, **told}, **options)
 
-    module.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    subprocess.Popen = popen  # type: ignore[misc, assignment]

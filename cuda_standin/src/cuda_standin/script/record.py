@@ -20,6 +20,7 @@ process = os.getpid()
 stages: list[dict[str, Any]] = []
 step_records: list[dict[str, Any]] = []
 notes: set[str] = set()
+helpers: list[str] = []  # folders of plugins: their lines say nothing of the script either, and their steps are none
 before_write: list[Callable[[], object]] = []  # of plugins
 facts: dict[str, Any] = {}  # one of a kind: what the peak consists of, the message of an error
 out_of_memory: list[dict[str, Any]] = []
@@ -33,6 +34,7 @@ def reached(stage: str) -> None:
     """Notes when ``stage`` was reached for the first time."""
     if all(stage != known["stage"] for known in stages):
         stages.append({"stage": stage, "seconds": round(time.perf_counter() - began, 3)})
+        write()  # whoever waits sees that there is progress
 
 
 def is_package(file: str) -> bool:
@@ -41,9 +43,18 @@ def is_package(file: str) -> bool:
 
 def is_machinery(file: str) -> bool:
     """PyTorch, the standard library and this package: a line of theirs says nothing of the script."""
-    if file.startswith((_HERE, "<")) or ("/torch/" in file and is_package(file)):
+    if file.startswith((_HERE, "<", *helpers)) or "/torchinductor_" in file or ("/torch/" in file and is_package(file)):
         return True
     return file.startswith(_STANDARD) and not is_package(file)
+
+
+def is_called_by_helper(frame: FrameType | None) -> bool:
+    """Whether the innermost caller outside PyTorch is a plugin."""
+    while frame is not None and is_machinery(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(tuple(helpers)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def short(file: str) -> str:

@@ -19,7 +19,7 @@ class Request:
         no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
         time: After the steps, a few more for the host's time, and one that is recorded.
         plugin: A Python file whose ``start(torch)`` is called too.
-        run: Marks the processes of this run.
+        context_mib: What the driver's context takes of each device; ``nccl_mib``: NCCL's buffers, where there are ranks.
     """
 
     steps: int = 3
@@ -31,7 +31,8 @@ class Request:
     no_weights: bool = False
     time: bool = False
     plugin: str = ""
-    run: str = ""
+    context_mib: int = 0
+    nccl_mib: int = 0
 
     @property
     def folder(self) -> Path:

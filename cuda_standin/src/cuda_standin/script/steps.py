@@ -1,7 +1,9 @@
 """Counts optimizer steps, measures each, and ends the process after as many as were asked for."""
 
 import atexit
+import contextlib
 import functools
+import sys
 import time
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -47,7 +49,7 @@ class Steps:
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         if len(record.step_records) < _LABELLED and not self._timed.runs:
             labels.note(self._torch)
-        if self._by_engine or not self._torch.cuda.is_initialized():
+        if self._by_engine or not self._torch.cuda.is_initialized() or record.is_called_by_helper(sys._getframe(1)):
             return
         self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         # A second optimizer of the same step adds nothing: the step is the one that some optimizer takes first.
@@ -73,8 +75,9 @@ class Steps:
         )
         labels.step_ends.append(time.time_ns() // 1000)
         done = 0 < self._wanted.steps <= len(record.step_records)
-        if done or len(record.step_records) == _LABELLED:
+        if self._wanted.history and (done or len(record.step_records) == _LABELLED):
             composition.take(self._torch, self._wanted.snapshot)
+            _end_history(self._torch)
         record.facts["counted"] = done  # what follows is for time alone
         if done and not self._wanted.time:
             self._stop()
@@ -136,6 +139,12 @@ def record_history(torch: ModuleType) -> None:
             record.notes.add("this PyTorch records no history of allocations: what the peak consists of is not known")
 
 
+def _end_history(torch: ModuleType) -> None:
+    """Of later steps nothing is labelled, and the history of thousands would fill the host's memory."""
+    with contextlib.suppress(TypeError):
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def _note_stages(torch: ModuleType) -> None:
     backward = torch.autograd.backward
 
@@ -160,10 +169,9 @@ def _at_exit(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
         if not torch.cuda.is_initialized() or record.facts.get("counted"):
             return
         record.facts["after_last_step"] = peaks.of_step()
-        try:
+        if wanted.history and len(record.step_records) < _LABELLED:
             composition.take(torch, wanted.snapshot)
-        finally:
-            record.write()
+        record.write()
 
     def when_used() -> None:
         atexit.register(last)

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lowtide.device import pinning, streams
+from lowtide.device import pinning, streams, values_off
 from lowtide.device.dispatch import bytes_of, hidden_from_modes
 from lowtide.errors import TierError
 from lowtide.tape.offload.tiers import StoredCopy
@@ -131,6 +131,7 @@ def _as_tier_error() -> Iterator[None]:
         ) from error
 
 
+@values_off.unread
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """On the current stream."""
     target.copy_(source, non_blocking=True)

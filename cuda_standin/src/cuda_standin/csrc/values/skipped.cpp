@@ -4,7 +4,8 @@
 // seen as padding. So (STANDIN_RULES, a sum)
 //   1  operators on integers and flags alone have values up to 256 MiB: ids, masks, routing;
 //   2  a skipped operator leaves zeros. Whole pages are given back to the system: they read as zeros and take nothing;
-//   4  a skipped comparison says what it says of zeros: `isfinite` true, `isnan` false.
+//   4  a skipped comparison says what it says of zeros: `isfinite` true, `isnan` false;
+//   8  large tensors of the host are left without values too (host.cpp).
 //
 // A router that gets zeros finds all experts equal, and every token would go to the same ones. So where up to 1,024
 // numbers are tied, `topk`, `argmax` and `max` go round: row r takes those from r * k on. (On a GPU, which of equal ones
@@ -16,8 +17,9 @@
 
 namespace values {
 Limits limits;
+thread_local bool nothing_is_computed = false;
 
-static void zero(char* p, size_t n) {
+void zero(char* p, size_t n) {
   constexpr uintptr_t page = 4096;
   uintptr_t begin = ((uintptr_t)p + page - 1) & ~(page - 1), end = ((uintptr_t)p + n) & ~(page - 1);
   if (n < 65536 || end <= begin) {

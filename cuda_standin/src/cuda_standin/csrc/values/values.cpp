@@ -40,6 +40,14 @@ void standin_submit(void* stream, void (*run)(void*), void (*release)(void*), vo
 }
 
 namespace values {
+void leave_large_host_tensors();  // host.cpp
+Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+#ifdef STANDIN_OLD_DISPATCH
+  return op.operatorDef_->op.lookup(c10::DispatchKeySet(key));
+#else
+  return op.getComputedKernelForDispatchKey(key);
+#endif
+}
 namespace {
 using c10::FunctionSchema;
 using c10::OperatorHandle;
@@ -424,7 +432,9 @@ class WithValues : public c10::OperatorKernel {
       bytes += t.nbytes();
       integers &= at::isIntegralType(t.scalar_type(), true) || t.numel() == 1;
     }
-    bool skipped() const { return bytes > (integers ? std::max(limits.integer_bytes, limits.bytes) : limits.bytes); }
+    bool skipped() const {
+      return nothing_is_computed || bytes > (integers ? std::max(limits.integer_bytes, limits.bytes) : limits.bytes);
+    }
   };
   static bool returns_numbers(const FunctionSchema& schema) {
     for (const auto& r : schema.returns()) {
@@ -517,6 +527,7 @@ struct Install {
       limits.integers = rules & 1;
       limits.zeros = rules & 2;
       limits.finite = rules & 4;
+      limits.host = rules & 8;
     }
     if (const char* text = getenv("STANDIN_ROUTING")) limits.balanced = strcmp(text, "worst");
     if (const char* text = getenv("STANDIN_STRICT")) strict = strcmp(text, "0");
@@ -535,11 +546,7 @@ struct Install {
       for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
       if (view) continue;
       Rule rule = rule_for(full, op->hasKernelForDispatchKey(c10::DispatchKey::CPU));
-#ifdef STANDIN_OLD_DISPATCH
-      all.emplace_back(full, rule, op->operatorDef_->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CUDA)));
-#else
-      all.emplace_back(full, rule, op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
-#endif
+      all.emplace_back(full, rule, kernel_of(*op, c10::DispatchKey::CUDA));
     }
     library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
     struct Quiet : c10::WarningHandler {  // each replacement is warned of
@@ -549,11 +556,13 @@ struct Install {
     for (auto& [full, rule, original] : all)
       library->impl(full.c_str(), instead(full, rule, std::move(original)));
     library->impl("cudnn_convolution", cudnn_convolution);
+    if (limits.host && limits.bytes != SIZE_MAX) leave_large_host_tensors();
   }
 } install;
 }  // namespace
 }  // namespace values
 
+extern "C" void standin_compute_nothing(int on) { values::nothing_is_computed = on; }
 extern "C" void standin_on_wait(void (*f)(const char*)) { values::on_wait = f; }
 extern "C" const char* standin_report() {  // a line for each: operators without values, and how often each ran
   using namespace values;

@@ -117,9 +117,12 @@ struct Limits {
   size_t bytes = SIZE_MAX;          // operators on more bytes get no values
   size_t integer_bytes = SIZE_MAX;  // the same for operators on integers and flags alone
   bool integers = true, zeros = true, finite = true;
+  bool host = true;      // large tensors of the host are left without values too
   bool balanced = true;  // experts that are tied get the same number of tokens each
 };
 extern Limits limits;
+extern thread_local bool nothing_is_computed;  // standin_compute_nothing: what this thread asks for is not read
+void zero(char* p, size_t n);  // whole pages are given back
 void leave_harmless(const c10::OperatorHandle& op, const Call& call);
 bool chooses(const std::string& name);  // among experts: topk, argmax, max
 void spread_ties(const Call& call, bool skipped);

@@ -1,0 +1,207 @@
+"""What a script without values does, and what is seen of it from inside (``cuda_standin/script``)."""
+
+import json
+import sys
+from pathlib import Path
+
+import cuda_standin
+
+ENTRY = Path(cuda_standin.__file__).with_name("entry")
+
+
+def seen(folder):
+    reports = [json.loads(path.read_text()) for path in folder.glob("report-*.json")]
+    return max(reports, key=lambda report: len(report["steps"]))
+
+
+def request(folder, **wanted):
+    path = folder / "request.json"
+    path.write_text(json.dumps(wanted))
+    return str(path)
+
+
+def test_a_package_that_is_looked_for_is_not_imported_and_torch_still_has_its_values(python):
+    source = """
+import importlib.util
+assert importlib.util.find_spec("torch") and importlib.util.find_spec("torch")
+import torch
+print((torch.ones(3, device="cuda") * 2).tolist())
+"""
+    assert python(source) == "[2.0, 2.0, 2.0]"
+
+
+def test_a_folder_on_the_path_is_enough_and_the_environments_own_start_file_runs_too(python, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "only_here.py").write_text("x = 7\n")
+    source = "import only_here, torch; print(only_here.x, torch.cuda.is_available())"
+
+    printed = python(
+        source, PYTHONPATH=f"{ENTRY}:{tmp_path}", STANDIN_PACKAGES=str(tmp_path / "packages"), STANDIN_CUDA="1"
+    )
+
+    assert printed.split() == ["mine", "7", "True"]
+
+
+def test_tokens_go_round_where_no_value_tells_experts_apart(python):
+    source = """
+import torch
+for tokens in (64, 1 << 16):  # computed from zeros; not computed at all
+    logits = torch.zeros(tokens, 16, device="cuda")
+    assert torch.bincount(logits.topk(2, -1).indices.cpu().flatten(), minlength=16).unique().numel() == 1
+    assert torch.bincount(logits.argmax(-1).cpu(), minlength=16).unique().numel() == 1
+    assert torch.bincount(logits.max(-1).indices.cpu(), minlength=16).unique().numel() == 1
+one = torch.zeros(4, 16, device="cuda")
+one[:, 5] = 1
+assert one.topk(1, -1).indices.flatten().tolist() == [5] * 4  # values decide where there are some
+assert torch.zeros(4, 5000, device="cuda").argmax(-1).tolist() == [0] * 4  # a vocabulary is no choice of experts
+"""
+    python(source, STANDIN_SKIP_BYTES="65536", STANDIN_STRICT="0")
+    python(
+        'import torch; assert torch.zeros(64, 16, device="cuda").topk(2, -1).indices.unique().numel() == 2',
+        STANDIN_SKIP_BYTES="65536", STANDIN_ROUTING="worst",
+    )  # fmt: skip
+
+
+def test_weights_on_the_host_take_neither_time_nor_memory(python):
+    source = """
+import torch
+def resident():
+    return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) << 10
+before = resident()
+kept = [torch.randn(1 << 27), torch.zeros(1 << 27), torch.nn.Linear(8192, 8192), torch.empty(1 << 27).to(torch.bfloat16)]
+kept += [kept[0].clone(), torch.nn.init.trunc_normal_(torch.empty(1 << 26)), torch.ones(1 << 27)]
+torch.optim.SGD([torch.nn.Parameter(kept[0])], 0.1, foreach=True)
+assert resident() - before < 256 << 20, resident() - before  # of 3 GiB; imports on the way
+assert torch.zeros(1 << 20).sum() == 0 and torch.ones(1 << 20).sum() == 1 << 20  # a mask of ones is one
+assert torch.arange(1 << 20)[-1] == (1 << 20) - 1 and torch.randn(1000).std() > 0.5
+"""
+    python(source, STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+
+def test_the_context_is_not_there_for_anybody(python):
+    source = """
+import torch
+free, total = torch.cuda.mem_get_info()
+assert total == 1024 << 20 and free == (1024 - 450) << 20
+torch.empty(500 << 20, dtype=torch.uint8, device="cuda")
+try:
+    torch.empty(600 << 20, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    print("total capacity of 1024.00 MiB" in str(error) or "1.00 GiB" in str(error))
+"""
+    assert python(source, STANDIN_MEMORY="1024", STANDIN_CONTEXT="450") == "True"
+
+
+STOPS = """
+import torch
+net = torch.nn.Linear(64, 64).cuda()
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(5):
+    x = torch.ones(8, 64, device="cuda")
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if loss.item() > 1e9: raise SystemExit(4)
+    mask = (x > 0).nonzero()
+    torch.cuda.synchronize()
+    loss.backward()
+    print(loss.tolist())
+    opt.step()
+raise SystemExit(5)
+"""
+
+
+def test_every_wait_of_the_host_has_its_line(python, tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(STOPS)
+    source = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+
+    python(source, STANDIN_SCRIPT=request(tmp_path, steps=2))
+
+    found = {(stop["line"].rpartition(":")[2], stop["operator"]): stop["count"] for stop in seen(tmp_path)["stops"]}
+    assert found == {
+        ("9", "_local_scalar_dense"): 1, ("10", "nonzero"): 1, ("11", "cuda.synchronize"): 1, ("13", "copy_"): 1,
+    }  # fmt: skip
+
+
+def test_the_process_ends_after_the_steps_asked_for_and_else_with_its_own_code(python, tmp_path):
+    python(STOPS, STANDIN_SCRIPT=request(tmp_path, steps=2))
+    assert len(seen(tmp_path)["steps"]) == 2 and seen(tmp_path)["stopped"]
+    for path in tmp_path.glob("report-*"):
+        path.unlink()
+
+    python(STOPS, fails=True, STANDIN_SCRIPT=request(tmp_path, steps=0))
+    assert len(seen(tmp_path)["steps"]) == 5 and "stopped" not in seen(tmp_path)
+
+
+def test_a_plugin_is_called_and_its_own_optimizer_steps_are_none_of_the_script(python, tmp_path):
+    plugin = tmp_path / "plugin" / "plugin.py"
+    plugin.parent.mkdir()
+    plugin.write_text("""
+import os
+def start(torch):
+    from cuda_standin.script import record
+    record.helpers.append(os.path.dirname(__file__) + os.sep)
+    def probe():
+        p = torch.nn.Parameter(torch.ones(2, device="cuda")); p.grad = torch.ones_like(p)
+        torch.optim.SGD([p], 0.1).step()
+        record.facts["probed"] = record.facts.get("probed", 0) + 1
+    record.before_write.append(lambda: record.step_records and probe())
+""")
+    python(STOPS, STANDIN_SCRIPT=request(tmp_path, steps=3, plugin=str(plugin)))
+
+    assert len(seen(tmp_path)["steps"]) == 3 and seen(tmp_path)["probed"] >= 3
+
+
+def test_what_the_peak_consists_of_adds_up_and_who_allocated_it_is_named(python, tmp_path):
+    script = tmp_path / "wide.py"
+    script.write_text("""
+import torch
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(256, 4096), torch.nn.Linear(4096, 256)
+    def forward(self, x):
+        return self.b(torch.nn.functional.gelu(self.a(x)))
+net = torch.nn.Sequential(*(Wide() for _ in range(4))).cuda()
+opt = torch.optim.Adam(net.parameters())
+for step in range(9):
+    opt.zero_grad()
+    net(torch.ones(2048, 256, device="cuda")).square().mean().backward()
+    opt.step()
+""")
+    source = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    python(source, STANDIN_SCRIPT=request(tmp_path, steps=2), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+    found = seen(tmp_path)
+    weights = 4 * (2 * 256 * 4096 + 4096 + 256) * 4
+    assert found["by_kind"]["weights"] == weights and found["by_kind"]["optimizer"] >= 2 * weights
+    assert found["by_kind"]["activations"] >= 4 * 2 * 2048 * 4096 * 4
+    peak = found["steps"][1]["allocated_bytes"]
+    assert 0.99 * peak < sum(found["by_kind"].values()) <= peak
+    assert found["by_module"][0]["module"] == "Wide" and "wide.py:8" in found["by_line"][0]["line"]
+    curve = found["curve"]["by_kind"]
+    assert max(map(sum, zip(*curve.values()))) == sum(found["by_kind"].values())
+
+
+def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path):
+    source = f"""
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, AutoModelForCausalLM
+config = LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16, vocab_size=32000)
+config.architectures = ["LlamaForCausalLM"]
+config.save_pretrained({str(tmp_path / "model")!r})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, dtype=torch.bfloat16).cuda()
+assert model.dtype == torch.bfloat16 and model.lm_head.weight.shape == (32000, 2048)
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+assert peak < 2 << 30, peak
+"""
+    python(
+        source, STANDIN_SCRIPT=request(tmp_path, no_weights=True), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0"
+    )
+    assert sorted(path.name for path in (tmp_path / "model").iterdir())[0] == "config.json"
+    assert not list((tmp_path / "model").glob("*.safetensors"))
+
+
+def test_the_python_that_runs_these_tests_is_the_stand_ins(python):
+    assert python("import sys; print(sys.prefix)") == sys.prefix

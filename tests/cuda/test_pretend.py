@@ -1,0 +1,212 @@
+"""Scripts as people write them, run unmodified on a GPU that is not there (``lowtide pretend``)."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+import lowtide
+
+pytest.importorskip("cuda_standin", reason="cuda_standin is not here: make test-cuda")
+
+MODEL = """
+import torch
+torch.manual_seed(0)
+LAYERS, WIDTH, ROWS = 8, 2048, 4096
+def model():
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)))
+"""
+LOOP = """
+net = model().cuda()
+opt = torch.optim.AdamW(net.parameters())
+for step in range(12):
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    opt.step()
+    print(step, loss.item(), torch.cuda.max_memory_allocated())
+"""
+WEIGHTS = 8 * (2048 * 2048 + 2048) * 4
+SAVED = 8 * 2 * 4096 * 2048 * 4  # each layer's input and its product
+
+
+def script(folder: Path, source: str, name: str = "train.py") -> str:
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def line_of(path: str, text: str) -> int:
+    return next(number for number, line in enumerate(Path(path).read_text().splitlines(), 1) if text in line)
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """Where the script's own output goes."""
+    with (tmp_path / "output.txt").open("w+") as file:
+        yield file
+
+
+def test_a_loop_is_stopped_after_three_steps_and_its_memory_is_told(tmp_path, quiet):
+    path = script(tmp_path, MODEL + LOOP)
+
+    report = lowtide.pretend(["python", path], "a100", output=quiet)
+
+    assert report.fits and report.verdict == "fits" and report.exit_code == 0
+    assert report.device == "a100-80gb" and len(report.steps) == 3
+    assert [stage["stage"] for stage in report.stages][:5] == [
+        "import torch", "the device", "forward", "backward", "optimizer step 1",
+    ]  # fmt: skip
+    first, second, third = report.steps
+    assert second.allocated_bytes == third.allocated_bytes  # two states came after the first
+    assert second.allocated_bytes - first.allocated_bytes == pytest.approx(2 * WEIGHTS, rel=0.05)
+    assert report.peak_allocated_bytes == third.allocated_bytes <= report.peak_reserved_bytes < 80 * 2**30
+    assert report.by_kind["weights"] == pytest.approx(WEIGHTS, rel=0.01)
+    assert report.by_kind["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.01)
+    assert report.by_kind["activations"] >= SAVED - 2**20
+    assert sum(report.by_kind.values()) == pytest.approx(report.peak_allocated_bytes, rel=0.01)
+    assert third.launches > 2 * 8 * 2  # two kernels of each layer, forward and backward
+    # The host waits once a step, for the loss that is printed after the step.
+    assert [(stop["line"], stop["count"]) for stop in report.stops] == [(f"{path}:{line_of(path, 'loss.item')}", 1)]
+    assert first.waits == 2 * 8 and third.waits == 1  # parameters come from pageable memory
+    # What the script reads of its own peak is not reset by the watching.
+    quiet.seek(0)
+    printed = [int(line.split()[2]) for line in quiet.read().splitlines()]
+    assert printed == [first.allocated_bytes, second.allocated_bytes]
+
+
+def test_memory_that_runs_out_is_told_with_its_line_and_pytorchs_words(tmp_path, quiet):
+    path = script(tmp_path, MODEL + LOOP)
+
+    report = lowtide.pretend(["python", path], "a100", memory="1GiB", output=quiet)
+
+    assert not report.fits and report.verdict == "does not fit" and report.exit_code == 1
+    found = report.out_of_memory
+    assert found is not None and not found.was_caught
+    assert found.step == len(report.steps) + 1
+    assert found.line == f"{path}:{line_of(path, 'net(x)')}"
+    assert "CUDA out of memory. Tried to allocate" in found.message
+    assert found.allocated_bytes + found.asked_bytes > 2**30 - report.context_bytes - 64 * 2**20
+
+
+def test_an_error_of_memory_that_the_script_catches_is_told_and_it_goes_on(tmp_path, quiet):
+    source = """
+    net = model().cuda()
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    rows = 1 << 20
+    for step in range(3):
+        while True:
+            try:
+                net(torch.randn(rows, WIDTH, device="cuda")).square().mean().backward()
+                break
+            except torch.cuda.OutOfMemoryError:
+                rows //= 2
+        opt.step(); opt.zero_grad()
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source))
+
+    report = lowtide.pretend(["python", path], "h100", output=quiet)
+
+    assert report.fits and report.out_of_memory is not None and report.out_of_memory.was_caught
+    assert "The script caught an out-of-memory error and went on." in report.notes
+
+
+def test_rank_3_of_64_is_one_process_whatever_the_launcher_starts(tmp_path, quiet):
+    source = """
+    import os
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    net = model().cuda()
+    for layer in net: fully_shard(layer)
+    fully_shard(net)
+    opt = torch.optim.AdamW(net.parameters())
+    for step in range(9):
+        net(torch.randn(ROWS, WIDTH, device="cuda")).square().mean().backward()
+        opt.step(); opt.zero_grad()
+        print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source))
+    command = ["torchrun", "--nproc-per-node", "8", path]
+
+    report = lowtide.pretend(command, "h100", ranks=64, rank=3, output=quiet)
+
+    assert report.fits and (report.ranks, report.rank) == (64, 3)
+    quiet.seek(0)
+    assert quiet.read().split("\n")[:-1] == ["rank 3 of 64"] * 2
+    assert report.by_kind["optimizer"] == pytest.approx(2 * WEIGHTS / 64, rel=0.1)
+    assert "Rank 3 of 64 ran; every other rank is taken to hold what it holds." in report.assumptions
+
+
+def test_a_script_that_fails_keeps_its_own_error(tmp_path, quiet):
+    report = lowtide.pretend(["python", script(tmp_path, "import torch\nraise KeyError('mine')")], output=quiet)
+
+    assert report.verdict == "failed" and report.exit_code == 1 and "KeyError: 'mine'" in report.last_words
+
+
+def test_a_command_that_trains_nothing_says_so(tmp_path, quiet):
+    report = lowtide.pretend(["python", "-c", "print(1)"], output=quiet)
+
+    assert not report.fits and report.verdict == "trained nothing"
+    assert str(report).startswith("The command trained nothing")
+
+
+def test_a_script_that_never_steps_is_ended_with_all_of_its_processes(tmp_path, quiet):
+    source = """
+    import os, subprocess, sys, time
+    import torch
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    print(child.pid, flush=True)
+    torch.zeros(1, device="cuda")
+    time.sleep(600)
+    """
+    report = lowtide.pretend(["python", script(tmp_path, source)], output=quiet, patience_s=8)
+
+    assert report.verdict == "did not end"
+    assert any("no step for 8 s" in note and "the device" in note for note in report.notes)
+    quiet.seek(0)
+    child = int(quiet.read())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE  # nobody reaps it
+
+
+def test_lowtide_inside_keeps_its_budget_and_says_so(tmp_path, quiet):
+    plain = lowtide.pretend(["python", script(tmp_path, MODEL + LOOP)], "h100", output=quiet)
+    budget = int(WEIGHTS * 4 + SAVED * 0.6)
+
+    report = lowtide.pretend(["python", script(tmp_path, MODEL + LOOP)], "h100", budget=budget, output=quiet)
+
+    assert report.lowtide["in_force"] and report.lowtide["planned_steps"] >= 3
+    assert report.lowtide["budget_bytes"] == budget < plain.peak_allocated_bytes
+    assert report.steps[-1].allocated_bytes <= budget
+    assert 0 < report.lowtide["predicted_overhead"] < 1
+    assert any("proofs of values are off" in reason for reason in report.lowtide["reasons"])
+
+
+def test_the_command_line_gives_one_object_of_json_and_a_page(tmp_path):
+    path = script(tmp_path, MODEL + LOOP)
+    page, snapshot = tmp_path / "report.html", tmp_path / "snapshot.pickle"
+    lowtide_command = str(Path(sys.executable).with_name("lowtide"))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STANDIN_")}
+
+    done = subprocess.run(
+        [lowtide_command, "pretend", "--device", "l4", "--json", "--report", page, "--snapshot", snapshot, "--",
+         "python", path],
+        capture_output=True, text=True, env=clean,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout)
+    for name in ("fits", "exit_code", "peak_allocated_bytes", "peak_reserved_bytes", "peak_by_step", "by_kind",
+                 "out_of_memory", "host_ms_per_step", "launches_per_step", "stops", "snapshot", "lowtide",
+                 "assumptions"):  # fmt: skip
+        assert name in body
+    assert body["out_of_memory"] is None and body["lowtide"] is None and body["snapshot"] == str(snapshot)
+    assert set(body["by_kind"]) == {"weights", "gradients", "optimizer", "activations", "workspaces", "other"}
+    assert snapshot.stat().st_size > 10_000 and "It fits" in page.read_text()

@@ -1,0 +1,143 @@
+"""What is made of a run: the verdict, the report as text, page and JSON. No torch, no process."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lowtide.pretending.command_run import CommandRun
+from lowtide.pretending.environments import ScriptEnvironment
+from lowtide.pretending.outcome import KINDS, outcome
+from lowtide.pretending.outcome_page import page
+from lowtide.pretending.settings import NCCL_BYTES, PretendSettings
+
+GIB = 2**30
+ENVIRONMENT = ScriptEnvironment(Path("/env/bin/python"), "2.14.1")
+STEP = {"allocated_bytes": 10 * GIB, "reserved_bytes": 12 * GIB, "seconds": 0.25, "launches": 1706, "waits": 2}
+SEEN = {
+    "steps": [{**STEP, "allocated_bytes": 8 * GIB}, STEP, STEP],
+    "stages": [{"stage": "import torch", "seconds": 0.5}, {"stage": "forward", "seconds": 2.0}],
+    "stops": [{"line": f"train.py:{n} " + "x" * 90, "operator": "_local_scalar_dense", "count": 20 - n} for n in range(15)],
+    "by_kind": {"weights": 2 * GIB, "gradients": 0, "optimizer": 4 * GIB, "activations": 4 * GIB, "workspaces": 1 << 25,
+                "other": 512},
+    "by_part": [{"part": "optimizer", "kind": "optimizer", "bytes": 4 * GIB}],
+    "by_module": [{"module": "LlamaMLP", "bytes": GIB}],
+    "by_line": [{"line": "model.py:187 forward " + "y" * 120, "bytes": GIB}],
+    "curve": {"by_kind": {kind: [GIB, 2 * GIB, 3 * GIB] for kind in KINDS}, "steps": [1, 3]},
+    "stopped": True,
+    "launches": 5000,
+}  # fmt: skip
+OUT = {"step": 2, "line": "model.py:187", "script_line": "train.py:12", "asked_bytes": 3 * GIB,
+       "allocated_bytes": 77 * GIB, "reserved_bytes": 78 * GIB, "message": "CUDA out of memory. Tried to ..."}  # fmt: skip
+
+
+def of(settings=None, capacity=80 * GIB, code=0, **changes):
+    settings = settings or PretendSettings()
+    last_words, because = changes.pop("last_words", ""), changes.pop("ended_because", "")
+    run = CommandRun(("python", "train.py"), {**SEEN, **changes}, code, 7.0, last_words, because, GIB)
+    return outcome(run, settings, ENVIRONMENT, capacity)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "fits"),
+    [
+        ({}, "fits", True),
+        ({"capacity": int(12.6 * GIB)}, "fits tightly", True),
+        ({"code": 1, "out_of_memory": [OUT]}, "does not fit", False),
+        ({"out_of_memory": [OUT]}, "fits", True),  # caught
+        ({"code": 3}, "failed", False),
+        ({"steps": []}, "trained nothing", False),
+        ({"ended_because": "there was no step for 900 s"}, "did not end", False),
+    ],
+)
+def test_the_verdict_follows_from_what_ended_the_script(changes, verdict, fits):
+    report = of(**changes)
+
+    assert (report.verdict, report.fits) == (verdict, fits)
+    assert str(report)
+
+
+def test_the_peak_is_the_highest_step_and_what_came_after_the_last():
+    assert (of().peak_allocated_bytes, of().peak_reserved_bytes) == (10 * GIB, 12 * GIB)
+    later = of(after_last_step={"allocated_bytes": 11 * GIB, "reserved_bytes": 13 * GIB})
+    assert (later.peak_allocated_bytes, later.peak_reserved_bytes) == (11 * GIB, 13 * GIB)
+    assert of().host_ms_per_step == 250.0
+
+
+def test_ranks_cost_the_buffers_of_nccl():
+    alone, one_of_many = of(), of(ranks=8, rank=1)
+
+    assert one_of_many.context_bytes - alone.context_bytes == NCCL_BYTES
+    assert one_of_many.nvidia_smi_bytes == one_of_many.peak_reserved_bytes + one_of_many.context_bytes
+    assert "Rank 1 of 8 ran; every other rank is taken to hold what it holds." in one_of_many.assumptions
+
+
+def test_of_errors_that_were_caught_the_first_is_told_and_of_others_the_last():
+    caught = of(out_of_memory=[OUT, {**OUT, "step": 3}])
+    ended = of(
+        code=1, out_of_memory=[OUT, {**OUT, "step": 3, "message": ""}], last_words="x\nCUDA out of memory. Tried\n"
+    )
+
+    assert (caught.out_of_memory.step, caught.out_of_memory.was_caught) == (2, True)
+    assert (ended.out_of_memory.step, ended.out_of_memory.was_caught) == (3, False)
+    assert ended.out_of_memory.message == "CUDA out of memory. Tried"
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("socket.gaierror: [Errno -2] Name or service not known", "The script asked for something from the network."),
+        ("FileNotFoundError: /usr/local/cuda/bin/nvcc", "The script compiles CUDA code when it runs, with nvcc"),
+    ],
+)
+def test_what_cannot_work_here_is_said_in_a_sentence(words, note):
+    assert any(line.startswith(note) for line in of(code=1, last_words=words).notes)
+    assert not any(line.startswith(note) for line in of(last_words=words).notes)  # it came to its end all the same
+
+
+def test_functions_that_are_not_there_and_operators_without_values_are_named():
+    report = of(unsupported=["cudnnGetVersion", "cusolverDnCreate"], without_values={"aten::_cslt": [3, "no rule"]})
+
+    assert "CUDA functions that are not there were called: cusolverDnCreate." in report.notes
+    assert "No values for aten::_cslt (3 calls): no rule" in report.notes
+
+
+def test_the_text_fits_a_terminal_and_lists_ten_stops_at_most():
+    text = str(of(code=1, out_of_memory=[OUT], lowtide={"in_force": True, "planned_steps": 3, "reasons": []}))
+
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("_local_scalar_dense") == 10
+    assert "out of memory in step 2, at model.py:187" in text and "called from train.py:12" in text
+
+
+def test_the_json_has_what_was_promised_and_is_plain():
+    body = of().to_json()
+
+    assert json.loads(json.dumps(body)) == json.loads(json.dumps(body, default=None))
+    assert body["peak_by_step"][0] == {"allocated_bytes": 8 * GIB, "reserved_bytes": 12 * GIB}
+    assert body["launches_per_step"] == 1706 and body["waits_per_step"] == 2 and body["lowtide"] is None
+
+
+def test_the_page_is_well_formed_and_shows_every_kind():
+    class Tags(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open = []
+
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("meta", "line", "rect", "circle", "path", "br"):
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            if tag not in ("line", "rect", "circle", "path"):
+                assert self.open.pop() == tag
+
+    made = page(of(code=1, out_of_memory=[OUT], lowtide={"in_force": True, "reasons": ["<b>"]}))
+    parser = Tags()
+    parser.feed(made)
+
+    assert [tag for tag in parser.open if tag != "path"] == []
+    assert all(f'class="kind {kind}"' in made for kind in KINDS)
+    assert "<b>&lt;b&gt;" not in made and "&lt;b&gt;" in made
+    assert of()._repr_html_().startswith("<div")
