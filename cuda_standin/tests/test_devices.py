@@ -44,3 +44,9 @@ print(*(total - left >> 20 for left, total in free))
     lines = python(source, STANDIN_DEVICES="2", STANDIN_LATE="all").splitlines()
     assert lines[0] == "2 cuda:1 True"
     assert lines[1].split()[0] == "4"
+
+
+def test_a_device_of_capability_8_9_sorts_as_one_of_8_6_for_which_its_code_is(python):
+    source = "import torch; print(torch.arange(1 << 20, device='cuda').flip(0).sort()[0][:2].tolist())"
+
+    assert python(source, STANDIN_GPU="l4") == "[0, 1]"

@@ -15,7 +15,7 @@ from torch import nn
 
 LAYERS, WIDTH, TOKENS = (int(word) for word in sys.argv[1:4])
 device, side = torch.device("cuda"), torch.cuda.Stream()
-layer = lambda: nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
+layer = lambda: nn.TransformerEncoderLayer(WIDTH, WIDTH // 64, 4 * WIDTH, dropout=0.0, batch_first=True)
 model = nn.ModuleList([nn.Embedding(1000, WIDTH), *(layer() for _ in range(LAYERS))]).to(device, torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 host = torch.zeros(4, TOKENS, dtype=torch.int64).pin_memory()

@@ -78,7 +78,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = REGISTERS;
-  a->ptxVersion = a->binaryVersion = state().gpu.major * 10 + state().gpu.minor;
+  int version = state().gpu.major * 10 + state().gpu.minor;
+  a->ptxVersion = a->binaryVersion = version == 89 ? 86 : version;  // PyTorch has no code of its own for 8.9
   a->maxDynamicSharedSizeBytes = 48 * KIB;
   return cudaSuccess;
 }
