@@ -44,7 +44,7 @@ def script(tmp_path):
 
 def report_of(script, *words, layers=2, width=512, tokens=256, **options):
     command = ["python", str(script), str(layers), str(width), str(tokens), *words]
-    return pretend(command, options.pop("device", "a100-80gb"), steps=2, history=False, **options)
+    return pretend(command, **{"device": "a100-80gb", "steps": 2, "history": False, **options})
 
 
 def test_the_report_says_what_a_step_takes_and_why(script):
@@ -90,6 +90,37 @@ def test_a_number_that_is_read_makes_the_host_wait_for_the_device(script):
     assert report_of(script, "read", **options).time.waited_ms > 0.5 * report_of(script, **options).time.busy_ms
 
 
+TIMED = SCRIPT.replace(
+    "for step in range(20):",
+    """import time
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+at = [time.time()]
+end.record()
+for step in range(20):
+    begin, end = end, torch.cuda.Event(enable_timing=True)""",
+).replace(
+    """    if "read" in sys.argv:""",
+    """    end.record()
+    torch.cuda.synchronize()
+    at.append(time.perf_counter() if "perf" in sys.argv else time.time())
+    print(f"step {step} {1e3 * (at[-1] - at[-2]):.3f} ms, events {begin.elapsed_time(end):.3f} ms", flush=True)
+    if "read" in sys.argv:""",
+)
+
+
+def test_with_a_clock_the_script_prints_itself_what_a_step_takes(tmp_path):
+    script, said = tmp_path / "train.py", tmp_path / "output"
+    script.write_text(TIMED)
+    with said.open("w") as output:
+        report = report_of(script, width=4096, tokens=1024, clock=True, steps=6, output=output)
+
+    lines = said.read_text().splitlines()
+    assert [line.split()[1] for line in lines] == [str(step) for step in range(6)]  # of the second run alone
+    for word in (2, 5):  # the script's own clock, and its events; a step's print comes somewhere in the next one
+        four_steps = sum(float(line.split()[word]) for line in lines[2:])
+        assert 3 * report.time.step_ms <= four_steps <= 5 * report.time.step_ms
+
+
 def test_without_time_the_script_ends_after_its_steps(script):
     assert report_of(script, time=False).time is None
 
@@ -104,7 +135,10 @@ def test_options_of_the_command_line(script, capfd):
     command = ["--no-history", "--steps", "1", "--network", "100", "--", "python", str(script), "1", "256", "64"]
 
     assert (
-        cli.main(["pretend", "--device", "h100", "--json", "--tokens", "77", "--measured", "speed 0.9", *command]) == 0
+        cli.main(
+            ["pretend", "--device", "h100", "--json", "--tokens", "77", "--measured", "speed 0.9", "--clock", *command]
+        )
+        == 0
     )
     time = json.loads(capfd.readouterr().out)["time"]
     assert time["tokens"] == 77 and time["speed"] == 0.9

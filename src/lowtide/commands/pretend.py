@@ -49,6 +49,7 @@ def add_parser(verbs: Any) -> None:
                         help='what it really does there: "10643 tokens/s" (a GPU), "187 ms"; or "speed 0.83" of an '
                         "earlier report")  # fmt: skip
     parser.add_argument("--network", type=float, metavar="GBIT", help="of each GPU to other machines, in Gbit/s")
+    parser.add_argument("--clock", action="store_true", help="run it again, with clocks that say what steps take there")
     parser.add_argument("--torch", metavar="VERSION", help="PyTorch's (default: the installed one)")
     parser.add_argument(
         "--no-weights", action="store_true", help="folders with a config.json alone have weights of zeros"
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         devices=args.devices, ranks=args.ranks, rank=args.rank, ranks_per_node=args.ranks_per_node, steps=args.steps,
         budget=args.budget, values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
         history=not args.no_history, no_weights=args.no_weights, time=not args.no_time, tokens=args.tokens,
-        measured=args.measured, network_gbit=args.network, patience_s=args.patience * 60,
+        measured=args.measured, network_gbit=args.network, clock=args.clock, patience_s=args.patience * 60,
     )  # fmt: skip
     check_folders(args.report, args.snapshot)
     report = run_pretended(command, settings, sys.stderr if args.json else None)

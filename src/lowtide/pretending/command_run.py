@@ -55,9 +55,13 @@ class CommandRun:
 
 
 def run(
-    command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None
-) -> CommandRun:
+    command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None,
+    clock_ms: tuple[float, float] | None = None,
+) -> CommandRun:  # fmt: skip
     """Run ``command`` to the steps asked for; its own output goes where ours goes, or all of it to ``output``.
+
+    Args:
+        clock_ms: The script's own clocks say that a step takes so long, and the host for its part of it.
 
     Raises:
         PretendError: The command is empty or is not there.
@@ -66,7 +70,7 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowtide-pretend-") as made:
         folder = Path(made)
-        (folder / "request.json").write_text(json.dumps(_request(settings)))
+        (folder / "request.json").write_text(json.dumps(_request(settings, clock_ms)))
         variables = _variables(settings, environment, folder)
         process = subprocess.Popen(
             words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, text=True,
@@ -114,8 +118,8 @@ def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str
     return [*([str(environment.python)] if is_python else []), found, *rest]
 
 
-def _request(settings: PretendSettings) -> dict[str, Any]:
-    return {
+def _request(settings: PretendSettings, clock_ms: tuple[float, float] | None = None) -> dict[str, Any]:
+    asked: dict[str, Any] = {
         "steps": settings.last_step,
         "ranks": settings.ranks or 0,
         "rank": settings.rank,
@@ -128,6 +132,12 @@ def _request(settings: PretendSettings) -> dict[str, Any]:
         "nccl_mib": NCCL_BYTES >> 20,
         "plugin": str(Path(__file__).with_name("lowtide_inside.py")) if settings.budget else "",
     }
+    if clock_ms is not None:
+        step_ms, host_ms = clock_ms
+        # One more: what the script prints of a step comes after the optimizer's part of it.
+        asked |= {"clock_step_ms": step_ms, "clock_host_ms": host_ms, "steps": settings.last_step + 1}
+        asked |= {"time": False, "history": False, "snapshot": ""}
+    return asked
 
 
 def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder: Path) -> dict[str, str]:

@@ -81,6 +81,7 @@ class PretendSettings:
         tokens: Of a step of this rank, for tokens per second; None: as its largest embedding is asked for.
         measured: What a step really takes there: ``"10643 tokens/s"``, ``"187 ms"``, ``"speed 0.83"``.
         network_gbit: Of each device to other machines, in Gbit/s; None: as clouds have it.
+        clock: The script runs twice: the second time its own clocks say that steps take what was found.
         patience_s: The command is ended when it has made no progress for so long.
     """
 
@@ -102,6 +103,7 @@ class PretendSettings:
     tokens: int | None = None
     measured: str | None = None
     network_gbit: float | None = None
+    clock: bool = False
     patience_s: float = 900.0
 
     def __post_init__(self) -> None:
@@ -131,6 +133,8 @@ class PretendSettings:
             if not self.time or not self.last_step:
                 raise PretendError("measured: it says how fast the device is, and no time is asked for.")
             measured(self.measured)
+        if self.clock and (not self.time or not self.last_step):
+            raise PretendError("clock: the script's clocks say what a step takes, and no time is asked for.")
         if self.patience_s <= 0:
             raise PretendError(f"patience_s={self.patience_s} is not positive.")
         if self.budget is not None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from cuda_standin import control, imports
-from cuda_standin.script import composition, labels, record
+from cuda_standin.script import clock, composition, labels, record
 from cuda_standin.script.peaks import Peaks
 from cuda_standin.script.request import Request
 from cuda_standin.script.step_record import StepRecord
@@ -58,6 +58,7 @@ class Steps:
 
     def count(self) -> None:
         """A step has ended."""
+        clock.step_ended()
         if self._timed.runs:
             if self._timed.step_ended():
                 self._stop()
