@@ -24,7 +24,7 @@ from lowtide.pretending.step_record import Entry, StepRecord
 _COPY_US = 5.0  # until a copy engine begins
 _STAGED_BYTES_PER_S = 10e9  # the host copies pageable memory into the driver's own first
 _IN_GRAPH = 0.5  # of a launch, that kernels of a graph take at least
-_MOST_LAUNCHES = 64  # of one operator: PyTorch's own convolutions go over the rows of a batch, cuDNN's do not
+_LAUNCHES_OF_CUDNN = 4  # as much of the host as one convolution takes
 _FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
 _COPY = Work("copy", "float32", 0, 0)
 # These write what they are given and do not read it.
@@ -98,7 +98,7 @@ class OpTimes:
         if kind in ("op", "kernel"):
             time = self.op_time(entry)
             us = time.us(speed)
-            launches = max(1, min(entry.c, _MOST_LAUNCHES)) if kind == "op" else 1
+            launches = _LAUNCHES_OF_CUDNN if time.kind == "conv" else max(1, entry.c if kind == "op" else 1)
             return Task("kernel", at_us, stream, us, launches, name=time.kind) if us else None
         if kind in ("to_device", "to_host"):
             us = _COPY_US + entry.a / (LINK_SHARE * self.device.host_link_bytes_per_s) * 1e6
