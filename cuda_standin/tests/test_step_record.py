@@ -174,3 +174,32 @@ def test_a_convolution_that_goes_over_the_rows_of_a_batch_takes_the_host_little(
 
     assert operators(record) == ["aten._slow_conv2d_forward.default"]
     assert record["entries"][0][5] >= 1024 and record["took_ns"] < wall / 3
+
+
+def test_a_collective_says_its_bytes_ranks_and_machines(python, tmp_path):
+    source = f"""
+import json, torch
+from cuda_standin import control, process_group
+with process_group.lone_rank(32):
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    mesh = dist.device_mesh.init_device_mesh("cuda", (4, 8), mesh_dim_names=("across", "inside"))
+    groups = [mesh["across"].get_group(), mesh["inside"].get_group(), dist.new_group([0, 8, 9]), None]
+    x, many = torch.ones(1000, device="cuda"), torch.ones(32000, device="cuda")
+    control.begin_step_record()
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    dist.all_gather_into_tensor(many, x)
+    control.end_step_record({str(tmp_path / "step.json")!r})
+"""
+    python(source, STANDIN_DEVICES="8")
+    record = json.loads((tmp_path / "step.json").read_text())
+    found = [entry for entry in record["entries"] if entry[0] == "collective"]
+
+    told = [record["signatures"][entry[3]] for entry in found]
+    assert [(call["op"], call["ranks"], call["nodes"]) for call in told] == [
+        ("all_reduce", 4, 4), ("all_reduce", 8, 1), ("all_reduce", 3, 2), ("all_reduce", 32, 4), ("all_gather", 32, 4),
+    ]  # fmt: skip
+    assert {entry[4] for entry in found} == {4000}
+    communicators = [entry[5] for entry in found]
+    assert len(set(communicators[:4])) == 4 and communicators[3] == communicators[4]
