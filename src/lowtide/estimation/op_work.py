@@ -64,8 +64,6 @@ def work_of(signature: Mapping[str, Any]) -> Work:
     if kind == "gather" and tensors:
         # The table itself is not read, only the rows that are asked for: as many bytes as are made.
         read -= max(_read_bytes(t) for t in tensors)
-    if "nll_loss" in name and tensors:  # one number of each row is read, and backward reads none
-        read -= max(_read_bytes(t) for t in tensors)
     flops = _flops(signature, name) if kind in COMPUTE else 0
     if kind == "attention" and flops:
         flops = int(flops * _share_of_scores(signature, name))

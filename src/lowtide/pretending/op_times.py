@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lowtide.estimation.device_table import Device
 from lowtide.estimation.op_work import Work, work_of
 from lowtide.estimation.roofline import LAUNCH_US, LINK_SHARE, compute_s, memory_s
-from lowtide.measurement.op_inputs import described_tensors
+from lowtide.measurement.op_inputs import described_tensors, tensor_bytes
 from lowtide.pretending.links import Links
 from lowtide.pretending.step_clock import GRAPH_LAUNCH_US, Task
 from lowtide.pretending.step_clock import LAUNCH_US as HOST_LAUNCH_US
@@ -152,6 +152,8 @@ def _of_operator(signature: Mapping[str, Any], written: int, kernels: int, devic
     read = work.read_bytes
     if base in _WRITTEN_ONLY or signature["op"].endswith("out"):
         read = max(0, read - written)  # an argument, and not read
+    if "nll_loss" in base:  # one number of each row is read, and backward reads none
+        read -= max(tensor_bytes(t) for t in described_tensors(signature["args"]))
     launches = 1 if work.computes else max(1, kernels)
     return OpTime(
         kind=work.kind if work.computes else "memory",
