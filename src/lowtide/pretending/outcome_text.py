@@ -62,10 +62,10 @@ def _time(report: PretendReport) -> str:
     found = report.time
     if found is None:
         return ""
+    by = "nothing measured: --measured makes it closer"
+    if found.is_anchored:
+        by = f"with matrix products at {found.speed:.2f} of the table's speed"
     within = f"within about {found.error_fraction:.0%}"
-    by = f"matrix products at {found.speed:.2f} of the table's speed, as measured" if found.is_anchored else (
-        "nothing measured: --measured makes it closer"
-    )  # fmt: skip
     rows = [f"a step on {report.device} takes {found.step_ms:,.1f} ms, {within} ({by})"]
     if found.tokens_per_second is not None:
         rows.append(f"  {found.tokens_per_second:>9,.0f} tokens/s a GPU, of {found.tokens:,} a step")
