@@ -18,6 +18,8 @@ COLOURS = {
     "rule": ("#d8dde3", "#323a44"), "tile": ("#f4f6f8", "#1d232a"), "plain": ("#7b848e", "#8a95a1"),
     "ours": ("#0b7285", "#3bb6cc"), "wash": ("#e3f1f4", "#12323a"), "other": ("#b45309", "#ffa94d"),
     "budget": ("#c92a2a", "#ff6b6b"), "again": ("#6741d9", "#a98bff"),
+    "weights": ("#4c6ef5", "#748ffc"), "gradients": ("#e8890c", "#ffc078"), "optimizer": ("#7048e8", "#9775fa"),
+    "activations": ("#0ca678", "#38d9a9"),
 }  # fmt: skip
 _RULES = Template("""\
 .card { fill: $paper; stroke: $rule } text { fill: $soft } .ink { fill: $ink } .strong { font-weight: 600 }
@@ -29,6 +31,8 @@ text.ours { fill: $ours } text.other { fill: $other } text.budget { fill: $budge
 .line.budget { stroke: $budget; stroke-dasharray: 7 4 } .line.bound { stroke: $soft; stroke-dasharray: 3 3 }
 .area { stroke: none; opacity: .22 } .area.plain { fill: $plain } .area.ours { fill: $ours; opacity: .2 }
 .area.never { fill: $plain; opacity: .16 } .held { fill: $tile }
+.kind { stroke: none } .weights { fill: $weights } .gradients { fill: $gradients } .optimizer { fill: $optimizer }
+.activations { fill: $activations } .kind.other { fill: $plain }
 .dot { fill: $ours } .method { fill: $other }
 .head { fill: $ours } .head.again { fill: $again } .head.budget { fill: $budget }
 .box { fill: $wash; stroke: $ours; stroke-width: 1.5 } .box.quiet { fill: $tile; stroke: $plain }

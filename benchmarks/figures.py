@@ -16,6 +16,7 @@ from pathlib import Path
 from figure_charts import memory_figure, trade_off_figure, tutorial_figure
 from figure_data import ROOT, Results, plan_all
 from figure_diagrams import flow_figure, life_figure
+from figure_pretend import pretend_figure
 
 DOCS = ROOT / "docs"
 
@@ -28,6 +29,7 @@ def drawn(results: Results) -> dict[Path, str]:
         figures / "time_against_memory.svg": trade_off_figure(results),
         figures / "tutorial_step.svg": tutorial_figure(results),
         figures / "life_of_a_fit.svg": life_figure(),
+        figures / "pretended_llama_1b.svg": pretend_figure(),
         DOCS / "flow.svg": flow_figure(),
     }
 

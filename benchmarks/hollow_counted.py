@@ -17,7 +17,6 @@ import contextlib
 import gc
 import itertools
 import json
-import os
 import random
 import sys
 import warnings
@@ -25,9 +24,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-if "cuda_standin" in sys.modules:  # else a test that imports this would change other tests
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # a block is what was asked for
 
 import torch
 from hollow_counted_models import ARCHITECTURES, ATTENTIONS, PLANNED, VARIANTS, NotMade, made
@@ -122,6 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this PyTorch finds no CUDA device; see make test-cuda")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # a block is what was asked for
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     lines = json.loads(RESULTS.read_text())["lines"] if args.missing and RESULTS.exists() else []

@@ -37,6 +37,7 @@ from gpu_table import gpu_table
 from host_time_table import host_time_table
 from integrations_table import cases_table, timed_table
 from limits_table import costs_table
+from pretend_table import example_text, full_size_table
 from real_steps_table import real_steps_table
 
 from lowtide.doctor import registry
@@ -120,6 +121,11 @@ def main() -> int:
                 ("rows", pretend_time_table.times),
             )
         ),
+        *(
+            Page(HOW_TO / "pretend.md", f"pretend {at}", RESULTS / "pretend_example.json", partial(example_text, at))
+            for at in ("h100", "l4")
+        ),
+        Page(ROOT / "docs" / "full-size.md", "full size", RESULTS / "full_size.jsonl", full_size_table),
         Page(HOW_TO / "generate-within-a-budget.md", "cache", RESULTS / "cache_offload.jsonl", cache_table),
         Page(HOW_TO / "generate-within-a-budget.md", "gap", RESULTS / "generation_gap_cpu.jsonl", gap_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),

@@ -69,7 +69,8 @@ import torch
 def resident():
     return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) << 10
 before = resident()
-kept = [torch.randn(1 << 27), torch.zeros(1 << 27), torch.nn.Linear(8192, 8192), torch.empty(1 << 27).to(torch.bfloat16)]
+kept = [torch.randn(1 << 27), torch.zeros(1 << 27), torch.nn.Linear(8192, 8192)]
+kept += [torch.empty(1 << 27).to(torch.bfloat16)]
 kept += [kept[0].clone(), torch.nn.init.trunc_normal_(torch.empty(1 << 26)), torch.ones(1 << 27)]
 torch.optim.SGD([torch.nn.Parameter(kept[0])], 0.1, foreach=True)
 assert resident() - before < 256 << 20, resident() - before  # of 3 GiB; imports on the way
@@ -148,7 +149,7 @@ def start(torch):
         record.facts["probed"] = record.facts.get("probed", 0) + 1
     record.before_write.append(lambda: record.step_records and probe())
 """)
-    python(STOPS, STANDIN_SCRIPT=request(tmp_path, steps=3, plugin=str(plugin)))
+    python(STOPS, STANDIN_SCRIPT=request(tmp_path, steps=3, plugins=[str(plugin)]))
 
     assert len(seen(tmp_path)["steps"]) == 3 and seen(tmp_path)["probed"] >= 3
 
@@ -188,7 +189,7 @@ def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path
     source = f"""
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, AutoModelForCausalLM
-config = LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16, vocab_size=32000)
+config = LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16)
 config.architectures = ["LlamaForCausalLM"]
 config.save_pretrained({str(tmp_path / "model")!r})
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, dtype=torch.bfloat16).cuda()

@@ -34,6 +34,21 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def blocks_as_asked():
+    """Segments grow, as in the benchmarks that these tests repeat; those of other tests keep their sizes."""
+    if not torch.cuda.is_available():
+        return
+    from support.cuda_device import expandable_segments
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    with expandable_segments(True):
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize(("kind", "variant", "attention"), thorough_but(CASES[:4], CASES))
 def test_traced_peaks_are_counted_peaks(kind, variant, attention):
     for line in compare(kind, variant, attention):

@@ -19,7 +19,8 @@ import torch
 torch.manual_seed(0)
 LAYERS, WIDTH, ROWS = 8, 2048, 4096
 def model():
-    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)))
+    layers = (torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS))
+    return torch.nn.Sequential(*layers)
 """
 LOOP = """
 net = model().cuda()
@@ -210,3 +211,30 @@ def test_the_command_line_gives_one_object_of_json_and_a_page(tmp_path):
     assert body["out_of_memory"] is None and body["lowtide"] is None and body["snapshot"] == str(snapshot)
     assert set(body["by_kind"]) == {"weights", "gradients", "optimizer", "activations", "workspaces", "other"}
     assert snapshot.stat().st_size > 10_000 and "It fits" in page.read_text()
+
+
+def test_what_would_make_it_fit_is_measured_by_running_it_again(tmp_path):
+    source = """
+    import sys
+    rows = int(sys.argv[2])
+    net = model().cuda()
+    opt = torch.optim.AdamW(net.parameters())
+    for step in range(9):
+        net(torch.randn(rows, WIDTH, device="cuda")).square().mean().backward()
+        opt.step(); opt.zero_grad()
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source))
+    command = str(Path(sys.executable).with_name("lowtide"))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STANDIN_")}
+
+    done = subprocess.run(
+        [command, "pretend", "--memory", "1700MiB", "--advise", "--json", "--", "python", path, "--batch-size", "8192"],
+        capture_output=True, text=True, env=clean,
+    )  # fmt: skip
+
+    assert done.returncode == 1, done.stderr
+    changes = {change["change"]: change for change in json.loads(done.stdout)["changes"]}
+    assert changes["half the batch"]["fits"] and changes["half the batch"]["how"] == "4096"
+    need = next(change for name, change in changes.items() if name.startswith("a device with"))
+    assert need["how"] == "--device t4" and need["peak_reserved_bytes"] > 1700 * 2**20
+    assert "gradient checkpointing" not in changes  # this model has no such switch

@@ -18,7 +18,7 @@ STEP = {"allocated_bytes": 10 * GIB, "reserved_bytes": 12 * GIB, "seconds": 0.25
 SEEN = {
     "steps": [{**STEP, "allocated_bytes": 8 * GIB}, STEP, STEP],
     "stages": [{"stage": "import torch", "seconds": 0.5}, {"stage": "forward", "seconds": 2.0}],
-    "stops": [{"line": f"train.py:{n} " + "x" * 90, "operator": "_local_scalar_dense", "count": 20 - n} for n in range(15)],
+    "stops": [{"line": "train.py:1 " + "x" * 90, "operator": "_local_scalar_dense", "count": n} for n in range(15)],
     "by_kind": {"weights": 2 * GIB, "gradients": 0, "optimizer": 4 * GIB, "activations": 4 * GIB, "workspaces": 1 << 25,
                 "other": 512},
     "by_part": [{"part": "optimizer", "kind": "optimizer", "bytes": 4 * GIB}],
@@ -29,7 +29,7 @@ SEEN = {
     "launches": 5000,
 }  # fmt: skip
 OUT = {"step": 2, "line": "model.py:187", "script_line": "train.py:12", "asked_bytes": 3 * GIB,
-       "allocated_bytes": 77 * GIB, "reserved_bytes": 78 * GIB, "message": "CUDA out of memory. Tried to ..."}  # fmt: skip
+       "allocated_bytes": 77 * GIB, "reserved_bytes": 78 * GIB, "message": "CUDA out of memory."}  # fmt: skip
 
 
 def of(settings=None, capacity=80 * GIB, code=0, **changes):
@@ -46,6 +46,8 @@ def of(settings=None, capacity=80 * GIB, code=0, **changes):
         ({"capacity": int(12.6 * GIB)}, "fits tightly", True),
         ({"code": 1, "out_of_memory": [OUT]}, "does not fit", False),
         ({"out_of_memory": [OUT]}, "fits", True),  # caught
+        ({"code": 1, "out_of_memory": [OUT], "error": "KeyError: 'mine'"}, "failed", False),
+        ({"code": 1, "out_of_memory": [OUT], "error": "OutOfMemoryError: CUDA out of memory."}, "does not fit", False),
         ({"code": 3}, "failed", False),
         ({"steps": []}, "trained nothing", False),
         ({"ended_because": "there was no step for 900 s"}, "did not end", False),

@@ -7,6 +7,7 @@ that a new PyTorch asks for is there.
 
 import fcntl
 import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -106,7 +107,15 @@ def _build(folder: Path, torch_dir: Path, includes: list[Path]) -> None:
         raise StandinError(
             f"cuda_standin: no library in {torch_dir / 'lib'} asks for libcudart; is this PyTorch whole?"
         )
-    flags = ["-std=c++17", "-O1", "-fPIC", "-w", f"-I{includes[0]}", *(f"-idirafter{i}" for i in includes[1:])]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-w",
+        f"-DSTANDIN_ARCHS={_architectures(torch_dir)}",
+        f"-I{includes[0]}",
+        *(f"-idirafter{i}" for i in includes[1:]),
+    ]
     objects = {
         soname: [_compile(folder, source, flags) for source in OURS[stem(soname)]]
         for soname in wanted if stem(soname) in OURS
@@ -119,6 +128,19 @@ def _build(folder: Path, torch_dir: Path, includes: list[Path]) -> None:
     (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.4 links with -lcuda
     (folder / "order.txt").write_text("\n".join(order) + "\n")
     _build_values(folder, torch_dir, includes, runtime)
+
+
+def _architectures(torch_dir: Path) -> str:
+    """The GPU code that this PyTorch has, as ``torch.cuda.get_arch_list()`` says it: ``75,80,86,90``."""
+    for name in ("libtorch_python.so", "libtorch_cuda.so"):
+        with (
+            (torch_dir / "lib" / name).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            found = re.search(rb"sm_\d{2,3}a?(?: (?:sm|compute)_\d{2,3}a?)+", text)
+            if found:
+                return ",".join(re.findall(r"sm_(\d+)", bytes(text[found.start() : found.end()]).decode()))
+    return "0"
 
 
 def _compile(folder: Path, source: str, flags: list[str]) -> Path:

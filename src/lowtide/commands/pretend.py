@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ def add_parser(verbs: Any) -> None:
         "--steps", type=int, metavar="N", help="optimizer steps; 0: to the end (default 3; 6 with --budget)"
     )
     parser.add_argument("--budget", metavar="BYTES", help='attach lowtide to the script, with "20GiB" or "auto"')
+    parser.add_argument("--host-budget", metavar="BYTES", help="host memory that lowtide may move tensors to; 0: none")
     parser.add_argument("--values", choices=("small", "all", "none"), default="small",
                         help="which tensors have right values (small: up to 1 MiB, integers and flags)")  # fmt: skip
     parser.add_argument("--routing", choices=("balanced", "worst"), default="balanced",
@@ -59,13 +62,14 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write the report as a page")
     parser.add_argument("--patience", type=float, default=15.0, metavar="MINUTES",
                         help="end a script that takes no step for so long (default 15)")  # fmt: skip
+    parser.add_argument("--advise", action="store_true", help="run again with each change that may make it fit")
     parser.add_argument("--prepare", action="store_true", help="make the environment for --torch, and run nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="as it is typed")
 
 
 def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Exit code, text and JSON of the verb."""
-    from lowtide.pretending import environments
+    from lowtide.pretending import advice, environments
     from lowtide.pretending.calls import run_pretended
     from lowtide.pretending.outcome_page import page
     from lowtide.pretending.settings import PretendSettings, amount
@@ -80,12 +84,19 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     settings = PretendSettings(
         device=args.device, memory_bytes=None if args.memory is None else amount(args.memory, "--memory"),
         devices=args.devices, ranks=args.ranks, rank=args.rank, ranks_per_node=args.ranks_per_node, steps=args.steps,
-        budget=args.budget, values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
-        history=not args.no_history, no_weights=args.no_weights, time=not args.no_time, tokens=args.tokens,
-        measured=args.measured, network_gbit=args.network, clock=args.clock, patience_s=args.patience * 60,
+        budget=args.budget, host_budget=args.host_budget,
+        values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
+        history=not args.no_history, no_weights=args.no_weights, time=not args.no_time,
+        tokens=args.tokens, measured=args.measured, network_gbit=args.network, clock=args.clock,
+        patience_s=args.patience * 60,
     )  # fmt: skip
     check_folders(args.report, args.snapshot)
-    report = run_pretended(command, settings, sys.stderr if args.json else None)
+    output = sys.stderr if args.json else None
+    report = run_pretended(command, settings, output)
+    if args.advise:
+        say = partial(print, "lowtide:", file=sys.stderr)
+        changes = advice.advise(report, settings, environments.find(args.torch), output, say)
+        report = replace(report, changes=changes)
     if args.report:
         write(args.report, lambda path: Path(path).write_text(page(report), encoding="utf-8"))
     text = f"\n{report}" if report.steps or report.out_of_memory else str(report)

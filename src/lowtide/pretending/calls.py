@@ -10,7 +10,7 @@ from typing import IO, Any
 from lowtide.pretending import command_run, environments
 from lowtide.pretending.outcome import PretendReport, outcome
 from lowtide.pretending.settings import PretendSettings, amount
-from lowtide.pretending.standin_package import standin_folder
+from lowtide.pretending.standin_package import memory_of
 
 
 def pretend(
@@ -33,8 +33,9 @@ def pretend(
         torch: A version of PyTorch, such as ``"2.6.0"``; None: the installed one.
         snapshot: A file for PyTorch's memory viewer (https://pytorch.org/memory_viz).
         output: Where the script's own output goes; None: where ours goes.
-        more: ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``, ``patience_s``; for
-            the time of a step ``time``, ``tokens``, ``measured``, ``network_gbit``, ``clock`` (``PretendSettings``).
+        more: ``host_budget``, ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``,
+            ``patience_s``; for the time of a step ``time``, ``tokens``, ``measured``, ``network_gbit``, ``clock``
+            (``PretendSettings``).
 
     Raises:
         PretendError: The run cannot be what it was asked to be.
@@ -52,21 +53,12 @@ def pretend(
 def run_pretended(command: Sequence[str], settings: PretendSettings, output: IO[str] | None = None) -> PretendReport:
     """As ``pretend``, with settings that have been checked."""
     environment = environments.find(settings.torch)
-    capacity = settings.memory_bytes or _memory_of(settings.facts.name)
+    capacity = settings.memory_bytes or memory_of(settings.facts.name)
     if not settings.clock:
         return outcome(command_run.run(command, settings, environment, output), settings, environment, capacity)
     with open(os.devnull, "w") as nowhere:
         report = outcome(command_run.run(command, settings, environment, nowhere), settings, environment, capacity)
     if report.time is not None:
-        command_run.run(command, settings, environment, output, (report.time.step_ms, report.time.host_ms))
+        clock_ms = (report.time.step_ms, report.time.host_ms)
+        command_run.run(command, settings, environment, output, clock_ms=clock_ms)
     return report
-
-
-def _memory_of(device: str) -> int:
-    """Of the stand-in's device, in bytes."""
-    import re
-
-    text = (standin_folder() / "csrc" / "runtime" / "gpus.h").read_text(encoding="utf-8")
-    found = re.search(rf'\{{"{re.escape(device)}", "[^"]+", \d+, \d+, \d+, (\d+),', text)
-    assert found is not None, device
-    return int(found[1]) << 20

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -56,12 +56,14 @@ class CommandRun:
 
 def run(
     command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None,
+    more_variables: Mapping[str, str] | None = None, change: str = "",
     clock_ms: tuple[float, float] | None = None,
 ) -> CommandRun:  # fmt: skip
     """Run ``command`` to the steps asked for; its own output goes where ours goes, or all of it to ``output``.
 
     Args:
         clock_ms: The script's own clocks say that a step takes so long, and the host for its part of it.
+        change: One of ``change_inside``'s, made in the script's process.
 
     Raises:
         PretendError: The command is empty or is not there.
@@ -70,8 +72,10 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowtide-pretend-") as made:
         folder = Path(made)
-        (folder / "request.json").write_text(json.dumps(_request(settings, clock_ms)))
-        variables = _variables(settings, environment, folder)
+        (folder / "request.json").write_text(json.dumps(_request(settings, change, clock_ms)))
+        variables = _variables(settings, environment, folder) | dict(more_variables or {})
+        if change:
+            variables["LOWTIDE_PRETEND_CHANGE"] = change
         process = subprocess.Popen(
             words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, text=True,
             errors="replace", start_new_session=True,
@@ -118,7 +122,8 @@ def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str
     return [*([str(environment.python)] if is_python else []), found, *rest]
 
 
-def _request(settings: PretendSettings, clock_ms: tuple[float, float] | None = None) -> dict[str, Any]:
+def _request(settings: PretendSettings, change: str, clock_ms: tuple[float, float] | None) -> dict[str, Any]:
+    plugins = [("lowtide_inside.py", settings.budget is not None), ("change_inside.py", bool(change))]
     asked: dict[str, Any] = {
         "steps": settings.last_step,
         "ranks": settings.ranks or 0,
@@ -130,7 +135,7 @@ def _request(settings: PretendSettings, clock_ms: tuple[float, float] | None = N
         "time": settings.time and settings.last_step > 0,
         "context_mib": settings.facts.context_bytes >> 20,
         "nccl_mib": NCCL_BYTES >> 20,
-        "plugin": str(Path(__file__).with_name("lowtide_inside.py")) if settings.budget else "",
+        "plugins": [str(Path(__file__).with_name(name)) for name, wanted in plugins if wanted],
     }
     if clock_ms is not None:
         step_ms, host_ms = clock_ms
@@ -171,6 +176,7 @@ def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder
                       "LOCAL_WORLD_SIZE": str(devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
     if settings.budget is not None:
         variables["LOWTIDE_BUDGET"] = settings.budget
+        variables["LOWTIDE_PRETEND_HOST_BUDGET"] = settings.host_budget or ""
         variables["LOWTIDE_WITHOUT_VALUES"] = settings.facts.name if settings.values != "all" else "0"
     return environments.entering(variables, environment)
 

@@ -53,7 +53,7 @@ class Attachment:
         import lowtide
 
         try:
-            self._fit = lowtide.fit(module, budget=self._budget, optimizer=optimizer)
+            self._fit = lowtide.fit(module, budget=self._budget, optimizer=optimizer, **_offload(lowtide))
             self._why = ""
         except lowtide.LowtideError as error:
             self._why = str(error)
@@ -80,6 +80,13 @@ class Attachment:
             "predicted_peak_bytes": getattr(plan, "predicted_peak_bytes", None),
             "reasons": list(status.reasons),
         }
+
+
+def _offload(lowtide: ModuleType) -> dict[str, Any]:
+    host_budget = os.environ.get("LOWTIDE_PRETEND_HOST_BUDGET", "")
+    if not host_budget:
+        return {}
+    return {"offload": lowtide.Offload(host_budget=None if host_budget == "0" else host_budget)}
 
 
 def _held_by(optimizer: Any) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.pretending.command_run import CommandRun
 from lowtide.pretending.environments import ScriptEnvironment
@@ -13,6 +13,9 @@ from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, Pretend
 from lowtide.pretending.step_record import step_record
 from lowtide.pretending.step_time import StepTime, step_time
 from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.pretending.advice import MeasuredChange
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "workspaces", "other")
 _TIGHT = 0.97
@@ -76,6 +79,7 @@ class PretendReport:
         stages: How far the script came, with seconds.
         time: What a step takes; None: it was not asked for, or the script ended before.
         lowtide: What lowtide did in it, with ``--budget``; else None.
+        changes: What would change the peak, with ``--advise``.
         assumptions: What the numbers take for granted.
         notes: What was noticed.
     """
@@ -104,6 +108,7 @@ class PretendReport:
     snapshot: str | None
     time: StepTime | None
     lowtide: dict[str, Any] | None
+    changes: tuple[MeasuredChange, ...]
     host_peak_bytes: int
     pinned_peak_bytes: int
     compile_s: float
@@ -200,6 +205,7 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
         snapshot=seen.get("snapshot"),
         time=_time(run, settings),
         lowtide=seen.get("lowtide"),
+        changes=(),
         host_peak_bytes=run.host_peak_bytes,
         pinned_peak_bytes=seen.get("pinned_peak_bytes", 0),
         compile_s=seen.get("compile_seconds", 0.0),
@@ -240,7 +246,9 @@ def _verdict(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | 
     if run.ended_because:
         return "did not end"
     if run.exit_code:
-        return "does not fit" if first is not None else "failed"
+        # An error of memory that was caught before is not what ended it.
+        error = run.seen.get("error", "out of memory")
+        return "does not fit" if first is not None and "out of memory" in error else "failed"
     return "fits" if steps else "trained nothing"
 
 

@@ -25,6 +25,7 @@ def page(report: PretendReport) -> str:
         ("modules", "Activations at the peak, by module", _rows("module", report.by_module)),
         ("lines", "At the peak, by line", _rows("line", report.by_line)),
         ("stops", "Where the host waited for the device", _stops(report)),
+        ("changes", "What would change it", _changes(report)),
         ("lowtide", "lowtide in it", _lowtide(report)),
         ("assumed", "Taken for granted", _items((*report.notes, *report.assumptions))),
     ]
@@ -132,6 +133,16 @@ def _lowtide(report: PretendReport) -> str:
     rows = [(name.replace("_", " "), str(value)) for name, value in report.lowtide.items() if name != "reasons"]
     facts = f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in rows)}</dl>"
     return facts + _items(report.lowtide.get("reasons", ()))
+
+
+def _changes(report: PretendReport) -> str:
+    rows = [
+        (made.change, made.how, "-" if made.peak_reserved_bytes is None else format_bytes(made.peak_reserved_bytes),
+         "-" if made.launches is None else f"{made.launches:,}", "fits" if made.fits else "does not fit")
+        for made in report.changes
+    ]  # fmt: skip
+    heads = ("change", "how", "reserved", "launches a step", "")
+    return html.plain_table("What would change it", heads, rows) if rows else ""
 
 
 def _items(lines: Sequence[str]) -> str:

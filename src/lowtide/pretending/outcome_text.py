@@ -1,5 +1,7 @@
 """A ``PretendReport`` as text, within 100 columns."""
 
+from textwrap import wrap
+
 from lowtide.pretending.outcome import KINDS, PretendReport
 from lowtide.units import format_bytes
 
@@ -8,15 +10,8 @@ _LINES = 6
 
 
 def text(report: PretendReport) -> str:
-    parts = [
-        _head(report),
-        _steps(report),
-        _time(report),
-        _peak(report),
-        _out_of_memory(report),
-        _stops(report),
-        _lowtide(report),
-    ]
+    parts = [_head(report), _steps(report), _time(report), _peak(report), _out_of_memory(report)]
+    parts += [_stops(report), _lowtide(report), _changes(report)]
     parts += [_list("note", report.notes), _list("taken for granted", report.assumptions)]
     return "\n".join(part for part in parts if part)
 
@@ -131,6 +126,19 @@ def _lowtide(report: PretendReport) -> str:
             f"overhead {found.get('predicted_overhead') or 0:+.0%}"
         )
     rows += [f"  {reason}" for reason in found.get("reasons", ())]
+    return "\n".join(rows)
+
+
+def _changes(report: PretendReport) -> str:
+    if not report.changes:
+        return ""
+    rows = ["what would change it, measured by running it again"]
+    for made in report.changes:
+        peak = "-" if made.peak_reserved_bytes is None else format_bytes(made.peak_reserved_bytes)
+        launches = "-" if made.launches is None else f"{made.launches:,} launches"
+        fits = "fits" if made.fits else "does not fit"
+        rows.append(f"  {peak:>11}  {fits:<12}  {launches:>16}  {made.change}"[:_WIDTH])
+        rows += wrap(made.how, _WIDTH, initial_indent=" " * 15, subsequent_indent=" " * 15)
     return "\n".join(rows)
 
 

@@ -71,6 +71,7 @@ class PretendSettings:
         steps: Optimizer steps, then the script is ended; 0: it runs to its own end; None: 3, or 6 with a budget (three
             are watched, three planned).
         budget: lowtide is attached to the script, with this budget.
+        host_budget: Most host memory that lowtide may move tensors to; ``"0"``: none; None: as ``lowtide.fit`` has it.
         values: ``small``: tensors up to a MiB, integers and flags have right values; ``all``; ``none``.
         routing: Where experts are tied for lack of values: ``balanced`` or ``worst`` (all tokens to the same ones).
         torch: A version of PyTorch; None: that of the environment that lowtide runs in.
@@ -93,6 +94,7 @@ class PretendSettings:
     ranks_per_node: int = 8
     steps: int | None = None
     budget: str | None = None
+    host_budget: str | None = None
     values: Values = "small"
     routing: Routing = "balanced"
     torch: str | None = None
@@ -139,6 +141,8 @@ class PretendSettings:
             raise PretendError(f"patience_s={self.patience_s} is not positive.")
         if self.budget is not None:
             check_budget(int(self.budget) if self.budget.isdecimal() else self.budget)
+        if self.host_budget not in (None, "0"):
+            amount(str(self.host_budget), "host_budget")
 
     @property
     def facts(self) -> Device:

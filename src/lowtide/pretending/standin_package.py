@@ -32,6 +32,15 @@ def standin_folder() -> Path:
 
 
 @cache
+def memory_of(device: str) -> int:
+    """Bytes of the stand-in's ``device``, as a process sees them."""
+    text = (standin_folder() / "csrc" / "runtime" / "gpus.h").read_text(encoding="utf-8")
+    found = re.search(rf'\{{"{re.escape(device)}", "[^"]+", \d+, \d+, \d+, (\d+),', text)
+    assert found is not None, device
+    return int(found[1]) << 20
+
+
+@cache
 def standin_gpus() -> tuple[str, ...]:
     """The devices that it knows, by lowtide's names."""
     text = (standin_folder() / "csrc" / "runtime" / "gpus.h").read_text(encoding="utf-8")

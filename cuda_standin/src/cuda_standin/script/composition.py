@@ -21,8 +21,6 @@ found: dict[str, Any] = {}
 KINDS = ("weights", "gradients", "optimizer", "activations", "workspaces", "other")
 _MOST_LINES = 20
 _PARTS_OF_CURVE = 300
-# cuBLAS keeps a workspace for each stream and thread: 4096 KiB x 2 + 16 KiB x 8, or 32 MiB on Hopper and later.
-_BLAS_WORKSPACES = (8519680, 33554432, 67108864)
 # A block with such a frame is ...; the first that fits. Path, function ("" any), part, kind.
 _BY_FRAME = (
     ("torch/distributed/fsdp/", "", "gathered weights", "weights"),
@@ -47,15 +45,20 @@ def take(torch: ModuleType, snapshot: str) -> None:
             found["snapshot"] = snapshot
         traces = torch.cuda.memory._snapshot().get("device_traces") or [[]]
         if any(traces):
-            found.update(composition(max(traces, key=len)))
+            found.update(composition(max(traces, key=len), _workspace_bytes(torch)))
     except Exception as error:  # the report lacks a part then, and says so; the script goes on
         record.notes.add(f"what the peak consists of is not known: {type(error).__name__}: {error}")
     found["composition_seconds"] = round(time.perf_counter() - began, 2)
 
 
-def composition(trace: list[Entry]) -> dict[str, Any]:
+def _workspace_bytes(torch: ModuleType) -> int:
+    """Of what cuBLAS keeps for each stream and thread: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB from Hopper on."""
+    return 32 << 20 if torch.cuda.get_device_capability()[0] >= 9 else (2 * 4096 + 8 * 16) << 10
+
+
+def composition(trace: list[Entry], workspace_bytes: int) -> dict[str, Any]:
     """``by_kind`` and ``by_part`` in bytes asked for (without rounding), ``by_module``, ``by_line``, and ``curve``."""
-    blocks = _blocks(trace)
+    blocks = _blocks(trace, workspace_bytes)
     at, curve = _curve(trace, blocks)
     kinds: Counter[str] = Counter()
     parts: Counter[tuple[str, str]] = Counter()
@@ -92,7 +95,7 @@ class _Block:
     kind: str = ""
 
 
-def _blocks(trace: list[Entry]) -> list[_Block]:
+def _blocks(trace: list[Entry], workspace_bytes: int) -> list[_Block]:
     blocks: list[_Block] = []
     open_blocks: dict[int, _Block] = {}
     for position, entry in enumerate(trace):
@@ -105,8 +108,24 @@ def _blocks(trace: list[Entry]) -> list[_Block]:
         entry = trace[block.begins]
         freed = trace[block.ends].get("time_us", 0) if block.ends < len(trace) else None
         labelled = _label(entry["addr"], entry, freed)
-        block.part, block.kind = (labelled, labelled) if labelled else _by_frames(entry, freed is None)
+        block.part, block.kind = (labelled, labelled) if labelled else _by_frames(entry)
+    _mark_workspaces(trace, blocks, workspace_bytes)
     return blocks
+
+
+def _mark_workspaces(trace: list[Entry], blocks: list[_Block], workspace_bytes: int) -> None:
+    """The first block of a workspace's size that is never freed, of each stream, of forward and of backward.
+
+    An activation of that very size may be kept as well, where memory ran out before it was freed.
+    """
+    found = set()
+    for block in blocks:
+        entry = trace[block.begins]
+        key = entry.get("stream"), bool(entry["frames"])
+        is_one = block.size == workspace_bytes and block.ends == len(trace) and block.part not in KINDS
+        if is_one and key not in found:
+            found.add(key)
+            block.part, block.kind = "workspaces of cuBLAS", "workspaces"
 
 
 def _curve(trace: list[Entry], blocks: list[_Block]) -> tuple[int, dict[str, Any]]:
@@ -148,9 +167,7 @@ def _label(address: int, entry: Entry, freed: int | None) -> str:
     return ""
 
 
-def _by_frames(entry: Entry, is_kept: bool) -> tuple[str, str]:
-    if is_kept and entry["size"] in _BLAS_WORKSPACES:
-        return "workspaces of cuBLAS", "workspaces"
+def _by_frames(entry: Entry) -> tuple[str, str]:
     return _by_stack(tuple((f["filename"], f["name"]) for f in entry["frames"]))
 
 

@@ -20,9 +20,9 @@ class Request:
         time: After the steps, a few more for the host's time, and one that is recorded.
         clock_step_ms: The script's own clocks say that a step takes so long; 0: they say what it takes here.
         clock_host_ms: Of it, the host's own time.
-        plugin: A Python file whose ``start(torch)`` is called too.
-        context_mib: What the driver's context takes of each device; ``nccl_mib``: NCCL's buffers, where there are
-            ranks.
+        plugins: Python files whose ``start(torch)`` is called too.
+        context_mib: What the driver's context takes of each device.
+        nccl_mib: What NCCL's buffers take, where there are ranks.
     """
 
     steps: int = 3
@@ -35,7 +35,7 @@ class Request:
     time: bool = False
     clock_step_ms: float = 0.0
     clock_host_ms: float = 0.0
-    plugin: str = ""
+    plugins: tuple[str, ...] = ()
     context_mib: int = 0
     nccl_mib: int = 0
 

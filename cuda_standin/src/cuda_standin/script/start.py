@@ -28,8 +28,8 @@ def start(torch: ModuleType) -> None:
 
     torch.cuda._lazy_call(device_is_used)
     steps.install(torch, peaks, wanted)
-    if wanted.plugin:
-        spec = importlib.util.spec_from_file_location("_standin_plugin", wanted.plugin)
+    for file in wanted.plugins:
+        spec = importlib.util.spec_from_file_location("_standin_plugin", file)
         plugin = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(plugin)
         plugin.start(torch)

@@ -159,24 +159,36 @@ cudaError_t cudaProfilerStop() { return cudaSuccess; }
 // ---- errors ----
 cudaError_t cudaGetLastError() { return take_last_error(); }
 cudaError_t cudaPeekAtLastError() { return last_error(); }
+static const struct {
+  cudaError_t code;
+  const char *name, *text;
+} ERRORS[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorIllegalState, "cudaErrorIllegalState",
+     "the operation cannot be performed in the present state"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
+     "part or all of the requested memory range is already mapped"},
+    {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
+     "pointer does not correspond to a registered memory region"},
+    {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+};
 const char* cudaGetErrorName(cudaError_t e) {
-  switch (e) {
-    case cudaSuccess: return "cudaSuccess";
-    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-    case cudaErrorNotSupported: return "cudaErrorNotSupported";
-    default: return "cudaErrorStandIn";
-  }
+  for (auto& known : ERRORS)
+    if (known.code == e) return known.name;
+  return "cudaErrorUnknown";
 }
 const char* cudaGetErrorString(cudaError_t e) {
-  switch (e) {
-    case cudaSuccess: return "no error";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorNotSupported: return "operation not supported";
-    case cudaErrorInvalidDevice: return "invalid device ordinal";
-    case cudaErrorInvalidValue: return "invalid argument";
-    case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
-    default: return "error of the stand-in runtime";
-  }
+  for (auto& known : ERRORS)
+    if (known.code == e) return known.text;
+  static thread_local std::string text;
+  text = "error " + std::to_string((int)e) + " of the stand-in runtime";
+  return text.c_str();
 }
 
 // ---- the driver ----

@@ -74,12 +74,19 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void
 
 // ---- what a kernel needs: one guess for all ----
 constexpr int REGISTERS = 32;
+// What the driver would load of PyTorch's code: CUB asks for it, and has a policy for what was compiled only.
+static int loaded_architecture() {
+  static const int own = state().gpu.major * 10 + state().gpu.minor;
+  int best = 0;
+  for (int compiled : {STANDIN_ARCHS})
+    if (compiled <= own) best = std::max(best, compiled);
+  return best ? best : own;
+}
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = REGISTERS;
-  int version = state().gpu.major * 10 + state().gpu.minor;
-  a->ptxVersion = a->binaryVersion = version == 89 ? 86 : version;  // PyTorch has no code of its own for 8.9
+  a->ptxVersion = a->binaryVersion = loaded_architecture();
   a->maxDynamicSharedSizeBytes = 48 * KIB;
   return cudaSuccess;
 }

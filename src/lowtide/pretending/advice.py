@@ -1,0 +1,151 @@
+"""What would make a script fit, each change measured by running the script again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO
+
+from lowtide.pretending import command_run
+from lowtide.pretending.environments import ScriptEnvironment
+from lowtide.pretending.outcome import PretendReport, outcome
+from lowtide.pretending.settings import PretendSettings
+from lowtide.pretending.standin_package import memory_of, standin_gpus
+from lowtide.units import format_bytes
+
+_ENDLESS = 1 << 40  # more than any device has: the run shows what it needs
+# --batch-size 8, --per_device_train_batch_size=8, batch_size=8
+_BATCH = re.compile(r"^(-{0,2}(?:[\w.]*[._-])?(?:train[._-])?(?:micro[._-])?batch[._-]size)(=?)(\d*)$")
+_ACCUMULATE = re.compile(
+    r"^(-{0,2}(?:[\w.]*[._-])?(?:gradient[._-]accumulation[._-]steps|grad[._-]accum\w*|accumulate))(=?)(\d*)$"
+)
+
+
+@dataclass(frozen=True)
+class MeasuredChange:
+    """One change of the run, and what came of it.
+
+    Attributes:
+        change: In words; ``how`` is what to write.
+        fits: On the device that was asked for.
+        peak_reserved_bytes: The highest of all steps; None: the run ended before its first step.
+        launches: Of the last step: what the change costs in kernels.
+    """
+
+    change: str
+    how: str
+    fits: bool
+    peak_reserved_bytes: int | None
+    launches: int | None
+
+
+@dataclass(frozen=True)
+class _Variant:
+    change: str
+    how: str
+    settings: PretendSettings
+    command: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+    inside: str = ""  # of change_inside.py: it counts where it was made
+
+
+def advise(
+    report: PretendReport, settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> tuple[MeasuredChange, ...]:  # fmt: skip
+    """Run the script again with each change that can be made from outside, the cheapest to take first.
+
+    Args:
+        report: Of the run as it is.
+        say: Is told each change before it runs.
+    """
+    settings = replace(settings, time=False, measured=None, clock=False)  # what was measured is of the script as it is
+    found = [_need(report, settings, environment, output, say)]
+    for variant in _variants(report, settings):
+        say(f"running again: {variant.change}")
+        made = _measured(variant, settings, environment, output)
+        if made is not None:
+            found.append(made)
+    return tuple(found)
+
+
+def _measured(
+    variant: _Variant, settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None
+) -> MeasuredChange | None:
+    """None: the change could not be made in this script."""
+    run = command_run.run(
+        variant.command, variant.settings, environment, output, dict(variant.variables), variant.inside
+    )
+    how = " and ".join(run.seen.get("changes", ())) if variant.inside else variant.how
+    if not how:
+        return None
+    capacity = settings.memory_bytes or memory_of(settings.facts.name)
+    found = outcome(run, variant.settings, environment, capacity)
+    last = found.steps[-1] if found.steps else None
+    if found.lowtide is not None and not found.lowtide["in_force"]:
+        how += ": " + (found.lowtide["reasons"] or ["no plan was in force"])[-1].splitlines()[0]
+    return MeasuredChange(
+        variant.change, how, found.fits, found.peak_reserved_bytes if last else None, last.launches if last else None
+    )
+
+
+def _need(
+    report: PretendReport, settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None,
+    say: Callable[[str], object],
+) -> MeasuredChange:  # fmt: skip
+    """What the script takes where memory has no end, and the smallest device that has it."""
+    if report.fits:
+        needed, launches = report.peak_reserved_bytes, report.steps[-1].launches
+    else:
+        say("running again: on a device without an end, to see what it needs")
+        run = command_run.run(report.command, replace(settings, memory_bytes=_ENDLESS), environment, output)
+        found = outcome(run, settings, environment, _ENDLESS)
+        needed, launches = found.peak_reserved_bytes, found.steps[-1].launches if found.steps else 0
+    devices = sorted(standin_gpus(), key=memory_of)
+    enough = next((d for d in devices if memory_of(d) >= needed + report.context_bytes), None)
+    device = f"--device {enough}" if enough else "no single device has it"
+    title = f"a device with {format_bytes(needed + report.context_bytes)}"
+    return MeasuredChange(title, device, report.fits, needed or None, launches or None)
+
+
+def _variants(report: PretendReport, settings: PretendSettings) -> Iterator[_Variant]:
+    command = report.command
+    segments = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+    yield _Variant(
+        "segments that grow", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", settings, command, segments
+    )
+    if settings.budget is None:
+        yield _Variant("lowtide", "--budget auto", replace(settings, budget="auto"), command)
+    yield _Variant("gradient checkpointing", "", settings, command, inside="checkpointing")
+    yield _Variant("a loss in chunks", "", settings, command, inside="chunked-loss")
+    yield _Variant("states of Adam in 8 bits", "", settings, command, inside="8-bit")
+    yield _Variant("these three", "", settings, command, inside="checkpointing,chunked-loss,8-bit")
+    smaller = half_the_batch(command)
+    if smaller is not None:
+        yield _Variant("half the batch", " ".join(w for w in smaller if w not in command), settings, smaller)
+    if report.ranks > 1:
+        more = replace(settings, ranks=2 * report.ranks)
+        yield _Variant("twice the ranks", f"--ranks {more.ranks}", more, command)
+
+
+def half_the_batch(command: Sequence[str]) -> tuple[str, ...] | None:
+    """The command with half the batch and twice the accumulation, where it says them as numbers; else None."""
+    words, changed = list(command), False
+    for pattern, factor in ((_BATCH, 0.5), (_ACCUMULATE, 2.0)):
+        for position, word in enumerate(words):
+            match = pattern.match(word)
+            if match is None:
+                continue
+            name, equals, number = match.groups()
+            if equals and number:
+                value, place, form = int(number), position, f"{name}={{}}"
+            elif not equals and not number and position + 1 < len(words) and words[position + 1].isdecimal():
+                value, place, form = int(words[position + 1]), position + 1, "{}"
+            else:
+                continue
+            if pattern is _BATCH and value < 2:
+                continue
+            words[place] = form.format(int(value * factor))
+            changed |= pattern is _BATCH
+    return tuple(words) if changed else None
