@@ -17,6 +17,7 @@ from pathlib import Path
 
 import ablation
 import pretend_table
+import pretend_time_table
 import published_table
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
@@ -111,6 +112,14 @@ def main() -> int:
                 ("memory", published_table.memory),
                 ("times", published_table.times),
                 ("not created", published_table.not_created),
+            )
+        ),
+        *(
+            Page(ROOT / "docs" / "pretend-time.md", f"time {mark}", RESULTS / "pretend_time.json", table)
+            for mark, table in (
+                ("summary", pretend_time_table.summary),
+                ("comparisons", pretend_time_table.comparisons),
+                ("rows", pretend_time_table.times),
             )
         ),
         *(

@@ -23,7 +23,7 @@ SOURCES = Path(__file__).with_name("csrc")
 # The sources of the libraries that are ours; the number behind .so is the one that PyTorch asks for.
 OURS = {
     "libcudart": ("runtime/state.cpp", "runtime/memory.cpp", "runtime/streams.cpp", "runtime/kernels.cpp",
-                  "runtime/devices.cpp"),
+                  "runtime/devices.cpp", "runtime/step_record.cpp"),
     "libcuda": ("driver.cpp",),
     "libcublas": ("cublas.cpp",),
     "libcublasLt": ("cublaslt.cpp",),

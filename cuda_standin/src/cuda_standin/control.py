@@ -103,6 +103,37 @@ def run_late(which: str = "all") -> Iterator[None]:
         runtime.standin_set_late(0)
 
 
+def host_clock_ns() -> int:
+    """A clock that stands still while the stand-in computes values or copies: what is left is the host's own time."""
+    runtime = loading.runtime()
+    runtime.standin_host_clock.restype = ctypes.c_longlong
+    return int(runtime.standin_host_clock())
+
+
+def record_graphs() -> None:
+    """From now on what CUDA graphs are made of is kept, so that a recorded step can say what it replays."""
+    loading.runtime().standin_record_captures()
+
+
+def begin_step_record() -> None:
+    """From now on what the host asks of the device is recorded, until ``end_step_record``."""
+    loading.runtime().standin_record_begin()
+
+
+def end_step_record(path: str | Path) -> int:
+    """Writes the record as JSON, and returns how many entries it has (``csrc/runtime/step_record.h``).
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    runtime = loading.runtime()
+    runtime.standin_record_end.restype = ctypes.c_longlong
+    count = int(runtime.standin_record_end(str(path).encode()))
+    if count < 0:
+        raise OSError(f"{path} cannot be written")
+    return count
+
+
 @contextlib.contextmanager
 def log_operators(path: str | Path) -> Iterator[None]:
     """Inside, each operator and each allocation in it is a line of ``path``: workspaces become visible."""

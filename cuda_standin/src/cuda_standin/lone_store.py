@@ -1,5 +1,6 @@
 """A store for one rank of many: what the others would have written is made up, or refused by name."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,17 +16,23 @@ class LoneStore(dist.Store):
 
     Args:
         world_size: How many ranks there would be.
+        before_communicator: Called with the key under which the id of a communicator is kept, before it is made.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, before_communicator: Callable[[str], object] = lambda key: None) -> None:
         super().__init__()
         self._world_size = world_size
+        self._before_communicator = before_communicator
         self._kept: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
+        if len(value) == _UNIQUE_ID_BYTES and self._is_unique_id(key):
+            self._before_communicator(key)
         self._kept[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
+        if self._is_unique_id(key):
+            self._before_communicator(key)
         if key not in self._kept:
             if not self._is_unique_id(key):
                 raise RuntimeError(self._missing(key))

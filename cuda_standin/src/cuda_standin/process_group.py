@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -106,15 +106,22 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
         raise RuntimeError("a process group exists already. Call install() before init_process_group().")
     library, done = _library(), Installed()
 
+    devices = max(torch.cuda.device_count(), 1)
+
     def store(*args: Any, **kwargs: Any) -> LoneStore:
         # C++ calls methods of Python only as long as Python keeps the object.
-        done.stores.append(LoneStore(world_size))
+        done.stores.append(LoneStore(world_size, before_communicator))
         return done.stores[-1]
+
+    def before_communicator(key: str) -> None:
+        library.standin_nccl_next_nodes(_nodes(_ranks_of_group(key, world_size), devices))
 
     def told(split: Any) -> Any:
         def split_group(self: Any, new_ranks: list[int], *args: Any, **kwargs: Any) -> Any:
             if self.rank() in new_ranks:
                 library.standin_nccl_next_split(len(new_ranks), sorted(new_ranks).index(self.rank()))
+                own = dist.get_process_group_ranks(self)
+                library.standin_nccl_next_nodes(_nodes([own[rank] for rank in new_ranks], devices))
             return split(self, new_ranks, *args, **kwargs)
 
         return split_group
@@ -126,7 +133,6 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
 
         return broadcast_object_list
 
-    devices = max(torch.cuda.device_count(), 1)
     for name, value in {
         "WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank % devices,
         "LOCAL_WORLD_SIZE": min(world_size, devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
@@ -150,6 +156,20 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
         done._replace(module, "broadcast_object_list", kept_where_absent(dist.broadcast_object_list))
         done._replace(module, "recv_object_list", _no_objects)
     return done
+
+
+def _nodes(ranks: Iterable[int], ranks_per_node: int) -> int:
+    """Machines that ``ranks`` are on."""
+    return len({rank // ranks_per_node for rank in ranks})
+
+
+def _ranks_of_group(key: str, world_size: int) -> Iterable[int]:
+    """Of the group whose name is in ``key``, under which a communicator's id is stored: ``.../NAME//cuda//0``."""
+    parts = [part for part in key.split("/") if part]
+    for group, name in distributed_c10d._world.pg_names.items():
+        if "cuda" in parts and parts[parts.index("cuda") - 1] == name:
+            return distributed_c10d._world.pg_group_ranks.get(group) or range(world_size)
+    return range(world_size)
 
 
 @contextlib.contextmanager

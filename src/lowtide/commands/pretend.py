@@ -46,6 +46,13 @@ def add_parser(verbs: Any) -> None:
                         help="which tensors have right values (small: up to 1 MiB, integers and flags)")  # fmt: skip
     parser.add_argument("--routing", choices=("balanced", "worst"), default="balanced",
                         help="how tokens go to experts that no value tells apart (default balanced)")  # fmt: skip
+    parser.add_argument("--no-time", action="store_true", help="do not say what a step takes, which runs three more")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a step of this rank (default: as its ids say)")
+    parser.add_argument("--measured", metavar="RATE",
+                        help='what it really does there: "10643 tokens/s" (a GPU), "187 ms"; or "speed 0.83" of an '
+                        "earlier report")  # fmt: skip
+    parser.add_argument("--network", type=float, metavar="GBIT", help="of each GPU to other machines, in Gbit/s")
+    parser.add_argument("--clock", action="store_true", help="run it again, with clocks that say what steps take there")
     parser.add_argument("--torch", metavar="VERSION", help="PyTorch's (default: the installed one)")
     parser.add_argument(
         "--no-weights", action="store_true", help="folders with a config.json alone have weights of zeros"
@@ -79,7 +86,9 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         devices=args.devices, ranks=args.ranks, rank=args.rank, ranks_per_node=args.ranks_per_node, steps=args.steps,
         budget=args.budget, host_budget=args.host_budget,
         values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
-        history=not args.no_history, no_weights=args.no_weights, patience_s=args.patience * 60,
+        history=not args.no_history, no_weights=args.no_weights, time=not args.no_time,
+        tokens=args.tokens, measured=args.measured, network_gbit=args.network, clock=args.clock,
+        patience_s=args.patience * 60,
     )  # fmt: skip
     check_folders(args.report, args.snapshot)
     output = sys.stderr if args.json else None

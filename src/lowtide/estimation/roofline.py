@@ -102,12 +102,13 @@ def _op_ms(graph: StepGraph, op: Op, work: Work, device: Device) -> float:
     moved = work.read_bytes + sum(graph.storages[s].bytes for s in op.makes)
     if op.writes and not op.makes:  # in place: written as large as it was read
         moved += min(work.read_bytes, max(graph.storages[s].bytes for s in op.writes))
-    took_s = max(_compute_s(work, device), _memory_s(work, moved, device))
+    took_s = max(compute_s(work, device), memory_s(work, moved, device))
     # A measured device's floor is the host's work, which nothing overlaps; an accelerator's is the launch itself.
     return max(floor_us / 1e3, took_s * 1e3) if device.op_us is None else floor_us / 1e3 + took_s * 1e3
 
 
-def _compute_s(work: Work, device: Device) -> float:
+def compute_s(work: Work, device: Device) -> float:
+    """Seconds of the arithmetic; 0 where bytes are what takes the time."""
     if not work.computes:
         return 0.0
     if device.rates:
@@ -119,7 +120,8 @@ def _compute_s(work: Work, device: Device) -> float:
     return at_peak_s / between(shares, at_peak_s * 1e6)
 
 
-def _memory_s(work: Work, moved: int, device: Device) -> float:
+def memory_s(work: Work, moved: int, device: Device) -> float:
+    """Seconds of ``moved`` bytes, read and written."""
     if not moved:
         return 0.0
     if device.rates:  # those of products were measured with the bytes that they move

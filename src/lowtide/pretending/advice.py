@@ -60,6 +60,7 @@ def advise(
         report: Of the run as it is.
         say: Is told each change before it runs.
     """
+    settings = replace(settings, time=False, measured=None, clock=False)  # what was measured is of the script as it is
     found = [_need(report, settings, environment, output, say)]
     for variant in _variants(report, settings):
         say(f"running again: {variant.change}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +34,8 @@ def pretend(
         snapshot: A file for PyTorch's memory viewer (https://pytorch.org/memory_viz).
         output: Where the script's own output goes; None: where ours goes.
         more: ``host_budget``, ``values``, ``routing``, ``devices``, ``ranks_per_node``, ``history``, ``no_weights``,
-            ``patience_s`` (``PretendSettings``).
+            ``patience_s``; for the time of a step ``time``, ``tokens``, ``measured``, ``network_gbit``, ``clock``
+            (``PretendSettings``).
 
     Raises:
         PretendError: The run cannot be what it was asked to be.
@@ -49,6 +51,14 @@ def pretend(
 
 
 def run_pretended(command: Sequence[str], settings: PretendSettings, output: IO[str] | None = None) -> PretendReport:
+    """As ``pretend``, with settings that have been checked."""
     environment = environments.find(settings.torch)
-    run = command_run.run(command, settings, environment, output)
-    return outcome(run, settings, environment, settings.memory_bytes or memory_of(settings.facts.name))
+    capacity = settings.memory_bytes or memory_of(settings.facts.name)
+    if not settings.clock:
+        return outcome(command_run.run(command, settings, environment, output), settings, environment, capacity)
+    with open(os.devnull, "w") as nowhere:
+        report = outcome(command_run.run(command, settings, environment, nowhere), settings, environment, capacity)
+    if report.time is not None:
+        clock_ms = (report.time.step_ms, report.time.host_ms)
+        command_run.run(command, settings, environment, output, clock_ms=clock_ms)
+    return report

@@ -39,6 +39,7 @@ class CommandRun:
         exit_code: 0 where the process was ended after the steps that were asked for.
         last_words: The end of what the script wrote to stderr.
         ended_because: Empty, or why it was ended before its time.
+        step_record: What the stand-in recorded of one step, for its time (``step_record``); None where none was.
         host_peak_bytes: Of resident memory, of the process that took most.
     """
 
@@ -49,16 +50,19 @@ class CommandRun:
     last_words: str = ""
     ended_because: str = ""
     host_peak_bytes: int = 0
+    step_record: dict[str, Any] | None = None
     assumptions: list[str] = field(default_factory=list)
 
 
 def run(
     command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None,
     more_variables: Mapping[str, str] | None = None, change: str = "",
+    clock_ms: tuple[float, float] | None = None,
 ) -> CommandRun:  # fmt: skip
     """Run ``command`` to the steps asked for; its own output goes where ours goes, or all of it to ``output``.
 
     Args:
+        clock_ms: The script's own clocks say that a step takes so long, and the host for its part of it.
         change: One of ``change_inside``'s, made in the script's process.
 
     Raises:
@@ -68,7 +72,7 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowtide-pretend-") as made:
         folder = Path(made)
-        (folder / "request.json").write_text(json.dumps(_request(settings, change)))
+        (folder / "request.json").write_text(json.dumps(_request(settings, change, clock_ms)))
         variables = _variables(settings, environment, folder) | dict(more_variables or {})
         if change:
             variables["LOWTIDE_PRETEND_CHANGE"] = change
@@ -89,11 +93,13 @@ def run(
         if process.stderr is not None:
             process.stderr.close()
         seen = _seen(folder)
-    if seen.get("stopped") and not why:
+        step_record = _step_record(folder, seen)
+    if seen.get("counted") and not why:  # its steps are done; what came after them was for time
         code = 0
     return CommandRun(
-        tuple(command), seen, code if code >= 0 else 128 - code, time.monotonic() - began, "".join(kept), why, host_peak
-    )
+        tuple(command), seen, code if code >= 0 else 128 - code, time.monotonic() - began, "".join(kept), why,
+        host_peak, step_record,
+    )  # fmt: skip
 
 
 def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str]:
@@ -116,9 +122,9 @@ def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str
     return [*([str(environment.python)] if is_python else []), found, *rest]
 
 
-def _request(settings: PretendSettings, change: str) -> dict[str, Any]:
+def _request(settings: PretendSettings, change: str, clock_ms: tuple[float, float] | None) -> dict[str, Any]:
     plugins = [("lowtide_inside.py", settings.budget is not None), ("change_inside.py", bool(change))]
-    return {
+    asked: dict[str, Any] = {
         "steps": settings.last_step,
         "ranks": settings.ranks or 0,
         "rank": settings.rank,
@@ -126,10 +132,17 @@ def _request(settings: PretendSettings, change: str) -> dict[str, Any]:
         "history": settings.history,
         "snapshot": str(settings.snapshot.absolute()) if settings.snapshot else "",
         "no_weights": settings.no_weights,
+        "time": settings.time and settings.last_step > 0,
         "context_mib": settings.facts.context_bytes >> 20,
         "nccl_mib": NCCL_BYTES >> 20,
         "plugins": [str(Path(__file__).with_name(name)) for name, wanted in plugins if wanted],
     }
+    if clock_ms is not None:
+        step_ms, host_ms = clock_ms
+        # One more: what the script prints of a step comes after the optimizer's part of it.
+        asked |= {"clock_step_ms": step_ms, "clock_host_ms": host_ms, "steps": settings.last_step + 1}
+        asked |= {"time": False, "history": False, "snapshot": ""}
+    return asked
 
 
 def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder: Path) -> dict[str, str]:
@@ -210,6 +223,16 @@ def _seen(folder: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             found.append(json.loads(path.read_text()))
     return max(found, key=lambda r: (len(r["steps"]), len(r["out_of_memory"]), r["launches"]), default={})
+
+
+def _step_record(folder: Path, seen: dict[str, Any]) -> dict[str, Any] | None:
+    name = seen.get("step_record", {}).get("file")
+    if not name:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((folder / name).read_text())
+        return found
+    return None
 
 
 def _marked(folder: Path) -> Iterator[int]:

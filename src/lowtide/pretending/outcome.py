@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.pretending.command_run import CommandRun
 from lowtide.pretending.environments import ScriptEnvironment
-from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendSettings
+from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendSettings, measured
+from lowtide.pretending.step_record import step_record
+from lowtide.pretending.step_time import StepTime, step_time
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class PretendReport:
             who allocated what is neither weight nor state. ``curve`` has ``by_kind`` over the run.
         stops: The lines where the host waited for the device in the last step, the most frequent first.
         stages: How far the script came, with seconds.
+        time: What a step takes; None: it was not asked for, or the script ended before.
         lowtide: What lowtide did in it, with ``--budget``; else None.
         changes: What would change the peak, with ``--advise``.
         assumptions: What the numbers take for granted.
@@ -103,6 +106,7 @@ class PretendReport:
     stops: tuple[dict[str, Any], ...]
     stages: tuple[dict[str, Any], ...]
     snapshot: str | None
+    time: StepTime | None
     lowtide: dict[str, Any] | None
     changes: tuple[MeasuredChange, ...]
     host_peak_bytes: int
@@ -138,6 +142,8 @@ class PretendReport:
         body["host_ms_per_step"] = self.host_ms_per_step
         body["launches_per_step"] = last.launches if last else None
         body["waits_per_step"] = last.waits if last else None
+        if self.time is not None:
+            body["time"]["tokens_per_second"] = self.time.tokens_per_second
         body["nvidia_smi_bytes"] = self.nvidia_smi_bytes
         return body
 
@@ -197,6 +203,7 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
         stops=tuple(seen.get("stops", ())[:_MOST_STOPS]),
         stages=tuple(seen.get("stages", ())),
         snapshot=seen.get("snapshot"),
+        time=_time(run, settings),
         lowtide=seen.get("lowtide"),
         changes=(),
         host_peak_bytes=run.host_peak_bytes,
@@ -204,8 +211,20 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
         compile_s=seen.get("compile_seconds", 0.0),
         seconds=run.seconds,
         last_words=run.last_words,
-        assumptions=tuple(_assumptions(settings, environment, seen)),
-        notes=tuple(_notes(run, steps, first)),
+        assumptions=tuple(_assumptions(settings, environment, seen, run.step_record is not None)),
+        notes=tuple(_notes(run, steps, first, settings.time)),
+    )
+
+
+def _time(run: CommandRun, settings: PretendSettings) -> StepTime | None:
+    if run.step_record is None:
+        return None
+    return step_time(
+        step_record(run.step_record, run.seen["step_record"]),
+        settings.facts,
+        tokens=settings.tokens,
+        anchor=measured(settings.measured) if settings.measured is not None else None,
+        network_bits_per_s=settings.network_gbit * 1e9 if settings.network_gbit is not None else None,
     )
 
 
@@ -233,7 +252,9 @@ def _verdict(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | 
     return "fits" if steps else "trained nothing"
 
 
-def _assumptions(settings: PretendSettings, environment: ScriptEnvironment, seen: dict[str, Any]) -> list[str]:
+def _assumptions(
+    settings: PretendSettings, environment: ScriptEnvironment, seen: dict[str, Any], run_has_time: bool
+) -> list[str]:
     context = format_bytes(settings.facts.context_bytes)
     found = [f"PyTorch {environment.torch}: another version may take 2 to 18 % more or less."]
     ranks = seen.get("ranks", settings.ranks or 1)
@@ -252,12 +273,14 @@ def _assumptions(settings: PretendSettings, environment: ScriptEnvironment, seen
     elif settings.values == "none":
         found.append("No operator gave values.")
     found.append("cuDNN is off: convolutions run on PyTorch's own kernels, without cuDNN's workspaces.")
+    if run_has_time:
+        found.append("Time: the host is as fast as this one; no data is waited for, and no other rank is late.")
     if settings.last_step:
         found.append(f"{settings.last_step} optimizer steps ran: fragmentation after thousands is not seen.")
     return found
 
 
-def _notes(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | None) -> list[str]:
+def _notes(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | None, wants_time: bool) -> list[str]:
     found = list(run.seen.get("notes", ()))
     if run.ended_because:
         reached = (run.seen.get("stages") or [{"stage": "its start, before torch was imported"}])[-1]["stage"]
@@ -270,6 +293,8 @@ def _notes(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | No
         found.append("The script asked for something from the network. Give it local folders and data.")
     if run.exit_code and "nvcc" in run.last_words:
         found.append("The script compiles CUDA code when it runs, with nvcc: that is not there.")
+    if run.seen.get("counted") and run.step_record is None and "step_record" not in run.seen and wants_time:
+        found.append("The script ended before a step was recorded for its time: let it take three steps more.")
     left_out = run.seen.get("without_values", {})
     for name, (calls, why) in list(left_out.items())[:5]:
         found.append(f"No values for {name} ({calls} calls): {why[:120]}")

@@ -20,6 +20,7 @@ def page(report: PretendReport) -> str:
         ("broke", "Where it broke", _out_of_memory(report)),
         ("memory", "What memory holds", picture(report)),
         ("steps", "Steps", _steps(report)),
+        ("time", "What a step takes", _time(report)),
         ("kinds", "At the peak", _parts(report)),
         ("modules", "Activations at the peak, by module", _rows("module", report.by_module)),
         ("lines", "At the peak, by line", _rows("line", report.by_line)),
@@ -63,6 +64,10 @@ def _tiles(report: PretendReport) -> list[tuple[str, str, str]]:
         (format_bytes(report.peak_allocated_bytes), "allocated", "the peak, as PyTorch's allocator counts it"),
         (report.device, "device", f"{ranks}, PyTorch {report.torch}"),
     ]
+    if report.time is not None:
+        rate = report.time.tokens_per_second
+        said = f"within about {report.time.error_fraction:.0%}" + (f", {rate:,.0f} tokens/s" if rate else "")
+        tiles.append((f"{report.time.step_ms:,.1f} ms", "a step", said))
     if report.host_ms_per_step is not None:
         last = report.steps[-1]
         tiles.append((f"{last.launches:,}", "launches a step", f"the host waits for the device {last.waits:,} times"))
@@ -77,6 +82,18 @@ def _steps(report: PretendReport) -> str:
         for number, step in enumerate(report.steps, 1)
     ]  # fmt: skip
     return html.plain_table("Steps", heads, rows) if rows else ""
+
+
+def _time(report: PretendReport) -> str:
+    found = report.time
+    if found is None:
+        return ""
+    rows = [("the step", found.step_ms), ("kernels", found.busy_ms), ("the host", found.host_ms),
+            ("communication", found.communication_ms)]  # fmt: skip
+    rows += [(f"the device stands still for {name}", ms) for name, ms in found.lost_ms.items()]
+    times = html.plain_table("What a step takes", ("what", "ms"), [(name, f"{ms:,.2f}") for name, ms in rows if ms])
+    most = [(name, f"{ms:,.2f}", f"{calls:,}") for name, ms, calls in found.slowest]
+    return times + html.plain_table("What takes most", ("operator", "ms", "calls"), most)
 
 
 def _parts(report: PretendReport) -> str:

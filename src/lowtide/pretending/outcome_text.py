@@ -10,8 +10,8 @@ _LINES = 6
 
 
 def text(report: PretendReport) -> str:
-    parts = [_head(report), _steps(report), _peak(report), _out_of_memory(report), _stops(report), _lowtide(report)]
-    parts += [_changes(report)]
+    parts = [_head(report), _steps(report), _time(report), _peak(report), _out_of_memory(report)]
+    parts += [_stops(report), _lowtide(report), _changes(report)]
     parts += [_list("note", report.notes), _list("taken for granted", report.assumptions)]
     return "\n".join(part for part in parts if part)
 
@@ -51,6 +51,31 @@ def _steps(report: PretendReport) -> str:
         )
     smi = f"  nvidia-smi would show about {format_bytes(report.nvidia_smi_bytes)}."
     return "\n".join([*rows, smi])
+
+
+def _time(report: PretendReport) -> str:
+    found = report.time
+    if found is None:
+        return ""
+    by = "nothing measured: --measured makes it closer"
+    if found.is_anchored:
+        by = f"with matrix products at {found.speed:.2f} of the table's speed"
+    within = f"within about {found.error_fraction:.0%}"
+    rows = [f"a step on {report.device} takes {found.step_ms:,.1f} ms, {within} ({by})"]
+    if found.tokens_per_second is not None:
+        rows.append(f"  {found.tokens_per_second:>9,.0f} tokens/s a GPU, of {found.tokens:,} a step")
+    if found.flops:
+        rows.append(
+            f"  {found.mfu:>9.1%} of the data sheet's operations (MFU)"
+            + (f", {found.hfu:.1%} with those computed again" if found.hfu > found.mfu * 1.05 else "")
+        )
+    rows.append(f"  {found.busy_ms:>6,.1f} ms  kernels")
+    if found.communication_ms:
+        waited, every = found.exposed_communication_ms, found.communication_ms
+        rows.append(f"  {waited:>6,.1f} ms  waiting for communication, which takes {every:,.1f} ms")
+    rows.append(f"  {found.host_ms:>6,.1f} ms  the host; the device waits for it {found.launch_bound:.0%} of the step")
+    rows += [f"    {ms:>8,.1f} ms  {calls:>6,}x  {name}"[:_WIDTH] for name, ms, calls in found.slowest[:_LINES]]
+    return "\n".join(rows)
 
 
 def _peak(report: PretendReport) -> str:

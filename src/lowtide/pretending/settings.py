@@ -27,6 +27,39 @@ class PretendError(LowtideError, ValueError):
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What somebody measured of this script on that device: a rate of one device, a time, or a speed found before."""
+
+    amount: float
+    unit: str
+
+    def step_ms(self, tokens: int | None) -> float:
+        """Raises: PretendError: it is a rate, and nobody said of how many."""
+        if self.unit == "ms":
+            return self.amount
+        if not tokens:
+            raise PretendError(
+                "--measured is a rate. Say how many tokens (or samples) a step of this rank has: --tokens N."
+            )
+        return tokens / self.amount * 1e3
+
+
+def measured(text: str) -> Measured:
+    """``"10643 tokens/s"``, ``"187 ms"``, ``"1.2 s"``, or ``"speed 0.83"`` as an earlier report says it.
+
+    Raises:
+        PretendError: It is none of them.
+    """
+    if found := re.fullmatch(r"speed\s+([\d.]+)", text.strip()):
+        return Measured(float(found[1]), "speed")
+    if found := re.fullmatch(r"([\d,.]+)\s*(ms|s|\w+\s*/\s*s)", text.strip()):
+        amount = float(found[1].replace(",", ""))
+        if amount > 0:
+            return Measured(amount * 1e3, "ms") if found[2] == "s" else Measured(amount, found[2].replace(" ", ""))
+    raise PretendError(f'--measured {text!r}: write "10643 tokens/s" (of one device), "187 ms", or "speed 0.83".')
+
+
+@dataclass(frozen=True)
 class PretendSettings:
     """The device, the ranks, and how far the script is to run.
 
@@ -45,6 +78,11 @@ class PretendSettings:
         snapshot: A file for PyTorch's memory viewer.
         history: Record who allocated what; without it the report does not say what the peak consists of.
         no_weights: ``from_pretrained`` of a folder with a configuration alone gives zeros.
+        time: After the steps three more run, and what a step takes is said.
+        tokens: Of a step of this rank, for tokens per second; None: as its largest embedding is asked for.
+        measured: What a step really takes there: ``"10643 tokens/s"``, ``"187 ms"``, ``"speed 0.83"``.
+        network_gbit: Of each device to other machines, in Gbit/s; None: as clouds have it.
+        clock: The script runs twice: the second time its own clocks say that steps take what was found.
         patience_s: The command is ended when it has made no progress for so long.
     """
 
@@ -63,6 +101,11 @@ class PretendSettings:
     snapshot: Path | None = None
     history: bool = True
     no_weights: bool = False
+    time: bool = True
+    tokens: int | None = None
+    measured: str | None = None
+    network_gbit: float | None = None
+    clock: bool = False
     patience_s: float = 900.0
 
     def __post_init__(self) -> None:
@@ -74,7 +117,7 @@ class PretendSettings:
                 f"device={self.device!r}: a script can only be run on NVIDIA GPUs whose properties are known.{hint} "
                 f"There are {', '.join(standin_gpus())}."
             )
-        for name in ("memory_bytes", "devices", "ranks", "ranks_per_node"):
+        for name in ("memory_bytes", "devices", "ranks", "ranks_per_node", "tokens", "network_gbit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PretendError(f"{name}={value} is not positive. Pass 1 or more.")
@@ -88,6 +131,12 @@ class PretendSettings:
             raise PretendError(f"routing={self.routing!r}: pass 'balanced' or 'worst'.")
         if self.torch is not None and not re.fullmatch(r"\d+\.\d+\.\d+", self.torch):
             raise PretendError(f"torch={self.torch!r} is not a version. Pass one such as '2.6.0'.")
+        if self.measured is not None:
+            if not self.time or not self.last_step:
+                raise PretendError("measured: it says how fast the device is, and no time is asked for.")
+            measured(self.measured)
+        if self.clock and (not self.time or not self.last_step):
+            raise PretendError("clock: the script's clocks say what a step takes, and no time is asked for.")
         if self.patience_s <= 0:
             raise PretendError(f"patience_s={self.patience_s} is not positive.")
         if self.budget is not None:

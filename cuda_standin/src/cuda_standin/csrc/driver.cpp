@@ -14,6 +14,7 @@
 #include <string>
 
 extern "C" void standin_count_launch(const char* name, const unsigned* grid, const unsigned* block);
+extern "C" void standin_record_kernel(void* stream);
 
 namespace {
 struct Function {
@@ -77,9 +78,11 @@ int attribute(CUdevice_attribute which) {
   cuDeviceGetAttribute(&value, which, 0);
   return value;
 }
-CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz) {
+CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                CUstream stream) {
   unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
   standin_count_launch(((Function*)f)->name.c_str(), grid, block);
+  standin_record_kernel(stream);
   return CUDA_SUCCESS;
 }
 }  // namespace
@@ -131,12 +134,12 @@ CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute which, int value)
 }
 CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                        unsigned, CUstream, void**, void**) {
-  return launch(f, gx, gy, gz, bx, by, bz);
+                        unsigned, CUstream stream, void**, void**) {
+  return launch(f, gx, gy, gz, bx, by, bz, stream);
 }
 CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                                   unsigned bz, unsigned, CUstream, void**) {
-  return launch(f, gx, gy, gz, bx, by, bz);
+                                   unsigned bz, unsigned, CUstream stream, void**) {
+  return launch(f, gx, gy, gz, bx, by, bz, stream);
 }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, CUfunction function, int block, size_t shared) {
   auto f = (Function*)function;
@@ -152,7 +155,8 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, CUfunction function
 }
 #if CUDA_VERSION >= 11080
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction f, void**, void**) {
-  return launch(f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ);
+  return launch(f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
+                c->hStream);
 }
 CUresult cuOccupancyMaxActiveClusters(int* n, CUfunction, const CUlaunchConfig*) {
   *n = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) / 2;

@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <utility>
 
 #include "nccl_peers.h"
 #include "nccl_reduce.h"
@@ -43,8 +44,12 @@ enum Kind {
 static const char* const NAMES[] = {"all_reduce", "reduce",  "reduce_scatter", "broadcast", "all_gather", "all_to_all",
                                     "gather",     "scatter", "send",           "recv",      "split"};
 
+extern "C" void standin_record_collective(void* stream, const char* kind, long long bytes, int ranks, int nodes,
+                                          long long communicator, long long group);
+
 struct ncclComm {
-  int rank = 0, size = 1, device = 0;
+  int rank = 0, size = 1, device = 0, nodes = 1;
+  long long number = 0;
   std::unique_ptr<Peers> peers;  // none where this rank is alone
   std::string id, error;
   int splits = 0;
@@ -99,7 +104,8 @@ struct Operation {
 std::atomic<bool> alone{false};
 std::atomic<double> patience_s{300};  // for ranks that start
 std::atomic<unsigned long long> calls[KINDS], bytes_moved[KINDS];
-thread_local int depth = 0, next_size = 0, next_rank = 0;
+thread_local int depth = 0, next_size = 0, next_rank = 0, next_nodes = 0;
+std::atomic<long long> communicators{0}, groups{0};
 thread_local std::vector<Operation> group;
 thread_local std::string last_error;
 std::mutex factors_lock;
@@ -228,7 +234,9 @@ int collect(const Operation& o) {
 }
 
 int run(const std::vector<Operation>& operations) {
+  const long long together = groups++;
   for (auto& o : operations) {
+    standin_record_collective(o.stream, NAMES[o.kind], o.bytes(), o.comm->size, o.comm->nodes, o.comm->number, together);
     int failed = o.comm->peers ? post(o) : run_alone(o, operations);
     if (failed) return failed;
   }
@@ -268,6 +276,8 @@ int make(ncclComm_t* out, int size, int rank, const std::string& id) {
   comm->rank = rank;
   comm->size = size;
   comm->id = id;
+  comm->number = communicators++;
+  comm->nodes = std::max(1, std::exchange(next_nodes, 0));
   cudaGetDevice(&comm->device);
   if (rank < 0 || rank >= size)
     return fail(ncclInvalidArgument, "rank " + std::to_string(rank) + " of " + std::to_string(size));
@@ -309,6 +319,8 @@ void standin_nccl_next_split(int size, int rank) {
   next_size = size;
   next_rank = rank;
 }
+// On how many machines the ranks of the next communicator of this thread are.
+void standin_nccl_next_nodes(int nodes) { next_nodes = nodes; }
 // Names of collectives, nullptr behind the last; how often each was called, and the bytes of one rank's part in all.
 const char* standin_nccl_name(int kind) { return kind >= 0 && kind < KINDS ? NAMES[kind] : nullptr; }
 unsigned long long standin_nccl_calls(int kind) { return calls[kind]; }

@@ -17,6 +17,9 @@ class Request:
         history: Record who allocated what, which says what the peak is made of.
         snapshot: A file for PyTorch's memory viewer.
         no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
+        time: After the steps, a few more for the host's time, and one that is recorded.
+        clock_step_ms: The script's own clocks say that a step takes so long; 0: they say what it takes here.
+        clock_host_ms: Of it, the host's own time.
         plugins: Python files whose ``start(torch)`` is called too.
         context_mib: What the driver's context takes of each device.
         nccl_mib: What NCCL's buffers take, where there are ranks.
@@ -29,6 +32,9 @@ class Request:
     history: bool = True
     snapshot: str = ""
     no_weights: bool = False
+    time: bool = False
+    clock_step_ms: float = 0.0
+    clock_host_ms: float = 0.0
     plugins: tuple[str, ...] = ()
     context_mib: int = 0
     nccl_mib: int = 0

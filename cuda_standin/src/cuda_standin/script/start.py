@@ -3,7 +3,17 @@
 import importlib.util
 from types import ModuleType
 
-from cuda_standin.script import compiling, deepspeed_ops, out_of_memory, ranks, record, steps, stops, weights
+from cuda_standin.script import (
+    clock,
+    compiling,
+    deepspeed_ops,
+    out_of_memory,
+    ranks,
+    record,
+    steps,
+    stops,
+    weights,
+)
 from cuda_standin.script.peaks import Peaks
 from cuda_standin.script.request import request
 
@@ -12,6 +22,7 @@ def start(torch: ModuleType) -> None:
     """Called in every process of the script: launchers, ranks, loaders. What never uses the device reports nothing."""
     wanted = request()
     record.reached("import torch")
+    clock.install(wanted)
     ranks.install(torch, wanted)
     compiling.install()
     weights.install(wanted)
@@ -20,6 +31,7 @@ def start(torch: ModuleType) -> None:
 
     def device_is_used() -> None:  # CUDA's first use
         record.reached("the device")
+        clock.event_times(torch)
         if wanted.history:
             steps.record_history(torch)
         out_of_memory.install(torch, peaks)

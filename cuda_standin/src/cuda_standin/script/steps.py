@@ -10,9 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from cuda_standin import control, imports
-from cuda_standin.script import composition, labels, record
+from cuda_standin.script import clock, composition, labels, record
 from cuda_standin.script.peaks import Peaks
 from cuda_standin.script.request import Request
+from cuda_standin.script.step_record import StepRecord
 
 _LABELLED = 4  # steps whose addresses are noted: the highest peak of a steady run is among them
 
@@ -34,25 +35,34 @@ class Steps:
         self._wanted = wanted
         self._began = _Began()
         self._counts: dict[int, int] = {}  # by optimizer
+        self._timed = StepRecord(torch, wanted)
+        torch.cuda._lazy_call(self._timed.arm)
         self._by_engine = False  # an engine of somebody counts, not its inner optimizers
 
     def before_optimizer(self, *_: Any) -> None:
+        if self._timed.runs:
+            return
         record.reached(f"optimizer step {len(record.step_records) + 1}")
         if len(record.step_records) < _LABELLED:
             labels.note(self._torch)
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
-        if len(record.step_records) < _LABELLED:
+        if len(record.step_records) < _LABELLED and not self._timed.runs:
             labels.note(self._torch)
         if self._by_engine or not self._torch.cuda.is_initialized() or record.is_called_by_helper(sys._getframe(1)):
             return
         self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         # A second optimizer of the same step adds nothing: the step is the one that some optimizer takes first.
-        if self._counts[id(optimizer)] > len(record.step_records):
+        if self._counts[id(optimizer)] > len(record.step_records) + self._timed.steps:
             self.count()
 
     def count(self) -> None:
         """A step has ended."""
+        clock.step_ended()
+        if self._timed.runs:
+            if self._timed.step_ended():
+                self._stop()
+            return
         now, counters, peaks = _Began(), control.counters(), self._peaks.of_step()
         now.launches, now.waits = counters.launches, counters.waits
         record.step_records.append(
@@ -69,14 +79,21 @@ class Steps:
         if self._wanted.history and (done or len(record.step_records) == _LABELLED):
             composition.take(self._torch, self._wanted.snapshot)
             _end_history(self._torch)
-        if done:
-            record.facts["stopped"] = True
+        record.facts["counted"] = done  # what follows is for time alone
+        if done and not self._wanted.time:
+            self._stop()
         record.write()
         if done:
-            raise SystemExit(0)  # not an Exception: a script that handles errors lets it pass
+            self._timed.begin()
+            return
         record.stops.clear()
         self._peaks.next_step()
         self._began = _Began(launches=now.launches, waits=now.waits)
+
+    def _stop(self) -> None:
+        record.facts["stopped"] = True
+        record.write()
+        raise SystemExit(0)  # not an Exception: a script that handles errors lets it pass
 
     def by_engine(self, owner: type, name: str, ends_step: Any) -> None:
         """From now on ``owner.name`` ends a step where ``ends_step(self)`` says so before the call."""
@@ -156,7 +173,7 @@ def _note_stages(torch: ModuleType) -> None:
 
 def _at_exit(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
     def last() -> None:
-        if not torch.cuda.is_initialized() or record.facts.get("stopped"):
+        if not torch.cuda.is_initialized() or record.facts.get("counted"):
             return
         record.facts["after_last_step"] = peaks.of_step()
         if wanted.history and len(record.step_records) < _LABELLED:

@@ -31,6 +31,8 @@ def install(torch: ModuleType) -> None:
 
 
 def note(what: str, frame: Any) -> None:
+    if record.facts.get("counted"):
+        return
     line, _ = record.lines_of(frame)
     record.stops[line, what] = record.stops.get((line, what), 0) + 1
 

@@ -43,6 +43,12 @@ static void copy_now(void* to, const void* from, size_t n) {
   memmove(to, from, n);
 }
 static bool pageable(const void* p) { return find_block(p) == nullptr; }
+static void record_copy(Stream* s, const void* to, const void* from, size_t n) {
+  if (!records(s)) return;
+  bool there = on_device(to), here = on_device(from);
+  Entry kind = there && here ? Entry::on_device : there ? Entry::to_device : Entry::to_host;
+  record(kind, s, n, !pageable(there ? from : to));
+}
 
 }  // namespace standin
 
@@ -113,6 +119,9 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
 cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   Lock lock(state().mutex);
   count_wait();
+  record_copy(real(nullptr), to, from, n);
+  record(Entry::host_stream, real(nullptr));
+  OwnWork own;
   catch_up(real(nullptr));
   copy_now(to, from, n);
   return cudaSuccess;
@@ -121,7 +130,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind
   Lock lock(state().mutex);
   Stream* s = real(stream);
   if (state().log) fprintf(state().log, "copy %zu stream %llu\n", n, s->id);
+  record_copy(s, to, from, n);
   if (!s->capture && (pageable(from) || pageable(to))) {  // such copies are staged: the host waits
+    OwnWork own;
     catch_up(s);
     copy_now(to, from, n);
   } else {
@@ -146,6 +157,7 @@ cudaError_t cudaMemset(void* p, int value, size_t n) {
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t n, cudaStream_t stream) {
   Lock lock(state().mutex);
+  record(Entry::fill, real(stream), n);
   submit(real(stream), [=] {
     if (n <= state().skip_bytes) memset(p, value, n);
   });

@@ -74,6 +74,7 @@ void catch_up(Stream* s, unsigned long long until) {
     Work work = std::move(s->queue.front());
     s->queue.pop_front();
     s->done++;
+    OwnWork own;
     work();
   }
 }
@@ -93,6 +94,7 @@ void submit(Stream* s, Work work, bool is_copy) {
     s->queued++;
   } else {
     catch_up(s);
+    OwnWork own;
     work();
   }
 }

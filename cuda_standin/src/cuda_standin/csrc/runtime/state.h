@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "gpus.h"
+#include "step_record.h"
 
 #define __CUDA_API_VERSION_INTERNAL 1
 #define cuTensorMapEncodeTiled declared_cuTensorMapEncodeTiled  // ours take no arguments
@@ -50,6 +51,7 @@ struct Block {
 struct Graph {
   unsigned long long id;
   std::vector<Work> work;
+  std::vector<Recorded> entries;
 };
 
 struct Stream {

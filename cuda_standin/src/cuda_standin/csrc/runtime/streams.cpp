@@ -29,6 +29,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   Lock lock(state().mutex);
   count_wait();
+  record(Entry::host_stream, real(s));
   catch_up(real(s));
   return cudaSuccess;
 }
@@ -40,6 +41,7 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
 cudaError_t cudaDeviceSynchronize() {
   Lock lock(state().mutex);
   count_wait();
+  record(Entry::host_device, nullptr);
   catch_up_all();
   return cudaSuccess;
 }
@@ -78,6 +80,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   e->ms = now_ms();
   e->stream = real(stream);
   e->at = e->stream->queued;
+  record(Entry::event, e->stream, (int64_t)e);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
@@ -89,6 +92,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   count_wait();
+  record(Entry::host_event, nullptr, (int64_t)e);
   return cudaEventQuery(e);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -98,8 +102,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (!e->stream || e->stream == s) return cudaSuccess;
   if (e->stream->capture) {  // the other stream joins the capture, whose work stands in the order of the host
     s->capture = e->stream->capture;
+    record(Entry::wait, s, (int64_t)e);
     return cudaSuccess;
   }
+  record(Entry::wait, s, (int64_t)e);
   Stream* of = e->stream;
   unsigned long long at = e->at;
   submit(s, [=] { catch_up(of, at); });
@@ -186,6 +192,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   Lock lock(state().mutex);
   state().launches++;
   auto graph = *(std::shared_ptr<Graph>*)exec;
+  record_replay(real(stream), graph);
   for (auto& work : graph->work) submit(real(stream), work);
   return cudaSuccess;
 }

@@ -28,6 +28,10 @@ using Kernel = c10::SafeKernelFunction;
 extern "C" {
 unsigned long long standin_thread_launches();
 unsigned long long standin_thread_waits();
+void standin_own_work(int begins);
+int standin_not_own_work_begin();
+void standin_not_own_work_end(int before);
+void standin_record_host_wait(void* stream);
 void standin_count_wait();
 int standin_defers(void* stream);
 int standin_capturing(void* stream);
@@ -165,6 +169,19 @@ IValue replaced(const IValue& v, F f) {
   return v;
 }
 
+// The stream that the operator's kernels go to: the current one of its tensors' device.
+void* current_stream(const std::vector<IValue>& in) {
+  c10::DeviceIndex device = -1;
+  for (const IValue& v : in) {
+    if (device >= 0) break;
+    for_each_tensor(v, [&](const Tensor& t) {
+      if (device < 0 && is_cuda(t)) device = t.device().index();
+    });
+    if (v.isDevice() && v.toDevice().is_cuda()) device = v.toDevice().index();
+  }
+  return (void*)c10::cuda::getCurrentCUDAStream(device).stream();
+}
+
 Philox state_of(const FunctionSchema& schema, const std::vector<IValue>& in, bool capturing) {
   static std::atomic<uint64_t> captured{0};
   if (capturing) return {0x5eed, captured++};  // a graph draws the same in each replay; its generator may not be asked
@@ -272,17 +289,48 @@ struct Waits {
   }
 };
 
+// What the value layer does takes no time of a host that has a GPU; the original does.
+struct OwnWork {
+  OwnWork() { standin_own_work(1); }
+  ~OwnWork() { standin_own_work(0); }
+};
+struct Original {
+  int before = standin_not_own_work_begin();
+  ~Original() { standin_not_own_work_end(before); }
+};
+
 // `.item()`: the original alone, which waits.
 class OnlyWatched : public c10::OperatorKernel {
  public:
   OnlyWatched(std::string name, Kernel original) : name_(std::move(name)), original_(std::move(original)) {}
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    OwnWork own;
     Waits waits{name_.c_str()};
+    Original original;
     original_.callBoxed(op, keys, stack);
   }
 
  private:
   std::string name_;
+  Kernel original_;
+};
+
+// Attention as the script calls it: the kernels below it have values.
+class OnlyRecorded : public c10::OperatorKernel {
+ public:
+  explicit OnlyRecorded(Kernel original) : original_(std::move(original)) {}
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    OwnWork own;
+    std::vector<IValue> in(stack->end() - op.schema().arguments().size(), stack->end());
+    RecordedCall call(op, in, current_stream(in));
+    {
+      Original original;
+      original_.callBoxed(op, keys, stack);
+    }
+    call.ended({stack->end() - op.schema().returns().size(), stack->end()});
+  }
+
+ private:
   Kernel original_;
 };
 
@@ -293,9 +341,11 @@ class WithValues : public c10::OperatorKernel {
         original_(std::move(original)),
         rule_(rule),
         size_by_values_(SIZE_BY_VALUES.count(name_)),
-        is_copy_(name_ == "aten::copy_") {}
+        is_copy_(name_ == "aten::copy_"),
+        loops_over_rows_(name_.find("slow_conv") != std::string::npos) {}
 
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    OwnWork own;
     const auto& schema = op.schema();
     std::vector<IValue> in(stack->end() - schema.arguments().size(), stack->end());
     {
@@ -304,9 +354,12 @@ class WithValues : public c10::OperatorKernel {
     }
     raise_late_error();
     Waits waits{name_.c_str()};
-    void* stream = stream_of(in);
+    void* stream = current_stream(in);
+    RecordedCall call(op, in, stream);
     if (size_by_values_) {
       size_first(op, in, stack, stream);
+      call.ended({stack->end() - schema.returns().size(), stack->end()});
+      standin_record_host_wait(stream);
       return;
     }
     Sizes sizes;
@@ -334,8 +387,14 @@ class WithValues : public c10::OperatorKernel {
 
     auto launches = standin_thread_launches();
     if (logging) log_begin(name_, in);
-    original_.callBoxed(op, keys, stack);
+    {
+      maybe::optional<Original> timed;
+      if (!loops_over_rows_) timed.emplace();
+      original_.callBoxed(op, keys, stack);
+    }
     if (logging) log_end(name_);
+    std::vector<IValue> out(stack->end() - schema.returns().size(), stack->end());
+    call.ended(out);
 
     if (is_copy_ && (standin_thread_launches() == launches || !is_cuda(in[0].toTensor()))) {
       // bytes have been copied, if they were few enough; a conversion on the way to the host is an operator of its own
@@ -346,7 +405,6 @@ class WithValues : public c10::OperatorKernel {
       }
       return;
     }
-    std::vector<IValue> out(stack->end() - schema.returns().size(), stack->end());
     if (limits.bytes != SIZE_MAX)
       for (const IValue& v : out) for_each_tensor(v, [&](const Tensor& t) { sizes.count(t); });
     deferred->skipped = sizes.skipped();
@@ -386,18 +444,6 @@ class WithValues : public c10::OperatorKernel {
       if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return true;
     }
     return false;
-  }
-  // The stream that the operator's kernels go to: the current one of its tensors' device.
-  static void* stream_of(const std::vector<IValue>& in) {
-    c10::DeviceIndex device = -1;
-    for (const IValue& v : in) {
-      if (device >= 0) break;
-      for_each_tensor(v, [&](const Tensor& t) {
-        if (device < 0 && is_cuda(t)) device = t.device().index();
-      });
-      if (v.isDevice() && v.toDevice().is_cuda()) device = v.toDevice().index();
-    }
-    return (void*)c10::cuda::getCurrentCUDAStream(device).stream();
   }
   void size_first(const OperatorHandle& op, const std::vector<IValue>& in, Stack* stack, void* stream) {
     standin_count_wait();  // for the size
@@ -440,6 +486,7 @@ class WithValues : public c10::OperatorKernel {
   Kernel original_;
   Rule rule_;
   bool size_by_values_, is_copy_;
+  bool loops_over_rows_;  // of a batch, on the host, where cuDNN would not
 };
 
 // cuDNN's convolution: the output as the CPU's operator makes it, no workspace.
@@ -468,6 +515,12 @@ size_t bytes_from(const char* name) {
   const char* text = getenv(name);
   return text && *text ? strtoull(text, nullptr, 10) : SIZE_MAX;
 }
+torch::CppFunction instead(const std::string& name, Rule rule, Kernel original) {
+  auto boxed = [](auto kernel) { return torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)); };
+  if (name == ITEM) return boxed(std::make_unique<OnlyWatched>(name, std::move(original)));
+  if (ORIGINAL_ONLY.count(name)) return boxed(std::make_unique<OnlyRecorded>(std::move(original)));
+  return boxed(std::make_unique<WithValues>(name, rule, std::move(original)));
+}
 struct Install {
   Install() {
     limits.bytes = bytes_from("STANDIN_SKIP_BYTES");
@@ -489,7 +542,8 @@ struct Install {
       auto op = dispatcher.findOp(name);
       if (!op || !op->hasSchema()) continue;
       std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
-      if (full == "aten::cudnn_convolution" || (ORIGINAL_ONLY.count(full) && full != ITEM)) continue;
+      bool attention = full.rfind("aten::_scaled_dot_product_", 0) == 0;
+      if (full == "aten::cudnn_convolution" || (ORIGINAL_ONLY.count(full) && full != ITEM && !attention)) continue;
       if (full != "aten::copy_" && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
       bool view = false;
       for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
@@ -503,10 +557,7 @@ struct Install {
     } quiet;
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     for (auto& [full, rule, original] : all)
-      library->impl(full.c_str(), full == ITEM ? torch::CppFunction::makeFromBoxedFunctor(
-                                                     std::make_unique<OnlyWatched>(full, std::move(original)))
-                                               : torch::CppFunction::makeFromBoxedFunctor(
-                                                     std::make_unique<WithValues>(full, rule, std::move(original))));
+      library->impl(full.c_str(), instead(full, rule, std::move(original)));
     library->impl("cudnn_convolution", cudnn_convolution);
     if (limits.host && limits.bytes != SIZE_MAX) leave_large_host_tensors();
   }

@@ -93,6 +93,21 @@ Rule rule_for(const std::string& name, bool cpu_has_it);
 Rule attention_rule_for(const std::string& name);
 
 // operator_log.cpp
+// One call in the step that is recorded. It begins before the original is called, and is written when that has ended;
+// what an operator calls is part of it.
+class RecordedCall {
+ public:
+  RecordedCall(const c10::OperatorHandle& op, const std::vector<IValue>& in, void* stream);
+  ~RecordedCall();
+  void ended(const std::vector<IValue>& out);
+
+ private:
+  const c10::FunctionSchema& schema_;
+  void* stream_;
+  int signature_ = -1;
+  int64_t written_ = 0;
+  unsigned long long launches_ = 0;
+};
 extern bool logging;
 void log_begin(const std::string& name, const std::vector<IValue>& in);
 void log_end(const std::string& name);

@@ -1,0 +1,117 @@
+"""Tables of published training rates beside what ``lowtide pretend`` says of the same scripts."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pretend_time_rows import TimeRow, rows
+from published_table import _name
+
+# What differs, and two rows by what their keys hold; published and predicted ratios of the first to the second.
+COMPARISONS = (
+    ("torch.compile, torchtitan on 8", "selective op, compile on 8 x h100", "selective op on 8 x h100"),
+    ("torch.compile, torchtitan on 128", "selective op, compile on 128 x h100", "selective op on 128 x h100"),
+    ("torch.compile, torchtune", "Llama 3.2 3B, 2 x 4096, bf16, compile", "Llama 3.2 3B, 2 x 4096, bf16 on"),
+    ("128 ranks for 8, torchtitan", "selective op on 128 x h100", "selective op on 8 x h100"),
+    ("128 ranks for 8, compiled", "selective op, compile on 128 x h100", "selective op, compile on 8 x h100"),
+    ("64 ranks for 8, MPT 13b", "MPT 13b, FSDP, 1 x 2 x 2048, bf16, reduced in fp32 on 64 x h100",
+     "MPT 13b, FSDP, 1 x 2 x 2048, bf16, reduced in fp32 on 8 x h100"),
+    ("checkpointing, BERT", "BERT-large, 4 x 1 x 512, fp32, checkpointing", "BERT-large, 4 x 1 x 512, fp32 on"),
+    ("four small batches for one, BERT", "BERT-large, 4 x 1 x 512, fp32 on", "BERT-large, 1 x 4 x 512, fp32 on"),
+    ("H100 for A100, MPT 7b", "MPT 7b, FSDP, 1 x 6 x 2048, bf16, reduced in fp32 on 8 x h100",
+     "MPT 7b, FSDP, 2 x 6 x 2048, bf16, reduced in fp32 on 8 x a100-80gb"),
+    ("H100 for A100, MPT 7b of 4,096", "MPT 7b, FSDP, 2 x 16 x 4096, bf16, reduced in fp32, checkpointing on 8 x h100",
+     "MPT 7b, FSDP, 2 x 16 x 4096, bf16, reduced in fp32, checkpointing on 8 x a100-80gb"),
+    ("H100 for A100, MPT 13b of 4,096",
+     "MPT 13b, FSDP, 3 x 10 x 4096, bf16, reduced in fp32, checkpointing on 8 x h100",
+     "MPT 13b, FSDP, 3 x 10 x 4096, bf16, reduced in fp32, checkpointing on 8 x a100-80gb"),
+    ("H100 for A100, MPT 1b of 512", "MPT 1b, FSDP, 4 x 56 x 512, bf16, reduced in fp32 on 8 x h100",
+     "MPT 1b, FSDP, 4 x 56 x 512, bf16, reduced in fp32 on 8 x a100-80gb"),
+    ("H100 for A100, MPT 1b of 8,192", "MPT 1b, FSDP, 4 x 3 x 8192, bf16, reduced in fp32 on 8 x h100",
+     "MPT 1b, FSDP, 4 x 3 x 8192, bf16, reduced in fp32 on 8 x a100-80gb"),
+)  # fmt: skip
+_FAMILIES = {"a100": "A100", "h100": "H100", "h100 500 W": "H100 of 500 W", "v100": "V100"}
+
+
+def summary(lines: list[dict]) -> str:
+    """A row per family of devices: how far off without and with a measured row."""
+    found = _matched(lines)
+    table = ["| devices | rows | median | 9 of 10 within | worst | rows | median | 9 of 10 within | worst |",
+             "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    groups = {words: [pair for pair in found if pair[0].family == family] for family, words in _FAMILIES.items()}
+    for words, members in {**groups, "all": found}.items():
+        plain = [abs(line["predicted"] / row.published - 1) for row, line in members]
+        held_out = [abs(line["anchored"] / row.published - 1) for row, line in members if not row.is_anchor]
+        table.append(f"| {words} | {_spread(plain)} | {_spread(held_out)} |")
+    line = lines[0]
+    return "\n".join([
+        *table, "",
+        "The first four columns: nothing is measured. The last four: one published row of the family (MPT 7b, 6 x "
+        "2048; BERT in fp32) says how fast matrix products are, and the others are told with it.",
+        "",
+        f"torch {line['torch']}, commit {line['commit']}, {line['date']}.",
+    ])  # fmt: skip
+
+
+def comparisons(lines: list[dict]) -> str:
+    """Ratios of two rows that differ in one thing; no measured row is used."""
+    found = _matched(lines)
+    table = ["| what differs | published | predicted | error |", "|---|---:|---:|---:|"]
+    errors = []
+    for words, first, second in COMPARISONS:
+        (a, a_line), (b, b_line) = _one(found, first), _one(found, second)
+        published, predicted = a.published / b.published, a_line["predicted"] / b_line["predicted"]
+        errors.append(abs(predicted / published - 1))
+        table.append(f"| {words} | {published:.3f} | {predicted:.3f} | {100 * (predicted / published - 1):+.1f} % |")
+    within = sum(error <= 0.03 for error in errors)
+    said = f"Median {_percent(statistics.median(errors))}; {within} of {len(errors)} within 3 %."
+    return "\n".join([*table, "", said])
+
+
+def times(lines: list[dict]) -> str:
+    """A table per source."""
+    groups: dict[str, list[tuple[TimeRow, dict]]] = defaultdict(list)
+    for row, line in _matched(lines):
+        groups[row.source].append((row, line))
+    parts = []
+    for source, members in groups.items():
+        table = ["| configuration | devices | published | predicted | error | with a measured row | kernels, ms | "
+                 "exposed communication, ms | host, ms |", "|---|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+        for row, line in members:
+            anchored = "anchor" if row.is_anchor else f"{100 * (line['anchored'] / row.published - 1):+.1f} %"
+            table.append(
+                f"| {row.configuration} | {row.ranks} x {row.device} | {_number(row.published)} | "
+                f"{_number(line['predicted'])} | {100 * (line['predicted'] / row.published - 1):+.1f} % | {anchored} | "
+                f"{line['busy_ms']:,.0f} | {line['exposed_communication_ms']:,.0f} | {line['host_ms']:,.0f} |"
+            )
+        guessed = {row.guessed for row, _ in members if row.guessed}
+        said = "".join(f"\n\nGuessed: {words}." for words in sorted(guessed))
+        parts.append(f"[{_name(source)}]({source}), {members[0][0].unit}:\n\n" + "\n".join(table) + said)
+    return "\n\n".join(parts)
+
+
+def _matched(lines: Iterable[dict]) -> list[tuple[TimeRow, dict]]:
+    known = {line["row"]: line for line in lines}
+    return [(row, known[row.key]) for row in rows() if row.key in known]
+
+
+def _one(found: list[tuple[TimeRow, dict]], words: str) -> tuple[TimeRow, dict]:
+    (one,) = [pair for pair in found if words in pair[0].key]
+    return one
+
+
+def _spread(errors: list[float]) -> str:
+    if not errors:
+        return "0 | | | "
+    most = sorted(errors)[max(0, -(-9 * len(errors) // 10) - 1)]
+    return f"{len(errors)} | {_percent(statistics.median(errors))} | {_percent(most)} | {_percent(max(errors))}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
