@@ -164,7 +164,7 @@ CUDA_ALONE = {
     "device.vendor_kernels": ("cudnn", "miopen"),
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }
-# They plan for CUDA's kernels on a machine without them, and run none. So does all of ``hollow``.
+# They plan for CUDA's kernels on a machine without them, and run none. So do all of ``hollow`` and ``pretending``.
 PLAN_FOR_CUDA = {"tracing.sources", "estimation.device_table", "estimation.roofline", "foresight.assumptions"}
 VENDORS = re.compile(
     r"torch\.cuda|[\"']cuda\b|\.cuda\(|\bis_cuda\b|\bfrom torch import cuda|\b(hip|xpu|mps)\b"
@@ -175,7 +175,7 @@ VENDORS = re.compile(
 
 def vendors_named(module: str, source: str) -> list[str]:
     """Lines of ``source`` that name a vendor's device, without what the device layer may."""
-    if stage_of(module) == "hollow" or module in PLAN_FOR_CUDA:
+    if stage_of(module) in ("hollow", "pretending") or module in PLAN_FOR_CUDA:
         return []
     for allowed in CUDA_ALONE.get(module, ()):
         source = source.replace(allowed, "")

@@ -57,7 +57,7 @@ def quiet(tmp_path):
 def test_a_loop_is_stopped_after_three_steps_and_its_memory_is_told(tmp_path, quiet):
     path = script(tmp_path, MODEL + LOOP)
 
-    report = lowtide.pretend(["python", path], "a100", output=quiet)
+    report = lowtide.pretend(["python", path], "a100", output=quiet, time=False)
 
     assert report.fits and report.verdict == "fits" and report.exit_code == 0
     assert report.device == "a100-80gb" and len(report.steps) == 3
@@ -137,7 +137,7 @@ def test_rank_3_of_64_is_one_process_whatever_the_launcher_starts(tmp_path, quie
     path = script(tmp_path, MODEL + textwrap.dedent(source))
     command = ["torchrun", "--nproc-per-node", "8", path]
 
-    report = lowtide.pretend(command, "h100", ranks=64, rank=3, output=quiet)
+    report = lowtide.pretend(command, "h100", ranks=64, rank=3, time=False, output=quiet)
 
     assert report.fits and (report.ranks, report.rank) == (64, 3)
     quiet.seek(0)
