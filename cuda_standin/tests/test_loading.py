@@ -12,9 +12,9 @@ def test_an_environment_that_has_it_sees_one_h100(python):
     assert python(SEES) == "True 1 NVIDIA H100 80GB HBM3"
 
 
-def test_a_process_that_does_not_import_torch_pays_for_two_modules(python):
+def test_a_process_that_does_not_import_torch_pays_for_three_small_modules(python):
     source = "import sys; print(*sorted(name for name in sys.modules if name.startswith('cuda_standin')))"
-    assert python(source) == "cuda_standin cuda_standin.autoload"
+    assert python(source) == "cuda_standin cuda_standin.autoload cuda_standin.imports"
 
 
 def test_a_variable_without_meaning_ends_the_import_with_one_sentence(python):

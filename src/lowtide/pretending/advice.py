@@ -10,6 +10,7 @@ from typing import IO
 from lowtide.pretending import command_run
 from lowtide.pretending.environments import ScriptEnvironment
 from lowtide.pretending.outcome import PretendReport, outcome
+from lowtide.pretending.outcome_facts import MeasuredChange
 from lowtide.pretending.settings import PretendSettings
 from lowtide.pretending.standin_package import memory_of, standin_gpus
 from lowtide.units import format_bytes
@@ -20,24 +21,6 @@ _BATCH = re.compile(r"^(-{0,2}(?:[\w.]*[._-])?(?:train[._-])?(?:micro[._-])?batc
 _ACCUMULATE = re.compile(
     r"^(-{0,2}(?:[\w.]*[._-])?(?:gradient[._-]accumulation[._-]steps|grad[._-]accum\w*|accumulate))(=?)(\d*)$"
 )
-
-
-@dataclass(frozen=True)
-class MeasuredChange:
-    """One change of the run, and what came of it.
-
-    Attributes:
-        change: In words; ``how`` is what to write.
-        fits: On the device that was asked for.
-        peak_reserved_bytes: The highest of all steps; None: the run ended before its first step.
-        launches: Of the last step: what the change costs in kernels.
-    """
-
-    change: str
-    how: str
-    fits: bool
-    peak_reserved_bytes: int | None
-    launches: int | None
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.pretending.command_run import CommandRun
 from lowtide.pretending.environments import ScriptEnvironment
+from lowtide.pretending.outcome_facts import KINDS, OutOfMemory, PretendFacts, StepPeak
+from lowtide.pretending.outcome_page import fragment
+from lowtide.pretending.outcome_text import text
 from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendSettings, measured
 from lowtide.pretending.step_record import step_record
 from lowtide.pretending.step_time import StepTime, step_time
 from lowtide.units import format_bytes
 
-if TYPE_CHECKING:
-    from lowtide.pretending.advice import MeasuredChange
-
-KINDS = ("weights", "gradients", "optimizer", "activations", "workspaces", "other")
 _TIGHT = 0.97
 _MOST_STOPS = 10
 _NETWORK = re.compile(
@@ -26,135 +24,13 @@ _NETWORK = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class StepPeak:
-    """One optimizer step, from the end of the one before.
-
-    Attributes:
-        allocated_bytes: The allocator's own peak; ``reserved_bytes`` is what it held of the device.
-        host_ms: What the host took, with the stand-in's own work; no kernel ran.
-        launches: Kernels; ``waits`` is how often the host waited for the device.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    host_ms: float
-    launches: int
-    waits: int
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The first allocation that did not fit.
-
-    Attributes:
-        line: The innermost line outside PyTorch; ``script_line`` is the innermost outside all packages.
-        message: PyTorch's own; empty where the script caught it.
-        was_caught: The script went on.
-    """
-
-    step: int
-    line: str
-    script_line: str
-    asked_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    message: str
-    was_caught: bool
-
-
-@dataclass(frozen=True)
-class PretendReport:
-    """What ``lowtide pretend`` found; ``str()`` is the report, ``to_json()`` the JSON of ``--json``.
-
-    Attributes:
-        fits: The script came to the end of the steps asked for (or its own) on that device.
-        verdict: ``fits``, ``fits tightly``, ``does not fit``, ``failed`` (another error), ``trained nothing`` or ``did
-            not end``.
-        exit_code: The script's; 0 where it was ended after its steps.
-        peak_allocated_bytes: The highest of all steps, of the device that had most.
-        by_kind: What the peak consists of, in bytes asked for; ``by_part`` is finer, ``by_module`` and ``by_line`` say
-            who allocated what is neither weight nor state. ``curve`` has ``by_kind`` over the run.
-        stops: The lines where the host waited for the device in the last step, the most frequent first.
-        stages: How far the script came, with seconds.
-        time: What a step takes; None: it was not asked for, or the script ended before.
-        lowtide: What lowtide did in it, with ``--budget``; else None.
-        changes: What would change the peak, with ``--advise``.
-        assumptions: What the numbers take for granted.
-        notes: What was noticed.
-    """
-
-    command: tuple[str, ...]
-    device: str
-    torch: str
-    capacity_bytes: int
-    context_bytes: int
-    ranks: int
-    rank: int
-    fits: bool
-    verdict: str
-    exit_code: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    steps: tuple[StepPeak, ...]
-    by_kind: dict[str, int]
-    by_part: tuple[dict[str, Any], ...]
-    by_module: tuple[dict[str, Any], ...]
-    by_line: tuple[dict[str, Any], ...]
-    curve: dict[str, Any]
-    out_of_memory: OutOfMemory | None
-    stops: tuple[dict[str, Any], ...]
-    stages: tuple[dict[str, Any], ...]
-    snapshot: str | None
-    time: StepTime | None
-    lowtide: dict[str, Any] | None
-    changes: tuple[MeasuredChange, ...]
-    host_peak_bytes: int
-    pinned_peak_bytes: int
-    compile_s: float
-    seconds: float
-    last_words: str
-    assumptions: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def usable_bytes(self) -> int:
-        """What the allocator can have of the device."""
-        return self.capacity_bytes - self.context_bytes
-
-    @property
-    def nvidia_smi_bytes(self) -> int:
-        """About what ``nvidia-smi`` would show: reserved memory and the context."""
-        return self.peak_reserved_bytes + self.context_bytes
-
-    @property
-    def host_ms_per_step(self) -> float | None:
-        """Of the last step: the first ones import, compile and fill caches."""
-        return self.steps[-1].host_ms if self.steps else None
-
-    def to_json(self) -> dict[str, Any]:
-        """One object, plain values only."""
-        body = asdict(self)
-        body["peak_by_step"] = [
-            {"allocated_bytes": step.allocated_bytes, "reserved_bytes": step.reserved_bytes} for step in self.steps
-        ]
-        last = self.steps[-1] if self.steps else None
-        body["host_ms_per_step"] = self.host_ms_per_step
-        body["launches_per_step"] = last.launches if last else None
-        body["waits_per_step"] = last.waits if last else None
-        if self.time is not None:
-            body["time"]["tokens_per_second"] = self.time.tokens_per_second
-        body["nvidia_smi_bytes"] = self.nvidia_smi_bytes
-        return body
+class PretendReport(PretendFacts):
+    """What ``lowtide pretend`` found; ``str()`` is the report, and a notebook shows it with its picture."""
 
     def __str__(self) -> str:
-        from lowtide.pretending.outcome_text import text
-
         return text(self)
 
     def _repr_html_(self) -> str:
-        from lowtide.pretending.outcome_page import fragment
-
         return fragment(self)
 
 

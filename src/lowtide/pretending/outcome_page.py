@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from html import escape
 
-from lowtide.pretending.outcome import PretendReport
+from lowtide.pretending.outcome_facts import PretendFacts
 from lowtide.pretending.outcome_text import verdict
 from lowtide.reports import html
 from lowtide.reports.notebook import card
@@ -14,7 +14,7 @@ from lowtide.reports.svg import kinds_chart
 from lowtide.units import format_bytes
 
 
-def page(report: PretendReport) -> str:
+def page(report: PretendFacts) -> str:
     """The whole page."""
     sections = [
         ("broke", "Where it broke", _out_of_memory(report)),
@@ -38,12 +38,12 @@ def page(report: PretendReport) -> str:
     return html.page(verdict(report), body)
 
 
-def fragment(report: PretendReport) -> str:
+def fragment(report: PretendFacts) -> str:
     """For a notebook."""
     return card(verdict(report), _tiles(report), [picture(report)], report.notes)
 
 
-def picture(report: PretendReport) -> str:
+def picture(report: PretendFacts) -> str:
     """Memory by kind over the run, and its legend; empty where no history was recorded."""
     curve = report.curve
     if not curve or not any(any(series) for series in curve["by_kind"].values()):
@@ -57,7 +57,7 @@ def picture(report: PretendReport) -> str:
     )
 
 
-def _tiles(report: PretendReport) -> list[tuple[str, str, str]]:
+def _tiles(report: PretendFacts) -> list[tuple[str, str, str]]:
     ranks = f"rank {report.rank} of {report.ranks}" if report.ranks > 1 else "one GPU"
     tiles = [
         (format_bytes(report.peak_reserved_bytes), "reserved", f"of {format_bytes(report.usable_bytes)}"),
@@ -74,7 +74,7 @@ def _tiles(report: PretendReport) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _steps(report: PretendReport) -> str:
+def _steps(report: PretendFacts) -> str:
     heads = ("step", "allocated", "reserved", "launches", "waits", "host")
     rows = [
         (str(number), format_bytes(step.allocated_bytes), format_bytes(step.reserved_bytes), f"{step.launches:,}",
@@ -84,7 +84,7 @@ def _steps(report: PretendReport) -> str:
     return html.plain_table("Steps", heads, rows) if rows else ""
 
 
-def _time(report: PretendReport) -> str:
+def _time(report: PretendFacts) -> str:
     found = report.time
     if found is None:
         return ""
@@ -96,7 +96,7 @@ def _time(report: PretendReport) -> str:
     return times + html.plain_table("What takes most", ("operator", "ms", "calls"), most)
 
 
-def _parts(report: PretendReport) -> str:
+def _parts(report: PretendFacts) -> str:
     total = sum(report.by_kind.values())
     rows = [
         (part["part"], part["kind"], format_bytes(part["bytes"]), f"{part['bytes'] / total:.1%}")
@@ -110,12 +110,12 @@ def _rows(name: str, rows: Sequence[dict]) -> str:
     return html.plain_table(name, (name, "bytes"), found) if found else ""
 
 
-def _stops(report: PretendReport) -> str:
+def _stops(report: PretendFacts) -> str:
     rows = [(stop["line"], stop["operator"], f"{stop['count']:,}") for stop in report.stops]
     return html.plain_table("Stops", ("line", "operator", "times in the last step"), rows) if rows else ""
 
 
-def _out_of_memory(report: PretendReport) -> str:
+def _out_of_memory(report: PretendFacts) -> str:
     found = report.out_of_memory
     if found is None:
         return ""
@@ -127,7 +127,7 @@ def _out_of_memory(report: PretendReport) -> str:
     return f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in rows if v)}</dl>"
 
 
-def _lowtide(report: PretendReport) -> str:
+def _lowtide(report: PretendFacts) -> str:
     if report.lowtide is None:
         return ""
     rows = [(name.replace("_", " "), str(value)) for name, value in report.lowtide.items() if name != "reasons"]
@@ -135,7 +135,7 @@ def _lowtide(report: PretendReport) -> str:
     return facts + _items(report.lowtide.get("reasons", ()))
 
 
-def _changes(report: PretendReport) -> str:
+def _changes(report: PretendFacts) -> str:
     rows = [
         (made.change, made.how, "-" if made.peak_reserved_bytes is None else format_bytes(made.peak_reserved_bytes),
          "-" if made.launches is None else f"{made.launches:,}", "fits" if made.fits else "does not fit")

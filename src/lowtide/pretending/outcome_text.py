@@ -2,21 +2,21 @@
 
 from textwrap import wrap
 
-from lowtide.pretending.outcome import KINDS, PretendReport
+from lowtide.pretending.outcome_facts import KINDS, PretendFacts
 from lowtide.units import format_bytes
 
 _WIDTH = 100
 _LINES = 6
 
 
-def text(report: PretendReport) -> str:
+def text(report: PretendFacts) -> str:
     parts = [_head(report), _steps(report), _time(report), _peak(report), _out_of_memory(report)]
     parts += [_stops(report), _lowtide(report), _changes(report)]
     parts += [_list("note", report.notes), _list("taken for granted", report.assumptions)]
     return "\n".join(part for part in parts if part)
 
 
-def verdict(report: PretendReport) -> str:
+def verdict(report: PretendFacts) -> str:
     """One sentence."""
     where = f"{format_bytes(report.usable_bytes)} of {report.device}"
     if report.ranks > 1:
@@ -34,13 +34,13 @@ def verdict(report: PretendReport) -> str:
     }.get(report.verdict, f"It {report.verdict}.")
 
 
-def _head(report: PretendReport) -> str:
+def _head(report: PretendFacts) -> str:
     return f"{verdict(report)}\n  {report.seconds:.0f} s, {format_bytes(report.host_peak_bytes)} of host memory" + (
         f", {report.compile_s:.0f} s of it compiling" if report.compile_s else ""
     )
 
 
-def _steps(report: PretendReport) -> str:
+def _steps(report: PretendFacts) -> str:
     if not report.steps:
         return ""
     rows = [f"  {'step':>4}  {'allocated':>11}  {'reserved':>11}  {'launches':>8}  {'waits':>5}  {'host':>9}"]
@@ -53,7 +53,7 @@ def _steps(report: PretendReport) -> str:
     return "\n".join([*rows, smi])
 
 
-def _time(report: PretendReport) -> str:
+def _time(report: PretendFacts) -> str:
     found = report.time
     if found is None:
         return ""
@@ -78,7 +78,7 @@ def _time(report: PretendReport) -> str:
     return "\n".join(rows)
 
 
-def _peak(report: PretendReport) -> str:
+def _peak(report: PretendFacts) -> str:
     total = sum(report.by_kind.values())
     if not total:
         return ""
@@ -92,7 +92,7 @@ def _peak(report: PretendReport) -> str:
     return "\n".join(rows)
 
 
-def _out_of_memory(report: PretendReport) -> str:
+def _out_of_memory(report: PretendFacts) -> str:
     found = report.out_of_memory
     if found is None:
         return ""
@@ -106,7 +106,7 @@ def _out_of_memory(report: PretendReport) -> str:
     return "\n".join(rows)
 
 
-def _stops(report: PretendReport) -> str:
+def _stops(report: PretendFacts) -> str:
     if not report.stops:
         return ""
     rows = ["where the host waited for the device in the last step"]
@@ -114,7 +114,7 @@ def _stops(report: PretendReport) -> str:
     return "\n".join(rows)
 
 
-def _lowtide(report: PretendReport) -> str:
+def _lowtide(report: PretendFacts) -> str:
     found = report.lowtide
     if found is None:
         return ""
@@ -129,7 +129,7 @@ def _lowtide(report: PretendReport) -> str:
     return "\n".join(rows)
 
 
-def _changes(report: PretendReport) -> str:
+def _changes(report: PretendFacts) -> str:
     if not report.changes:
         return ""
     rows = ["what would change it, measured by running it again"]
