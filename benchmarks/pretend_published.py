@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--torch", help="only on this version")
     parser.add_argument("--most", type=int, help="of runs")
     args = parser.parse_args()
-    known = {(line["run"], line["torch"]): line for line in _read()}
+    known = {(line["run"], line["torch"]): line for line in _read() if line["verdict"] != "failed"}
     done = 0
     for version, run in [(run.torch, run) for run in runs()] + [(TODAY, run) for run in runs() if run.today]:
         if args.torch not in (None, version) or done == args.most:

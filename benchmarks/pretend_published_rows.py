@@ -19,7 +19,16 @@ _ERA_2023 = ("lightning-utilities==0.10.1", "torchmetrics==1.3.2", "jsonargparse
 PACKAGES: dict[str, tuple[str, ...]] = {
     "litgpt 2023-10": ("Lightning-AI/pytorch-lightning@71aed751f7:src", "bitsandbytes==0.41.1", *_ERA_2023),
     "litgpt 2024-01": ("Lightning-AI/pytorch-lightning@6dfa5cca9d:src", "bitsandbytes==0.41.1", *_ERA_2023),
-}
+    "rasbt": ("torchvision==0.15.2", "lightning==2.1.4", *_ERA_2023, "pillow"),
+    "liger": ("transformers==4.44.2", "tokenizers==0.19.1", "huggingface_hub==0.23.5"),
+    "transformers 4.25": ("transformers==4.25.1", "tokenizers==0.13.3", "huggingface_hub==0.23.5", "numpy<2"),
+    "transformers 4.28": ("transformers==4.28.1", "tokenizers==0.13.3", "huggingface_hub==0.23.5", "numpy<2",
+                          "accelerate==0.18.0", "sentencepiece"),
+    "timm": ("timm==1.0.7", "torchvision==0.19.1", "huggingface_hub==0.23.5", "pillow"),
+    "litgpt 2024-09": ("litgpt==0.4.12",),
+    "lit-llama": ("lightning==2.1.4", "sentencepiece", *_ERA_2023),
+    "torchtitan": ("torchdata==0.10.1", "tiktoken", "regex"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,11 @@ class OutOfMemoryReport:
 
 
 def measured() -> list[Measured]:
-    return [*_litgpt()]
+    return [*_litgpt(), *_rasbt(), *_hugging_face(), *_liger(), *_others()]
 
 
 def reports() -> list[OutOfMemoryReport]:
-    return [*_litgpt_out_of_memory()]
+    return [*_nanogpt(), *_alpaca(), *_litgpt_out_of_memory()]
 
 
 def runs() -> list[Run]:
@@ -110,8 +119,8 @@ def runs() -> list[Run]:
 
 
 _TOKENS = {"phi-1_5": 1044, "stablelm-base-alpha-3b": 1034, "Llama-2-7b-hf": 1304, "Llama-2-13b-hf": 1304}
-_OCTOBER = "Lightning-AI/litgpt@6178c7cc"
-_JANUARY = "Lightning-AI/litgpt@0f021f3a"  # the adapters' scripts quantize from here on
+_OCTOBER = "Lightning-AI/litgpt@8641822b"  # which the page names
+_JANUARY = "Lightning-AI/litgpt@0f021f3a"  # which brought the adapters rows and their quantization
 
 
 def _litgpt_run(script: str, model: str, precision: str, quantize: str, rows: int) -> Run:
@@ -153,3 +162,185 @@ def _litgpt_out_of_memory() -> Iterator[OutOfMemoryReport]:
     for model, rows in ((llama, 4), (large, 2), (large, 4)):
         yield OutOfMemoryReport(f"{_LITGPT}/tutorials/resource-tables.md", f"lora {model}, bf16, {rows} x 1304, 40 GB",
                                 _litgpt_run("lora", model, "bf16-true", "none", rows), None, None)  # fmt: skip
+
+
+_RASBT = "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md"
+
+
+def _rasbt() -> Iterator[Measured]:
+    for script, words, published in (
+        ("01_pytorch-vit.py", "fp32, 64 images, Adam", 26.79),
+        ("01-2_pytorch-fabric.py", "fp32, 64 images, Adam, Fabric", 26.84),
+        ("03_bfloat16.py", "bf16, 64 images, Adam", 13.82), ("04_lower-batchsize.py", "bf16, 16 images, Adam", 5.69),
+        ("06_sgd-with-scheduler.py", "bf16, 4 x 4 images, SGD", 2.02),
+    ):  # fmt: skip
+        run = Run(f"rasbt {script}", ("python", "{RECIPES}/rasbt_script.py", "{CHECKOUT}", script), "2.0.1",
+                  "a100-40gb", "rasbt/pytorch-memory-optim@f6eddcd", "rasbt", steps=0)  # fmt: skip
+        yield Measured(_RASBT, f"torchvision ViT-L/16, {words}", RESERVED, published, "GB", run,
+                       guessed="the GPU; PyTorch was 2.1.0.dev20230623")  # fmt: skip
+
+
+def _hugging_face() -> Iterator[Measured]:
+    for words, published, options in (
+        ("fp32, 4 rows, AdamW", 14949, "--per_device_train_batch_size 4"),
+        ("fp32, 1 x 4 rows, AdamW", 8681, "--per_device_train_batch_size 1 --gradient_accumulation_steps 4"),
+        ("fp32, 1 x 4 rows, checkpointing, AdamW", 6775,
+         "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --gradient_checkpointing True"),
+        ("fp16 AMP, 4 rows, AdamW", 13939, "--per_device_train_batch_size 4 --fp16 True"),
+        ("fp16 AMP, 1 x 4 rows, checkpointing, AdamW", 7275,
+         "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --gradient_checkpointing True --fp16 True"),
+        ("fp32, 4 rows, Adafactor", 12295, "--per_device_train_batch_size 4 --optim adafactor"),
+        ("fp16 AMP, 1 x 4 rows, checkpointing, Adafactor", 4847,
+         "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --gradient_checkpointing True --fp16 True "
+         "--optim adafactor"),
+    ):  # fmt: skip
+        run = Run(f"bert {words}", ("python", "{RECIPES}/bert_trainer.py", *options.split()), "2.0.1", "v100-16gb",
+                  packages="transformers 4.25", steps=3)  # fmt: skip
+        yield Measured("https://huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one",
+                       f"BERT-large, 512 tokens, {words}", DRIVER, published, "MiB", run, cuda="11.2",
+                       guessed="PyTorch 1.10 or so: 2.0.1 is the oldest that runs here")  # fmt: skip
+
+
+_LIGER = "https://github.com/linkedin/Liger-Kernel/blob/main/benchmark/data/all_benchmark_data.csv"
+
+
+def _liger_run(script: str, at: str, torch: str, gpu: str = "a100-80gb") -> Run:
+    return Run(f"liger {script}", ("python", "{RECIPES}/liger_script.py", "{CHECKOUT}", f"benchmark_{script}.py"),
+               torch, gpu, f"linkedin/Liger-Kernel@{at}", "liger", steps=0, says=True)  # fmt: skip
+
+
+def _liger() -> Iterator[Measured]:
+    run = _liger_run("cross_entropy", "26a578e8", "2.4.1")
+    for kind, who, numbers in (
+        ("PyTorch", "huggingface", {4096: 1280.1259765625, 32768: 10240.1259765625, 131072: 40960.125}),
+        ("Liger", "liger", {4096: 256.32861328125, 8192: 512.32861328125, 16384: 1024.32861328125,
+                            32768: 2048.32861328125, 65536: 4096.32861328125, 131072: 8192.328125}),
+    ):  # fmt: skip
+        for size, published in numbers.items():
+            yield Measured(_LIGER, f"cross entropy, {kind}, 16384 x {size}, fp32", ALLOCATED, published, "MiB", run,
+                           f"cross_entropy {who} V={size} T=2048")  # fmt: skip
+    run = _liger_run("fused_linear_cross_entropy", "7e3683e2", "2.5.1")
+    for kind, who, numbers in (
+        ("PyTorch", "huggingface", {4096: 6092.2822265625, 8192: 9162.3134765625, 16384: 15302.3759765625,
+                                    32768: 27582.5}),
+        ("Liger", "liger", {4096: 4245.5478515625, 8192: 4466.9697265625, 16384: 4910.4384765625,
+                            32768: 5794.6259765625}),
+    ):  # fmt: skip
+        for size, published in numbers.items():
+            yield Measured(_LIGER, f"head and cross entropy, {kind}, {size} x 128256, bf16", ALLOCATED, published,
+                           "MiB", run, f"fused_linear_cross_entropy {who} BT={size} T=None")  # fmt: skip
+    for name, by_who in (
+        ("cpo", {"huggingface": (8645.314453125, 12184.330078125, 19262.361328125, 33418.42578125),
+                 "liger": (8161.34619140625, 8209.361328125, 8305.392578125, 8497.455078125)}),
+        ("simpo", {"huggingface": (8645.314453125, 12184.330078125, 19262.361328125, 33418.42578125),
+                   "liger": (7675.3291015625, 7723.3447265625, 7819.3759765625, 8011.4384765625)}),
+    ):  # fmt: skip
+        run = _liger_run(f"{name}_loss", "7e3683e2", "2.5.1")
+        for who, numbers in by_who.items():
+            for rows, published in zip((2, 4, 8, 16), numbers, strict=True):
+                kind = "PyTorch" if who == "huggingface" else "Liger"
+                yield Measured(_LIGER, f"head and {name.upper()} loss, {kind}, {rows} x 1024, bf16", ALLOCATED,
+                               published, "MiB", run, f"fused_linear_{name}_loss {who} B={rows} T=1024")  # fmt: skip
+
+
+_TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+_PR_940 = "https://github.com/Lightning-AI/lightning-thunder/pull/940"
+
+
+def _titan_run(name: str, *more: str) -> Run:
+    options = ("--job.config_file", "train_configs/llama3_8b.toml", "--training.batch_size", "2",
+               "--profiling.enable_profiling", "--metrics.enable_tensorboard", *more)  # fmt: skip
+    return Run(f"torchtitan {name}", ("torchrun", "--nproc-per-node", "8", "{RECIPES}/torchtitan_script.py", *options),
+               "2.6.0", "h100", "pytorch/torchtitan@9dec370", "torchtitan", memory="94.7GiB", today=True)  # fmt: skip
+
+
+def _others() -> Iterator[Measured]:
+    yield Measured(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op", RESERVED, 82.4, "GiB",
+                   _titan_run("eager"), guessed="allocator settings: without expandable segments")  # fmt: skip
+    yield Measured(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op, compiled", RESERVED, 77.0, "GiB",
+                   _titan_run("compiled", "--training.compile"),
+                   guessed="allocator settings: without expandable segments")  # fmt: skip
+    run = Run("thunder 7b zero2", ("python", "{RECIPES}/litgpt_training.py", "Llama-2-7b-hf", "1", "4096", "1", "1", "0"),
+              "2.5.1", "h100", packages="litgpt 2024-09", ranks=8)  # fmt: skip
+    yield Measured(_PR_940, "Llama 2 7B, FSDP2 on 8, not resharded, 1 x 4096", ALLOCATED, 47.45, "GB", run)
+    run = Run("thunder tinyllama",
+              ("python", "{RECIPES}/litgpt_training.py", "tiny-llama-1.1b", "4", "2048", "8", "0", "1"), "2.5.1",
+              "a100-40gb", packages="litgpt 2024-09")  # fmt: skip
+    yield Measured(f"{_LITGPT}/extensions/thunder/README.md", "TinyLlama 1.1B, 8 x 4 x 2048, bf16", ALLOCATED, 29.84,
+                   "GB", run, guessed="whether Fabric of then cast the logits to float32")  # fmt: skip
+    run = Run("timm vit_h14", ("python", "{RECIPES}/timm_vit_h14.py"), "2.4.1", "rtx4090", packages="timm")
+    yield Measured("https://github.com/pytorch/ao/pull/478", "timm ViT-H/14, bf16 AMP, 4 images, Adam", ALLOCATED,
+                   12.98, "GB", run, guessed="the GPU, a 4070 Ti SUPER, of which the properties are not here")  # fmt: skip
+
+
+def _left(reserved: float, free: float, ranks: int = 1) -> str:
+    """Memory of a device that leaves PyTorch what it had: other processes took the rest of the card.
+
+    Args:
+        reserved, free: GiB, of the message.
+    """
+    return f"{reserved + free + (450 + (512 if ranks > 1 else 0)) / 1024:.2f}GiB"
+
+
+_NANOGPT = "https://github.com/karpathy/nanoGPT/issues"
+
+
+def _nanogpt_run(at: str, gpu: str, memory: str, *arguments: str, no_weights: bool = False, ranks: int | None = None,
+                 packages: str = "") -> Run:  # fmt: skip
+    return Run(f"nanogpt {at} {' '.join(arguments)}", ("python", "{RECIPES}/nanogpt_script.py", "{CHECKOUT}", *arguments),
+               "2.0.1", gpu, f"karpathy/nanoGPT@{at}", packages, memory=memory, no_weights=no_weights, ranks=ranks)  # fmt: skip
+
+
+def _nanogpt() -> Iterator[OutOfMemoryReport]:
+    yield OutOfMemoryReport(
+        f"{_NANOGPT}/88#issuecomment", "nanoGPT, GPT-2, batch 32, V100 16 GB",
+        _nanogpt_run("36c7db8c", "v100-16gb", "15.78GiB", "--batch_size=32", "--compile=False", "--dtype=float16"),
+        6.14, 10.16, guessed="float16: a V100 has no bfloat16",
+    )  # fmt: skip
+    yield OutOfMemoryReport(
+        f"{_NANOGPT}/208", "nanoGPT, GPT-2 XL, batch 1, 24 GB",
+        _nanogpt_run("a82b33b5", "rtx3090", _left(21.92, 85.06 / 1024), "config/finetune_shakespeare.py", "--compile=False", "--no-sdpa",
+                     no_weights=True, packages="transformers 4.28"),
+        100 / 1024, 21.67, 21.92, guessed="not compiled; PyTorch before 2.0: 100 MiB are the scores of a layer, which no fused attention has",
+    )  # fmt: skip
+    yield OutOfMemoryReport(
+        f"{_NANOGPT}/88", "nanoGPT, GPT-2, batch 2, float16, DDP on 4, V100 16 GB",
+        _nanogpt_run("e0c689cf", "v100-16gb", _left(5.25, 0.3, 4), "--dataset=shakespeare", "--dtype=float16", "--batch_size=2",
+                     "--compile=False", ranks=4),
+        394 / 1024, 5.17, 5.25, guessed="the message says that 8.68 GiB were free; they are not given",
+    )  # fmt: skip
+    run = Run("lit-llama train.py", ("python", "{RECIPES}/litllama_script.py", "{CHECKOUT}"), "2.0.1", "rtx3090",
+              "Lightning-AI/lit-llama@f135ed8", "lit-llama", memory=_left(22.89, 120.75 / 1024, 4), ranks=4)  # fmt: skip
+    yield OutOfMemoryReport("https://github.com/Lightning-AI/lit-llama/issues/137", "lit-llama, 7B from scratch, 24 GB",
+                            run, 172 / 1024, 22.87, 22.89)  # fmt: skip
+
+
+_ALPACA = "https://github.com/tatsu-lab/stanford_alpaca/issues"
+
+
+def _alpaca_run(name: str, gpu: str, memory: str, ranks: int, accumulate: int, precision: str = "--bf16 True",
+                tf32: str = "True") -> Run:  # fmt: skip
+    options = (
+        "--model_name_or_path llama-7b --data_path ./alpaca_data.json --output_dir out --num_train_epochs 3 "
+        f"{precision} --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --gradient_accumulation_steps "
+        f"{accumulate} --evaluation_strategy no --save_strategy steps --save_steps 2000 --save_total_limit 1 "
+        "--learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine --logging_steps 1 "
+        f"--report_to none --tf32 {tf32} --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer"
+    ).split()
+    return Run(f"alpaca {name}",
+               ("torchrun", f"--nproc_per_node={ranks}", "{RECIPES}/alpaca_script.py", "{CHECKOUT}", *options, "--fsdp",
+                "full_shard auto_wrap"),
+               "2.0.1", gpu, "tatsu-lab/stanford_alpaca@3783d18", "transformers 4.28", memory=memory,
+               no_weights=True)  # fmt: skip
+
+
+def _alpaca() -> Iterator[OutOfMemoryReport]:
+    yield OutOfMemoryReport(f"{_ALPACA}/189", "Stanford Alpaca, LLaMA 7B, one A100 80 GB",
+                            _alpaca_run("189", "a100-80gb", _left(72.18, 0.7), 1, 8), 774 / 1024, 71.96, 72.18)  # fmt: skip
+    yield OutOfMemoryReport(f"{_ALPACA}/218", "Stanford Alpaca, LLaMA 7B, one RTX 3060 12 GB",
+                            _alpaca_run("218", "rtx3090", _left(10.61, 697.94 / 1024), 1, 8), 774 / 1024, 10.58, 10.61)  # fmt: skip
+    yield OutOfMemoryReport(f"{_ALPACA}/223", "Stanford Alpaca, LLaMA 7B, FSDP on five V100 32 GB, fp16",
+                            _alpaca_run("223", "v100-32gb", _left(30.39, 340.94 / 1024, 5), 5, 8, "--fp16 True --bf16 False", "False"),
+                            388 / 1024, 28.42, 30.39)  # fmt: skip
+    yield OutOfMemoryReport(f"{_ALPACA}/73", "Stanford Alpaca, LLaMA 7B, FSDP on four RTX 3090",
+                            _alpaca_run("73", "rtx3090", _left(22.50, 127.56 / 1024, 4), 4, 1), 194 / 1024, 22.21, 22.50)  # fmt: skip

@@ -2,10 +2,10 @@
 
     python litgpt_script.py CHECKOUT SCRIPT MODEL PRECISION QUANTIZE ROWS TOKENS
 
-The script is as published but for the constants at its head, which it tells its readers to change: rows of a microbatch,
-and lengths of the evaluation before training. Two microbatches make a step; the published 128 take the same memory.
-The longest sample, of TOKENS, comes first, as the script has it; the others are of 100. The checkpoint's values and the
-tokenizer are not there.
+The script is as published but for the constants at its head, which it tells its readers to change: rows of a
+microbatch, and lengths of the evaluation before training. Two microbatches make a step; the published 128 take the same
+memory. The longest sample, of TOKENS, comes first, as the script has it; the others are of 100. The checkpoint's values
+and the tokenizer are not there.
 """
 
 import inspect
@@ -20,6 +20,7 @@ import torch
 
 OTHERS = 100
 PRESENT = ("lightning", "torch>", "torch=", "bitsandbytes")
+ABSENT = ("transformers",)
 
 
 def sample(tokens: int) -> dict[str, torch.Tensor]:
@@ -58,9 +59,12 @@ def main() -> None:
 
     from lightning_utilities.core.imports import RequirementCache
 
-    # A package that is used from its sources, or without the nvidia packages that it asks for, counts as not installed.
+    # A package that is used from its sources, or without the nvidia packages that it asks for, counts as not installed;
+    # transformers is here, and is not that of the time.
     asked = RequirementCache.__bool__
-    RequirementCache.__bool__ = lambda self: self.requirement.startswith(PRESENT) or asked(self)
+    RequirementCache.__bool__ = lambda self: (
+        self.requirement.startswith(PRESENT) or (not self.requirement.startswith(ABSENT) and asked(self))
+    )
     import lit_gpt.tokenizer
     import lit_gpt.utils
 
@@ -71,7 +75,7 @@ def main() -> None:
 
     file = Path(checkout) / "finetune" / name
     source = with_constants(
-        file.read_text(), micro_batch_size=rows, batch_size=2 * int(rows), eval_iters=2, eval_max_new_tokens=4
+        file.read_text(), micro_batch_size=rows, batch_size=2 * int(rows), eval_iters=2
     )
     module = types.ModuleType("finetune_script")
     module.__file__ = str(file)
@@ -81,6 +85,7 @@ def main() -> None:
     load = torch.nn.Module.load_state_dict
     torch.nn.Module.load_state_dict = lambda self, state, *a, **k: None if not state else load(self, state, *a, **k)
     torch.set_float32_matmul_precision("high")
+    module.generate = lambda model, ids, **_: ids  # nothing is drawn from probabilities without values
     options = {"quantize": None if quantize == "none" else quantize}
     if "quantize" not in inspect.signature(module.setup).parameters:
         options = {}
