@@ -30,6 +30,8 @@ from lowtide.pretending.environments import find
 from lowtide.pretending.settings import PretendSettings, amount
 
 RESULTS = HERE / "results" / "pretend_published.json"
+# Have no build for today's CUDA or Python packages; today's take their place.
+NOT_TODAY = ("bitsandbytes", "numpy", "scipy", "lightning-utilities", "torchvision")
 _GITHUB = "https://github.com"
 _SAID = "SAID "  # before a line of JSON, {name: bytes}
 
@@ -50,12 +52,17 @@ def main() -> int:
             continue
         known[run.name, version] = line = ran(run, version, args.sources)
         done += 1
-        print(f"{line['verdict']:<12} {line['allocated_bytes'] / 1e9:>8.3f} {line['reserved_bytes'] / 1e9:>8.3f} GB "
-              f"{line['seconds']:>4} s  {version}  {run.name}", flush=True)  # fmt: skip
+        print(
+            f"{line['verdict']:<12} {line['allocated_bytes'] / 1e9:>8.3f} {line['reserved_bytes'] / 1e9:>8.3f} GB "
+            f"{line['seconds']:>4} s  {version}  {run.name}",
+            flush=True,
+        )
         lines = {(line["run"], line["torch"]): line for line in _read()} | {(run.name, version): line}
         order = {run.name: at for at, run in enumerate(runs())}
-        kept = sorted((line for line in lines.values() if line["run"] in order),
-                      key=lambda line: (order[line["run"]], line["torch"] == TODAY))  # fmt: skip
+        kept = sorted(
+            (line for line in lines.values() if line["run"] in order),
+            key=lambda line: (order[line["run"]], line["torch"] == TODAY),
+        )
         RESULTS.write_text("[\n" + ",\n".join(json.dumps(line) for line in kept) + "\n]\n")
     return 0
 
@@ -67,15 +74,21 @@ def _read() -> list[dict[str, Any]]:
 def ran(run: Run, version: str, sources: Path) -> dict[str, Any]:
     """What came of it, as one JSON object."""
     folders = [_package(sources, run.packages, wanted) for wanted in PACKAGES.get(run.packages, ())]
-    if version == TODAY:  # libraries with GPU code of their time have none for today's CUDA
-        folders = [folder for folder in folders if not folder.name.startswith(("bitsandbytes", "numpy", "scipy"))]
+    if version == TODAY:
+        folders = [folder for folder in folders if not folder.parent.name.startswith(NOT_TODAY)]
     checkout = _checkout(sources, run.checkout) if run.checkout else Path()
-    words = [word.replace("{CHECKOUT}", str(checkout)).replace("{RECIPES}", str(HERE / "recipes"))
-             for word in run.command]  # fmt: skip
+    words = [
+        word.replace("{CHECKOUT}", str(checkout)).replace("{RECIPES}", str(HERE / "recipes")) for word in run.command
+    ]
     settings = PretendSettings(
-        device=run.gpu, memory_bytes=None if run.memory is None else amount(run.memory, "memory"), ranks=run.ranks,
-        steps=run.steps, torch=version, no_weights=run.no_weights, history=False,
-    )  # fmt: skip
+        device=run.gpu,
+        memory_bytes=None if run.memory is None else amount(run.memory, "memory"),
+        ranks=run.ranks,
+        steps=run.steps,
+        torch=version,
+        no_weights=run.no_weights,
+        history=False,
+    )
     kept = dict(os.environ)
     os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders)), **dict(run.variables)})
     here = os.getcwd()
@@ -99,7 +112,8 @@ def ran(run: Run, version: str, sources: Path) -> dict[str, Any]:
         "run": run.name, "torch": version, "verdict": report.verdict, "gpu": report.device,
         "allocated_bytes": report.peak_allocated_bytes, "reserved_bytes": report.peak_reserved_bytes, "said": said,
         "out_of_memory": None if found is None else {
-            "step": found.step, "line": _short(found.line, checkout), "script_line": _short(found.script_line, checkout),
+            "step": found.step, "line": _short(found.line, checkout),
+            "script_line": _short(found.script_line, checkout),
             "asked_bytes": found.asked_bytes, "allocated_bytes": found.allocated_bytes,
             "reserved_bytes": found.reserved_bytes, "message": found.message},
         "error": error, "seconds": round(report.seconds), "commit": commit(),
@@ -126,10 +140,11 @@ def _package(sources: Path, name: str, wanted: str) -> Path:
     if "@" in wanted and ":" in wanted:
         checkout, _, inner = wanted.partition(":")
         return _checkout(sources, checkout) / inner
-    folder = sources / "packages" / re.sub(r"[^\w.=<-]", "_", wanted)
+    # A folder of that name, so that a line of a package is not taken for one of the script.
+    folder = sources / "packages" / re.sub(r"[^\w.=<-]", "_", wanted) / "site-packages"
     if not folder.exists():
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, wanted],
-                       check=True)  # fmt: skip
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), wanted]
+        subprocess.run(command, check=True)
     return folder
 
 

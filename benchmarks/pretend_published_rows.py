@@ -7,14 +7,23 @@ published error. Numbers are as the sources state them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from published_rows import ALLOCATED, DRIVER, GB, GIB, MIB, RESERVED
 
 TODAY = "2.14.1"  # on which each run is repeated, with the same script and packages
 _LITGPT = "https://github.com/Lightning-AI/litgpt/blob/main"
-_ERA_2023 = ("lightning-utilities==0.10.1", "torchmetrics==1.3.2", "jsonargparse==4.25.0", "docstring_parser",
-             "typeshed-client", "importlib_resources", "scipy<1.13", "numpy<2")  # fmt: skip
+_ERA_2023 = (
+    "setuptools<80",
+    "lightning-utilities==0.10.1",
+    "torchmetrics==1.3.2",
+    "jsonargparse==4.25.0",
+    "docstring_parser",
+    "typeshed-client",
+    "importlib_resources",
+    "scipy<1.13",
+    "numpy<2",
+)
 # What is put before the packages of the environment: requirements of pip, or REPOSITORY@COMMIT:FOLDER.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "litgpt 2023-10": ("Lightning-AI/pytorch-lightning@71aed751f7:src", "bitsandbytes==0.41.1", *_ERA_2023),
@@ -123,14 +132,28 @@ _OCTOBER = "Lightning-AI/litgpt@8641822b"  # which the page names
 _JANUARY = "Lightning-AI/litgpt@0f021f3a"  # which brought the adapters rows and their quantization
 
 
-def _litgpt_run(script: str, model: str, precision: str, quantize: str, rows: int) -> Run:
+def _litgpt_run(script: str, model: str, precision: str, quantize: str, rows: int, over: bool = False) -> Run:
     later = quantize != "none" and script != "lora"
     return Run(
         f"litgpt {script} {model} {precision} {quantize} {rows}",
-        ("python", "{RECIPES}/litgpt_script.py", "{CHECKOUT}", f"{script}.py", model, precision, quantize, str(rows),
-         str(_TOKENS[model])),
-        "2.1.2", "a100-40gb", _JANUARY if later else _OCTOBER, "litgpt 2024-01" if later else "litgpt 2023-10", steps=1,
-    )  # fmt: skip
+        (
+            "python",
+            "{RECIPES}/litgpt_script.py",
+            "{CHECKOUT}",
+            f"{script}.py",
+            model,
+            precision,
+            quantize,
+            str(rows),
+            str(_TOKENS[model]),
+        ),
+        "2.1.2",
+        "a100-40gb",
+        _JANUARY if later else _OCTOBER,
+        "litgpt 2024-01" if later else "litgpt 2023-10",
+        steps=1,
+        today=quantize == "none" and not over,
+    )
 
 
 def _litgpt() -> Iterator[Measured]:
@@ -151,17 +174,34 @@ def _litgpt() -> Iterator[Measured]:
         ("adapter_v2", llama, "bnb.nf4", 1, 18.30), ("adapter_v2", llama, "bnb.nf4-dq", 1, 17.98),
     ):  # fmt: skip
         words = f"{script} {model}, {'bf16' if quantize == 'none' else quantize}, {rows} x {_TOKENS[model]}"
-        yield Measured(f"{_LITGPT}/tutorials/resource-tables.md", words, ALLOCATED, published, "GB",
-                       _litgpt_run(script, model, "bf16-true", quantize, rows))  # fmt: skip
-    yield Measured(f"{_LITGPT}/tutorials/finetune_lora.md", f"lora {stable}, bf16-mixed, 1 x 1034", ALLOCATED, 26.92,
-                   "GB", _litgpt_run("lora", stable, "bf16-mixed", "none", 1))  # fmt: skip
+        yield Measured(
+            f"{_LITGPT}/tutorials/resource-tables.md",
+            words,
+            ALLOCATED,
+            published,
+            "GB",
+            _litgpt_run(script, model, "bf16-true", quantize, rows),
+        )
+    yield Measured(
+        f"{_LITGPT}/tutorials/finetune_lora.md",
+        f"lora {stable}, bf16-mixed, 1 x 1034",
+        ALLOCATED,
+        26.92,
+        "GB",
+        _litgpt_run("lora", stable, "bf16-mixed", "none", 1),
+    )
 
 
 def _litgpt_out_of_memory() -> Iterator[OutOfMemoryReport]:
     _, _, llama, large = _TOKENS
     for model, rows in ((llama, 4), (large, 2), (large, 4)):
-        yield OutOfMemoryReport(f"{_LITGPT}/tutorials/resource-tables.md", f"lora {model}, bf16, {rows} x 1304, 40 GB",
-                                _litgpt_run("lora", model, "bf16-true", "none", rows), None, None)  # fmt: skip
+        yield OutOfMemoryReport(
+            f"{_LITGPT}/tutorials/resource-tables.md",
+            f"lora {model}, bf16, {rows} x 1304, 40 GB",
+            _litgpt_run("lora", model, "bf16-true", "none", rows, over=True),
+            None,
+            None,
+        )
 
 
 _RASBT = "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md"
@@ -174,10 +214,24 @@ def _rasbt() -> Iterator[Measured]:
         ("03_bfloat16.py", "bf16, 64 images, Adam", 13.82), ("04_lower-batchsize.py", "bf16, 16 images, Adam", 5.69),
         ("06_sgd-with-scheduler.py", "bf16, 4 x 4 images, SGD", 2.02),
     ):  # fmt: skip
-        run = Run(f"rasbt {script}", ("python", "{RECIPES}/rasbt_script.py", "{CHECKOUT}", script), "2.0.1",
-                  "a100-40gb", "rasbt/pytorch-memory-optim@f6eddcd", "rasbt", steps=0)  # fmt: skip
-        yield Measured(_RASBT, f"torchvision ViT-L/16, {words}", RESERVED, published, "GB", run,
-                       guessed="the GPU; PyTorch was 2.1.0.dev20230623")  # fmt: skip
+        run = Run(
+            f"rasbt {script}",
+            ("python", "{RECIPES}/rasbt_script.py", "{CHECKOUT}", script),
+            "2.0.1",
+            "a100-40gb",
+            "rasbt/pytorch-memory-optim@f6eddcd",
+            "rasbt",
+            steps=0,
+        )
+        yield Measured(
+            _RASBT,
+            f"torchvision ViT-L/16, {words}",
+            RESERVED,
+            published,
+            "GB",
+            run,
+            guessed="the GPU; PyTorch was 2.1.0.dev20230623",
+        )
 
 
 def _hugging_face() -> Iterator[Measured]:
@@ -194,19 +248,40 @@ def _hugging_face() -> Iterator[Measured]:
          "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --gradient_checkpointing True --fp16 True "
          "--optim adafactor"),
     ):  # fmt: skip
-        run = Run(f"bert {words}", ("python", "{RECIPES}/bert_trainer.py", *options.split()), "2.0.1", "v100-16gb",
-                  packages="transformers 4.25", steps=3)  # fmt: skip
-        yield Measured("https://huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one",
-                       f"BERT-large, 512 tokens, {words}", DRIVER, published, "MiB", run, cuda="11.2",
-                       guessed="PyTorch 1.10 or so: 2.0.1 is the oldest that runs here")  # fmt: skip
+        run = Run(
+            f"bert {words}",
+            ("python", "{RECIPES}/bert_trainer.py", *options.split()),
+            "2.0.1",
+            "v100-16gb",
+            packages="transformers 4.25",
+            steps=3,
+        )
+        yield Measured(
+            "https://huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one",
+            f"BERT-large, 512 tokens, {words}",
+            DRIVER,
+            published,
+            "MiB",
+            run,
+            cuda="11.2",
+            guessed="PyTorch 1.10 or so: 2.0.1 is the oldest that runs here",
+        )
 
 
 _LIGER = "https://github.com/linkedin/Liger-Kernel/blob/main/benchmark/data/all_benchmark_data.csv"
 
 
 def _liger_run(script: str, at: str, torch: str, gpu: str = "a100-80gb") -> Run:
-    return Run(f"liger {script}", ("python", "{RECIPES}/liger_script.py", "{CHECKOUT}", f"benchmark_{script}.py"),
-               torch, gpu, f"linkedin/Liger-Kernel@{at}", "liger", steps=0, says=True)  # fmt: skip
+    return Run(
+        f"liger {script}",
+        ("python", "{RECIPES}/liger_script.py", "{CHECKOUT}", f"benchmark_{script}.py"),
+        torch,
+        gpu,
+        f"linkedin/Liger-Kernel@{at}",
+        "liger",
+        steps=0,
+        says=True,
+    )
 
 
 def _liger() -> Iterator[Measured]:
@@ -217,8 +292,15 @@ def _liger() -> Iterator[Measured]:
                             32768: 2048.32861328125, 65536: 4096.32861328125, 131072: 8192.328125}),
     ):  # fmt: skip
         for size, published in numbers.items():
-            yield Measured(_LIGER, f"cross entropy, {kind}, 16384 x {size}, fp32", ALLOCATED, published, "MiB", run,
-                           f"cross_entropy {who} V={size} T=2048")  # fmt: skip
+            yield Measured(
+                _LIGER,
+                f"cross entropy, {kind}, 16384 x {size}, fp32",
+                ALLOCATED,
+                published,
+                "MiB",
+                run,
+                f"cross_entropy {who} V={size} T=2048",
+            )
     run = _liger_run("fused_linear_cross_entropy", "7e3683e2", "2.5.1")
     for kind, who, numbers in (
         ("PyTorch", "huggingface", {4096: 6092.2822265625, 8192: 9162.3134765625, 16384: 15302.3759765625,
@@ -227,8 +309,15 @@ def _liger() -> Iterator[Measured]:
                             32768: 5794.6259765625}),
     ):  # fmt: skip
         for size, published in numbers.items():
-            yield Measured(_LIGER, f"head and cross entropy, {kind}, {size} x 128256, bf16", ALLOCATED, published,
-                           "MiB", run, f"fused_linear_cross_entropy {who} BT={size} T=None")  # fmt: skip
+            yield Measured(
+                _LIGER,
+                f"head and cross entropy, {kind}, {size} x 128256, bf16",
+                ALLOCATED,
+                published,
+                "MiB",
+                run,
+                f"fused_linear_cross_entropy {who} BT={size} T=None",
+            )
     for name, by_who in (
         ("cpo", {"huggingface": (8645.314453125, 12184.330078125, 19262.361328125, 33418.42578125),
                  "liger": (8161.34619140625, 8209.361328125, 8305.392578125, 8497.455078125)}),
@@ -239,8 +328,15 @@ def _liger() -> Iterator[Measured]:
         for who, numbers in by_who.items():
             for rows, published in zip((2, 4, 8, 16), numbers, strict=True):
                 kind = "PyTorch" if who == "huggingface" else "Liger"
-                yield Measured(_LIGER, f"head and {name.upper()} loss, {kind}, {rows} x 1024, bf16", ALLOCATED,
-                               published, "MiB", run, f"fused_linear_{name}_loss {who} B={rows} T=1024")  # fmt: skip
+                yield Measured(
+                    _LIGER,
+                    f"head and {name.upper()} loss, {kind}, {rows} x 1024, bf16",
+                    ALLOCATED,
+                    published,
+                    "MiB",
+                    run,
+                    f"fused_linear_{name}_loss {who} B={rows} T=1024",
+                )
 
 
 _TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
@@ -248,29 +344,81 @@ _PR_940 = "https://github.com/Lightning-AI/lightning-thunder/pull/940"
 
 
 def _titan_run(name: str, *more: str) -> Run:
-    options = ("--job.config_file", "train_configs/llama3_8b.toml", "--training.batch_size", "2",
-               "--profiling.enable_profiling", "--metrics.enable_tensorboard", *more)  # fmt: skip
-    return Run(f"torchtitan {name}", ("torchrun", "--nproc-per-node", "8", "{RECIPES}/torchtitan_script.py", *options),
-               "2.6.0", "h100", "pytorch/torchtitan@9dec370", "torchtitan", memory="94.7GiB", today=True)  # fmt: skip
+    options = (
+        "--job.config_file",
+        "train_configs/llama3_8b.toml",
+        "--training.batch_size",
+        "2",
+        "--profiling.enable_profiling",
+        "--metrics.enable_tensorboard",
+        *more,
+    )
+    return Run(
+        f"torchtitan {name}",
+        ("torchrun", "--nproc-per-node", "8", "{RECIPES}/torchtitan_script.py", *options),
+        "2.6.0",
+        "h100",
+        "pytorch/torchtitan@9dec370",
+        "torchtitan",
+        memory="94.7GiB",
+        today=True,
+    )
 
 
 def _others() -> Iterator[Measured]:
-    yield Measured(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op", RESERVED, 82.4, "GiB",
-                   _titan_run("eager"), guessed="allocator settings: without expandable segments")  # fmt: skip
-    yield Measured(_TITAN, "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op, compiled", RESERVED, 77.0, "GiB",
-                   _titan_run("compiled", "--training.compile"),
-                   guessed="allocator settings: without expandable segments")  # fmt: skip
-    run = Run("thunder 7b zero2", ("python", "{RECIPES}/litgpt_training.py", "Llama-2-7b-hf", "1", "4096", "1", "1", "0"),
-              "2.5.1", "h100", packages="litgpt 2024-09", ranks=8)  # fmt: skip
+    yield Measured(
+        _TITAN,
+        "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op",
+        RESERVED,
+        82.4,
+        "GiB",
+        _titan_run("eager"),
+        guessed="allocator settings: without expandable segments",
+    )
+    yield Measured(
+        _TITAN,
+        "Llama 3.1 8B, FSDP2 on 8, 2 x 8192, selective op, compiled",
+        RESERVED,
+        77.0,
+        "GiB",
+        _titan_run("compiled", "--training.compile"),
+        guessed="allocator settings: without expandable segments",
+    )
+    run = Run(
+        "thunder 7b zero2",
+        ("python", "{RECIPES}/litgpt_training.py", "Llama-2-7b-hf", "1", "4096", "1", "1", "0"),
+        "2.5.1",
+        "h100",
+        packages="litgpt 2024-09",
+        ranks=8,
+    )
     yield Measured(_PR_940, "Llama 2 7B, FSDP2 on 8, not resharded, 1 x 4096", ALLOCATED, 47.45, "GB", run)
-    run = Run("thunder tinyllama",
-              ("python", "{RECIPES}/litgpt_training.py", "tiny-llama-1.1b", "4", "2048", "8", "0", "1"), "2.5.1",
-              "a100-40gb", packages="litgpt 2024-09")  # fmt: skip
-    yield Measured(f"{_LITGPT}/extensions/thunder/README.md", "TinyLlama 1.1B, 8 x 4 x 2048, bf16", ALLOCATED, 29.84,
-                   "GB", run, guessed="whether Fabric of then cast the logits to float32")  # fmt: skip
+    run = Run(
+        "thunder tinyllama",
+        ("python", "{RECIPES}/litgpt_training.py", "tiny-llama-1.1b", "4", "2048", "8", "0", "1"),
+        "2.5.1",
+        "a100-40gb",
+        packages="litgpt 2024-09",
+    )
+    yield Measured(
+        f"{_LITGPT}/extensions/thunder/README.md",
+        "TinyLlama 1.1B, 8 x 4 x 2048, bf16",
+        ALLOCATED,
+        29.84,
+        "GB",
+        run,
+        guessed="whether Fabric of then cast the logits to float32",
+    )
     run = Run("timm vit_h14", ("python", "{RECIPES}/timm_vit_h14.py"), "2.4.1", "rtx4090", packages="timm")
-    yield Measured("https://github.com/pytorch/ao/pull/478", "timm ViT-H/14, bf16 AMP, 4 images, Adam", ALLOCATED,
-                   12.98, "GB", run, guessed="the GPU, a 4070 Ti SUPER, of which the properties are not here")  # fmt: skip
+    yield Measured(
+        "https://github.com/pytorch/ao/pull/478",
+        "timm ViT-H/14, bf16 AMP, 4 images, Adam",
+        ALLOCATED,
+        12.98,
+        "GB",
+        run,
+        guessed="the GPU, a 4070 Ti SUPER, of which the properties are not here",
+    )
 
 
 def _left(reserved: float, free: float, ranks: int = 1) -> str:
@@ -287,32 +435,84 @@ _NANOGPT = "https://github.com/karpathy/nanoGPT/issues"
 
 def _nanogpt_run(at: str, gpu: str, memory: str, *arguments: str, no_weights: bool = False, ranks: int | None = None,
                  packages: str = "") -> Run:  # fmt: skip
-    return Run(f"nanogpt {at} {' '.join(arguments)}", ("python", "{RECIPES}/nanogpt_script.py", "{CHECKOUT}", *arguments),
-               "2.0.1", gpu, f"karpathy/nanoGPT@{at}", packages, memory=memory, no_weights=no_weights, ranks=ranks)  # fmt: skip
+    return Run(
+        f"nanogpt {at} {' '.join(arguments)}",
+        ("python", "{RECIPES}/nanogpt_script.py", "{CHECKOUT}", *arguments),
+        "2.0.1",
+        gpu,
+        f"karpathy/nanoGPT@{at}",
+        packages,
+        memory=memory,
+        no_weights=no_weights,
+        ranks=ranks,
+        today=False,
+    )
 
 
 def _nanogpt() -> Iterator[OutOfMemoryReport]:
     yield OutOfMemoryReport(
-        f"{_NANOGPT}/88#issuecomment", "nanoGPT, GPT-2, batch 32, V100 16 GB",
+        f"{_NANOGPT}/88#issuecomment",
+        "nanoGPT, GPT-2, batch 32, V100 16 GB",
         _nanogpt_run("36c7db8c", "v100-16gb", "15.78GiB", "--batch_size=32", "--compile=False", "--dtype=float16"),
-        6.14, 10.16, guessed="float16: a V100 has no bfloat16",
-    )  # fmt: skip
+        6.14,
+        10.16,
+        guessed="float16: a V100 has no bfloat16",
+    )
     yield OutOfMemoryReport(
-        f"{_NANOGPT}/208", "nanoGPT, GPT-2 XL, batch 1, 24 GB",
-        _nanogpt_run("a82b33b5", "rtx3090", _left(21.92, 85.06 / 1024), "config/finetune_shakespeare.py", "--compile=False", "--no-sdpa",
-                     no_weights=True, packages="transformers 4.28"),
-        100 / 1024, 21.67, 21.92, guessed="not compiled; PyTorch before 2.0: 100 MiB are the scores of a layer, which no fused attention has",
-    )  # fmt: skip
+        f"{_NANOGPT}/208",
+        "nanoGPT, GPT-2 XL, batch 1, 24 GB",
+        _nanogpt_run(
+            "a82b33b5",
+            "rtx3090",
+            _left(21.92, 85.06 / 1024),
+            "config/finetune_shakespeare.py",
+            "--compile=False",
+            "--no-sdpa",
+            no_weights=True,
+            packages="transformers 4.28",
+        ),
+        100 / 1024,
+        21.67,
+        21.92,
+        guessed="not compiled; PyTorch before 2.0: 100 MiB are the scores of a layer, which no fused attention has",
+    )
     yield OutOfMemoryReport(
-        f"{_NANOGPT}/88", "nanoGPT, GPT-2, batch 2, float16, DDP on 4, V100 16 GB",
-        _nanogpt_run("e0c689cf", "v100-16gb", _left(5.25, 0.3, 4), "--dataset=shakespeare", "--dtype=float16", "--batch_size=2",
-                     "--compile=False", ranks=4),
-        394 / 1024, 5.17, 5.25, guessed="the message says that 8.68 GiB were free; they are not given",
-    )  # fmt: skip
-    run = Run("lit-llama train.py", ("python", "{RECIPES}/litllama_script.py", "{CHECKOUT}"), "2.0.1", "rtx3090",
-              "Lightning-AI/lit-llama@f135ed8", "lit-llama", memory=_left(22.89, 120.75 / 1024, 4), ranks=4)  # fmt: skip
-    yield OutOfMemoryReport("https://github.com/Lightning-AI/lit-llama/issues/137", "lit-llama, 7B from scratch, 24 GB",
-                            run, 172 / 1024, 22.87, 22.89)  # fmt: skip
+        f"{_NANOGPT}/88",
+        "nanoGPT, GPT-2, batch 2, float16, DDP on 4, V100 16 GB",
+        _nanogpt_run(
+            "e0c689cf",
+            "v100-16gb",
+            _left(5.25, 0.3, 4),
+            "--dataset=shakespeare",
+            "--dtype=float16",
+            "--batch_size=2",
+            "--compile=False",
+            ranks=4,
+        ),
+        394 / 1024,
+        5.17,
+        5.25,
+        guessed="the message says that 8.68 GiB were free; they are not given",
+    )
+    run = Run(
+        "lit-llama train.py",
+        ("python", "{RECIPES}/litllama_script.py", "{CHECKOUT}"),
+        "2.0.1",
+        "rtx3090",
+        "Lightning-AI/lit-llama@f135ed8",
+        "lit-llama",
+        memory=_left(22.89, 120.75 / 1024, 4),
+        ranks=4,
+        today=False,
+    )
+    yield OutOfMemoryReport(
+        "https://github.com/Lightning-AI/lit-llama/issues/137",
+        "lit-llama, 7B from scratch, 24 GB",
+        run,
+        172 / 1024,
+        22.87,
+        22.89,
+    )
 
 
 _ALPACA = "https://github.com/tatsu-lab/stanford_alpaca/issues"
@@ -327,20 +527,57 @@ def _alpaca_run(name: str, gpu: str, memory: str, ranks: int, accumulate: int, p
         "--learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine --logging_steps 1 "
         f"--report_to none --tf32 {tf32} --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer"
     ).split()
-    return Run(f"alpaca {name}",
-               ("torchrun", f"--nproc_per_node={ranks}", "{RECIPES}/alpaca_script.py", "{CHECKOUT}", *options, "--fsdp",
-                "full_shard auto_wrap"),
-               "2.0.1", gpu, "tatsu-lab/stanford_alpaca@3783d18", "transformers 4.28", memory=memory,
-               no_weights=True)  # fmt: skip
+    return Run(
+        f"alpaca {name}",
+        (
+            "torchrun",
+            f"--nproc_per_node={ranks}",
+            "{RECIPES}/alpaca_script.py",
+            "{CHECKOUT}",
+            *options,
+            "--fsdp",
+            "full_shard auto_wrap",
+        ),
+        "2.0.1",
+        gpu,
+        "tatsu-lab/stanford_alpaca@3783d18",
+        "transformers 4.28",
+        memory=memory,
+        no_weights=True,
+        today=False,
+    )
 
 
 def _alpaca() -> Iterator[OutOfMemoryReport]:
-    yield OutOfMemoryReport(f"{_ALPACA}/189", "Stanford Alpaca, LLaMA 7B, one A100 80 GB",
-                            _alpaca_run("189", "a100-80gb", _left(72.18, 0.7), 1, 8), 774 / 1024, 71.96, 72.18)  # fmt: skip
-    yield OutOfMemoryReport(f"{_ALPACA}/218", "Stanford Alpaca, LLaMA 7B, one RTX 3060 12 GB",
-                            _alpaca_run("218", "rtx3090", _left(10.61, 697.94 / 1024), 1, 8), 774 / 1024, 10.58, 10.61)  # fmt: skip
-    yield OutOfMemoryReport(f"{_ALPACA}/223", "Stanford Alpaca, LLaMA 7B, FSDP on five V100 32 GB, fp16",
-                            _alpaca_run("223", "v100-32gb", _left(30.39, 340.94 / 1024, 5), 5, 8, "--fp16 True --bf16 False", "False"),
-                            388 / 1024, 28.42, 30.39)  # fmt: skip
-    yield OutOfMemoryReport(f"{_ALPACA}/73", "Stanford Alpaca, LLaMA 7B, FSDP on four RTX 3090",
-                            _alpaca_run("73", "rtx3090", _left(22.50, 127.56 / 1024, 4), 4, 1), 194 / 1024, 22.21, 22.50)  # fmt: skip
+    yield OutOfMemoryReport(
+        f"{_ALPACA}/189",
+        "Stanford Alpaca, LLaMA 7B, one A100 80 GB",
+        _alpaca_run("189", "a100-80gb", _left(72.18, 0.7), 1, 8),
+        774 / 1024,
+        71.96,
+        72.18,
+    )
+    yield OutOfMemoryReport(
+        f"{_ALPACA}/218",
+        "Stanford Alpaca, LLaMA 7B, one RTX 3060 12 GB",
+        _alpaca_run("218", "rtx3090", _left(10.61, 697.94 / 1024), 1, 8),
+        774 / 1024,
+        10.58,
+        10.61,
+    )
+    yield OutOfMemoryReport(
+        f"{_ALPACA}/223",
+        "Stanford Alpaca, LLaMA 7B, FSDP on five V100 32 GB, fp16",
+        _alpaca_run("223", "v100-32gb", _left(30.39, 340.94 / 1024, 5), 5, 8, "--fp16 True --bf16 False", "False"),
+        388 / 1024,
+        28.42,
+        30.39,
+    )
+    yield OutOfMemoryReport(
+        f"{_ALPACA}/73",
+        "Stanford Alpaca, LLaMA 7B, FSDP on four RTX 3090",
+        _alpaca_run("73", "rtx3090", _left(22.50, 127.56 / 1024, 4), 4, 1),
+        194 / 1024,
+        22.21,
+        22.50,
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 sys.modules.update(dict.fromkeys(("datasets", "pandas", "sklearn")))  # of today: not for transformers of then
-import transformers
+import transformers  # noqa: E402
 
 TOKENS = 90
 LLAMA_7B = {

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 sys.modules.update(dict.fromkeys(("datasets", "pandas", "sklearn")))  # of today: not for transformers of then
-from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments  # noqa: E402
 
 
 class Dummy(Dataset):

@@ -74,9 +74,7 @@ def main() -> None:
     lit_gpt.utils.lazy_load = lambda *_: {}
 
     file = Path(checkout) / "finetune" / name
-    source = with_constants(
-        file.read_text(), micro_batch_size=rows, batch_size=2 * int(rows), eval_iters=2
-    )
+    source = with_constants(file.read_text(), micro_batch_size=rows, batch_size=2 * int(rows), eval_iters=2)
     module = types.ModuleType("finetune_script")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module
