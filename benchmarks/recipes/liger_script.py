@@ -13,7 +13,7 @@ from pathlib import Path
 def main() -> None:
     checkout, name = sys.argv[1:]
     scripts = Path(checkout) / "benchmark" / "scripts"
-    sys.path[:0] = [str(scripts), str(Path(checkout) / "src")]
+    sys.path[:0] = [str(scripts), str(Path(checkout) / "src"), checkout]
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: "0" if name == "liger-kernel" else version(name)
     import utils

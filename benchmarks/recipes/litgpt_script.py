@@ -1,6 +1,8 @@
 """A fine-tuning script of LitGPT, in a checkout of its repository, on tokens of our own.
 
-    python litgpt_script.py CHECKOUT SCRIPT MODEL PRECISION QUANTIZE ROWS TOKENS
+    python litgpt_script.py CHECKOUT SCRIPT MODEL PRECISION QUANTIZE ROWS TOKENS [--norm-before-606]
+
+With ``--norm-before-606`` RMSNorm is that of October 2023, which does not compute in float32.
 
 The script is as published but for the constants at its head, which it tells its readers to change: rows of a
 microbatch, and lengths of the evaluation before training. Two microbatches make a step; the published 128 take the same
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +43,11 @@ class Tokenizer:
         return f"{len(ids)} tokens"
 
 
+def norm_before_606(self: Any, x: torch.Tensor) -> torch.Tensor:
+    mean = torch.mean(x * x, dim=self.dim, keepdim=True)
+    return self.weight * (x * torch.rsqrt(mean + self.eps))
+
+
 def with_constants(source: str, **constants: object) -> str:
     for name, value in constants.items():
         source, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", source, flags=re.MULTILINE)
@@ -48,7 +56,7 @@ def with_constants(source: str, **constants: object) -> str:
 
 
 def main() -> None:
-    checkout, name, model, precision, quantize, rows, tokens = sys.argv[1:]
+    checkout, name, model, precision, quantize, rows, tokens, *more = sys.argv[1:]
     sys.path.insert(0, checkout)
     made = Path(tempfile.mkdtemp())
     checkpoint, data = made / model, made / "data"
@@ -65,9 +73,12 @@ def main() -> None:
     RequirementCache.__bool__ = lambda self: (
         self.requirement.startswith(PRESENT) or (not self.requirement.startswith(ABSENT) and asked(self))
     )
+    import lit_gpt.rmsnorm
     import lit_gpt.tokenizer
     import lit_gpt.utils
 
+    if more == ["--norm-before-606"]:
+        lit_gpt.rmsnorm.RMSNorm.forward = norm_before_606
     lit_gpt.tokenizer.Tokenizer = Tokenizer
     lit_gpt.utils.check_valid_checkpoint_dir = lambda *_: None
     lit_gpt.utils.load_checkpoint = lambda *_, **__: None

@@ -6,6 +6,7 @@ The script is as published, and runs in its own folder. Neither its data nor a t
 import runpy
 import sys
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import torch
 
@@ -32,6 +33,7 @@ class Loader:
 
 def main() -> None:
     sys.path.insert(0, ".")
+    sys.modules["torch.utils.tensorboard"] = MagicMock()
     import torchtitan.datasets
 
     torchtitan.datasets.build_tokenizer = lambda *_: Tokenizer()
