@@ -32,6 +32,7 @@ from lowtide.pretending.settings import PretendSettings, amount
 RESULTS = HERE / "results" / "pretend_published.json"
 # Have no build for today's CUDA or Python packages; today's take their place.
 NOT_TODAY = ("bitsandbytes", "numpy", "scipy", "lightning-utilities", "torchvision")
+TORCHVISION = "torchvision==0.29.1"  # of TODAY's PyTorch
 _GITHUB = "https://github.com"
 _SAID = "SAID "  # before a line of JSON, {name: bytes}
 
@@ -76,6 +77,7 @@ def ran(run: Run, version: str, sources: Path) -> dict[str, Any]:
     folders = [_package(sources, run.packages, wanted) for wanted in PACKAGES.get(run.packages, ())]
     if version == TODAY:
         folders = [folder for folder in folders if not folder.parent.name.startswith(NOT_TODAY)]
+        folders.append(_package(sources, run.packages, TORCHVISION))
     checkout = _checkout(sources, run.checkout) if run.checkout else Path()
     words = [
         word.replace("{CHECKOUT}", str(checkout)).replace("{RECIPES}", str(HERE / "recipes")) for word in run.command

@@ -1,6 +1,9 @@
 """A model of LitGPT trained in bf16, as benchmarks of lightning-thunder do without thunder: fused AdamW, random tokens.
 
-    python litgpt_training.py MODEL ROWS TOKENS ACCUMULATE SHARDED FLOAT32_LOGITS
+    python litgpt_training.py MODEL ROWS TOKENS ACCUMULATE SHARDED FABRIC
+
+FABRIC: the loss as in LitGPT's pretraining script, a function of its own, with logits that Fabric has cast to float32.
+Else thunder's benchmark, which names the logits until the next step.
 
 SHARDED: under FSDP2 that keeps parameters whole from forward to backward, over the ranks of the job. The model is
 lightning-thunder's way of making one: parameters on meta, then empty on the device.
@@ -15,9 +18,18 @@ from litgpt.model import GPT
 from torch.nn import functional
 
 
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.reshape(-1, logits.size(-1)), ids[:, 1:].reshape(-1))
+
+
+def forward_and_loss(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids[:, :-1]).float()
+    return loss_of(logits, ids)
+
+
 def main() -> None:
     name = sys.argv[1]
-    rows, tokens, accumulate, sharded, wide = map(int, sys.argv[2:])
+    rows, tokens, accumulate, sharded, fabric = map(int, sys.argv[2:])
     with torch.device("meta"):
         model = GPT(Config.from_name(name)).bfloat16()
     if sharded:
@@ -36,9 +48,11 @@ def main() -> None:
     while True:
         for _ in range(accumulate):
             ids = torch.randint(0, 32000, (rows, tokens + 1)).cuda()
-            logits = model(ids[:, :-1])
-            logits = logits.float() if wide else logits
-            loss = functional.cross_entropy(logits.reshape(-1, logits.size(-1)), ids[:, 1:].reshape(-1))
+            if fabric:
+                loss = forward_and_loss(model, ids)
+            else:
+                logits = model(ids[:, :-1])
+                loss = loss_of(logits, ids)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
