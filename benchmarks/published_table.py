@@ -92,9 +92,8 @@ def _sections(found: list[tuple[Row, dict]]) -> Iterator[str]:
                 f"{sign}{100 * line['error']:.1f} % | {marks} |"
             )
         unit = members[0][0].unit
-        head = (
-            f"[{_name(source)}]({source}), {gpu}, {kind if kind != TIME else ''}{', ' if kind != TIME else ''}{unit}:"
-        )
+        words = [f"[{source_name(source)}]({source})", gpu, *([kind] if kind != TIME else []), unit]
+        head = f"{', '.join(words)}:"
         explained = "\n".join(f"- {mark}: {words}." for words, mark in notes.items())
         yield "\n".join([head, "", *table, *(["", explained] if explained else [])])
 
@@ -112,7 +111,7 @@ def _notes(row: Row, line: dict) -> Iterator[str]:
         yield _UNEXPLAINED
 
 
-def _name(source: str) -> str:
+def source_name(source: str) -> str:
     parts = source.removeprefix("https://").split("/")
     if parts[0] == "github.com":
         return "/".join(parts[1:3]) + (f" #{parts[4]}" if parts[3] == "pull" else f", {parts[-1]}")

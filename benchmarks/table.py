@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import ablation
+import pretend_published_table
 import pretend_table
 import pretend_time_table
 import published_table
@@ -134,6 +135,14 @@ def main() -> int:
                 ("runs", pretend_table.runs),
                 ("not run", pretend_table.not_run),
                 ("commands", pretend_table.commands),
+            )
+        ),
+        *(
+            Page(ROOT / "docs" / "pretend-published.md", mark, RESULTS / "pretend_published.json", table)
+            for mark, table in (
+                ("counted summary", pretend_published_table.summary),
+                ("counted", pretend_published_table.measurements),
+                ("counted errors", pretend_published_table.out_of_memory),
             )
         ),
         Page(HOW_TO / "generate-within-a-budget.md", "cache", RESULTS / "cache_offload.jsonl", cache_table),

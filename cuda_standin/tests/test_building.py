@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 
 import pytest
@@ -165,6 +166,14 @@ def test_other_libraries_of_cuda_in_the_environment_get_their_stubs(monkeypatch,
     (tmp_path / "bitsandbytes").mkdir()
     theirs = tmp_path / "bitsandbytes" / "libbitsandbytes_cuda130.so"
     theirs.touch()
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
     monkeypatch.setenv("STANDIN_ALSO", os.pathsep.join(["/a.so", "/b.so"]))
     assert [str(path) for path in build._other_libraries()] == [str(theirs), "/a.so", "/b.so"]
+
+
+def test_of_two_versions_of_a_library_the_one_that_is_imported_gets_its_stubs(monkeypatch, tmp_path):
+    for place in ("on_path", "installed"):
+        (tmp_path / place / "bitsandbytes").mkdir(parents=True)
+        (tmp_path / place / "bitsandbytes" / "libbitsandbytes_cuda121.so").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "on_path"), str(tmp_path / "installed")])
+    assert [path.parts[-3] for path in build._other_libraries()] == ["on_path"]

@@ -36,7 +36,7 @@ def test_a_result_without_a_case_stops_the_table_and_a_case_without_a_result_sta
     with pytest.raises(SystemExit, match="no case is called gone"):
         pretend_table.runs([*LINES, LINES[0] | {"name": "gone"}])
 
-    assert f"`{LINES[0]['name']}` | has not been run yet" in pretend_table.not_run(LINES[1:])
+    assert f" {LINES[0]['name']} | has not been run yet" in pretend_table.not_run(LINES[1:])
 
 
 def test_variables_before_a_command_are_not_its_words():

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -97,7 +98,10 @@ def _fingerprint(torch_dir: Path, version: str) -> str:
 def _other_libraries() -> list[Path]:
     """Other people's libraries that ask for CUDA's: bitsandbytes and what STANDIN_ALSO names."""
     named = [Path(path) for path in os.environ.get("STANDIN_ALSO", "").split(os.pathsep) if path]
-    return sorted(Path(sysconfig.get_paths()["purelib"]).glob("bitsandbytes/lib*cuda*.so")) + named
+    # As import would find it: a folder on PYTHONPATH may hold another version than the environment.
+    folders = (Path(place) / "bitsandbytes" for place in (*sys.path, sysconfig.get_paths()["purelib"]))
+    first = next((folder for folder in folders if folder.is_dir()), Path("bitsandbytes"))
+    return sorted(first.glob("lib*cuda*.so")) + named
 
 
 def _build(folder: Path, torch_dir: Path, includes: list[Path]) -> None:
