@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from pretend_time_rows import TimeRow, rows
-from published_table import _name
+from published_table import source_name
 
 # What differs, and two rows by what their keys hold; published and predicted ratios of the first to the second.
 COMPARISONS = (
@@ -88,7 +88,7 @@ def times(lines: list[dict]) -> str:
             )
         guessed = {row.guessed for row, _ in members if row.guessed}
         said = "".join(f"\n\nGuessed: {words}." for words in sorted(guessed))
-        parts.append(f"[{_name(source)}]({source}), {members[0][0].unit}:\n\n" + "\n".join(table) + said)
+        parts.append(f"[{source_name(source)}]({source}), {members[0][0].unit}:\n\n" + "\n".join(table) + said)
     return "\n\n".join(parts)
 
 

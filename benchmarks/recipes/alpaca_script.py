@@ -56,7 +56,7 @@ def main() -> None:
     (here / "alpaca_data.json").write_text(json.dumps(samples))
     os.chdir(here)
     sys.path.insert(0, checkout)
-    # utils.py asks OpenAI for new samples, which training does not.
+    # `utils` asks OpenAI for new samples, which training does not.
     loads = types.SimpleNamespace(jload=lambda file: json.loads(Path(file).read_text()))
     sys.modules["utils"] = loads  # type: ignore[assignment]
     transformers.AutoTokenizer.from_pretrained = lambda *_, **__: Tokenizer()
