@@ -115,7 +115,7 @@ def ran(run: Run, version: str, sources: Path) -> dict[str, Any]:
         "allocated_bytes": report.peak_allocated_bytes, "reserved_bytes": report.peak_reserved_bytes, "said": said,
         "out_of_memory": None if found is None else {
             "step": found.step, "line": _short(found.line, checkout),
-            "script_line": _short(found.script_line, checkout),
+            "script_line": _short(found.line, checkout),
             "asked_bytes": found.asked_bytes, "allocated_bytes": found.allocated_bytes,
             "reserved_bytes": found.reserved_bytes, "message": found.message},
         "error": error, "seconds": round(report.seconds), "commit": commit(),

@@ -92,7 +92,7 @@ def _result(line: dict) -> str:
     peaks = f"{line['peak_allocated_bytes'] / GIB:.2f} / {line['peak_reserved_bytes'] / GIB:.2f}"
     memory = line["out_of_memory"]
     if line["verdict"] == "does not fit":
-        where = memory["script_line"] or memory["line"]
+        where = memory.get("script_line") or memory["line"]
         return (
             f"**out of memory** in step {memory['step']} at `{where}`: {memory['asked_bytes'] / GIB:.2f} asked for, "
             f"{memory['allocated_bytes'] / GIB:.2f} allocated"

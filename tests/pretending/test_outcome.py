@@ -110,7 +110,7 @@ def test_the_text_fits_a_terminal_and_lists_ten_stops_at_most():
 
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("_local_scalar_dense") == 10
-    assert "out of memory in step 2, at model.py:187" in text and "called from train.py:12" in text
+    assert "out of memory in step 2, at train.py:12" in text and "inside it: model.py:187" in text
 
 
 def test_the_json_has_what_was_promised_and_is_plain():

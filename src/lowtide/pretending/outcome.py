@@ -114,8 +114,11 @@ def _out_of_memory(run: CommandRun) -> OutOfMemory | None:
     message = told["message"] or next(
         (line.strip() for line in reversed(run.last_words.splitlines()) if "CUDA out of memory" in line), ""
     )
-    keys = ("step", "line", "script_line", "asked_bytes", "allocated_bytes", "reserved_bytes")
-    return OutOfMemory(**{key: told[key] for key in keys}, message=message, was_caught=not ended)
+    keys = ("step", "asked_bytes", "allocated_bytes", "reserved_bytes")
+    line = told["script_line"] or told["line"]
+    return OutOfMemory(
+        **{key: told[key] for key in keys}, line=line, inner_line=told["line"], message=message, was_caught=not ended
+    )
 
 
 def _verdict(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | None) -> str:

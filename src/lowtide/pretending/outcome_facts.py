@@ -32,14 +32,15 @@ class OutOfMemory:
     """The first allocation that did not fit.
 
     Attributes:
-        line: The innermost line outside PyTorch; ``script_line`` is the innermost outside all packages.
+        line: The innermost line of the script's own files, ``train.py:12``; of a package where there is none.
+        inner_line: The innermost line outside PyTorch, which may be of a package that the script calls.
         message: PyTorch's own; empty where the script caught it.
         was_caught: The script went on.
     """
 
     step: int
     line: str
-    script_line: str
+    inner_line: str
     asked_bytes: int
     allocated_bytes: int
     reserved_bytes: int

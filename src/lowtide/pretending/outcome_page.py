@@ -120,7 +120,7 @@ def _out_of_memory(report: PretendFacts) -> str:
     if found is None:
         return ""
     rows = [
-        ("line", found.line), ("called from", found.script_line), ("step", str(found.step)),
+        ("line", found.line), ("inside it", found.inner_line), ("step", str(found.step)),
         ("asked for", format_bytes(found.asked_bytes)), ("allocated", format_bytes(found.allocated_bytes)),
         ("reserved", format_bytes(found.reserved_bytes)), ("PyTorch says", found.message),
     ]  # fmt: skip

@@ -101,8 +101,8 @@ def _out_of_memory(report: PretendFacts) -> str:
         f"  {format_bytes(found.asked_bytes)} asked for, {format_bytes(found.allocated_bytes)} allocated, "
         f"{format_bytes(found.reserved_bytes)} reserved",
     ]
-    if found.script_line and found.script_line != found.line:
-        rows.append(f"  called from {found.script_line}")
+    if found.inner_line != found.line:
+        rows.append(f"  inside it: {found.inner_line}")
     return "\n".join(rows)
 
 
