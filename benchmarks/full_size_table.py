@@ -6,7 +6,7 @@ GIB = 2**30
 
 
 def example_text(device: str, found: list[dict]) -> str:
-    """The report of ``examples/llama_1b.py`` as the command printed it."""
+    """The report of ``examples/pretend/llama_1b.py`` as the command printed it."""
     return f"```text\n{found[0]['devices'][device]['text']}\n```"
 
 

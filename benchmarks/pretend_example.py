@@ -1,4 +1,4 @@
-"""The run that the pages and the README show: ``examples/llama_1b.py`` on an H100 and on an L4 that are not there.
+"""The run that the pages and the README show: ``examples/pretend/llama_1b.py`` on an H100 and on an L4 that are not there.
 
     python benchmarks/pretend_example.py
 
@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "pretend_example.json"
 
 
 def main() -> int:
-    command = ["python", "examples/llama_1b.py"]
+    command = ["python", "examples/pretend/llama_1b.py"]
     found = {}
     for device in ("h100", "l4"):
         report = lowtide.pretend(command, device, output=sys.stderr)

@@ -238,3 +238,14 @@ def test_what_would_make_it_fit_is_measured_by_running_it_again(tmp_path):
     need = next(change for name, change in changes.items() if name.startswith("a device with"))
     assert need["how"] == "--device t4" and need["peak_reserved_bytes"] > 1700 * 2**20
     assert "gradient checkpointing" not in changes  # this model has no such switch
+
+
+def test_the_example_of_the_pages_takes_what_they_say(quiet, monkeypatch):
+    root = Path(__file__).parents[2]
+    shown = json.loads((root / "benchmarks" / "results" / "pretend_example.json").read_text())["devices"]["h100"]
+    monkeypatch.chdir(root)
+
+    report = lowtide.pretend(["python", "examples/pretend/llama_1b.py"], "h100", time=False, output=quiet)
+
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "by_kind", "launches_per_step", "waits_per_step"):
+        assert report.to_json()[name] == shown[name], name

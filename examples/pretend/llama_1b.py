@@ -1,6 +1,6 @@
 """A loop as people write it: Llama 1B, four sequences of 2,048 tokens, AdamW. It needs a GPU, or one that is not there:
 
-lowtide pretend --device h100 -- python examples/llama_1b.py
+lowtide pretend --device h100 -- python examples/pretend/llama_1b.py
 """
 
 import torch
