@@ -1,4 +1,4 @@
-"""The run that the pages and the README show: ``examples/pretend/llama_1b.py`` on an H100 and on an L4 that are not there.
+"""The run that the pages and the README show: ``examples/pretend/llama_1b.py`` on an H100 and an L4 that are not there.
 
     python benchmarks/pretend_example.py
 
