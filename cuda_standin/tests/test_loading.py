@@ -43,3 +43,12 @@ def test_beside_a_real_gpu_it_stays_away_unless_asked(monkeypatch, tmp_path):
 
 def _runtime():
     return (loading.folder / "order.txt").read_text().split()[0]
+
+
+def test_a_process_that_ends_right_after_backward_ends_well(python):
+    source = """
+import torch
+torch.nn.Linear(64, 64).cuda()(torch.ones(4, 64, device="cuda")).sum().backward()
+"""
+    for _ in range(4):  # without the wait, every second of them was aborted
+        assert python(source) == ""

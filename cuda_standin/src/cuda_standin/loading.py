@@ -1,7 +1,9 @@
 """Puts the stand-in's libraries where PyTorch finds CUDA's, and the value layer behind its operators."""
 
+import atexit
 import ctypes
 import os
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +11,7 @@ from types import ModuleType
 from cuda_standin import build, settings
 from cuda_standin.settings import StandinError
 
+_LETS_GO_S = 0.05
 _REAL_DRIVER = Path("/dev/nvidiactl")
 folder: Path | None = None  # of the libraries that this process has loaded
 
@@ -38,6 +41,13 @@ def load_values(torch: ModuleType) -> None:
     torch.backends.cudnn.enabled = os.environ.get("STANDIN_CUDNN", "0") == "1"
     if os.environ.get("STANDIN_VALUES", "1") == "1":
         values()
+    atexit.register(_let_backward_end, torch)
+
+
+def _let_backward_end(torch: ModuleType) -> None:
+    """Autograd's thread lets go of Python objects after ``backward()``; once the interpreter is gone, it aborts."""
+    if torch.cuda.is_initialized():
+        time.sleep(_LETS_GO_S)
 
 
 def runtime() -> ctypes.CDLL:
