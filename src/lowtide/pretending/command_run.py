@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -51,7 +51,6 @@ class CommandRun:
     ended_because: str = ""
     host_peak_bytes: int = 0
     step_record: dict[str, Any] | None = None
-    assumptions: list[str] = field(default_factory=list)
 
 
 def run(

@@ -53,10 +53,9 @@ def _parameter(parameter: Any, found: Addresses) -> None:
     with contextlib.suppress(Exception):  # a parameter that is none: a property that raises
         for name in ("grad", "main_grad"):
             found[_address(getattr(parameter, name, None))] = "gradients"
-    for state in ("quant_state",):  # bitsandbytes: scales of the weight
-        held = getattr(parameter, state, None)
-        for value in vars(held).values() if hasattr(held, "__dict__") else ():
-            found.setdefault(_address(value), "weights")
+    scales = getattr(parameter, "quant_state", None)  # bitsandbytes
+    for value in vars(scales).values() if hasattr(scales, "__dict__") else ():
+        found.setdefault(_address(value), "weights")
 
 
 def _tensors(torch: ModuleType, value: Any, kind: str, found: Addresses) -> None:
