@@ -89,7 +89,12 @@ class Plan:
         decisions: One per stored storage, and per unstored one that a replay needs.
         budget_bytes: Absolute peak that was asked for; None without a budget.
         budget_kind: What the budget is stated in: ``allocated`` bytes, or those that the allocator has ``reserved``.
-        predicted_peak_bytes, plain_peak_bytes, resident_bytes: Absolute allocated bytes, by the simulator.
+        predicted_peak_bytes, plain_peak_bytes: Absolute allocated bytes, by the simulator.
+        resident_bytes: What the step leaves: parameters, gradients, optimizer, batch. No plan stays below.
+        start_bytes: Of that, what is there before the step: not the gradients that backward makes. None in plans made
+            before that was told apart: all of it.
+        activation_bytes: What percentages are of: the plain step's peak beside ``resident_bytes``, gradients there
+            before it. None in plans as above.
         predicted_counted_peak_bytes: ``predicted_peak_bytes`` as the device's statistics count it
             (``max_memory_allocated``): a large block keeps up to 1 MiB that is not split off. None where that is not
             known.
@@ -130,6 +135,13 @@ class Plan:
     budget_kind: str = ALLOCATED
     predicted_reserved_peak_bytes: int | None = None
     predicted_counted_peak_bytes: int | None = None
+    start_bytes: int | None = None
+    activation_bytes: int | None = None
+
+    @property
+    def before_bytes(self) -> int:
+        """Live bytes before the step."""
+        return self.resident_bytes if self.start_bytes is None else self.start_bytes
 
     @property
     def budgeted_peak_bytes(self) -> int:
@@ -151,9 +163,14 @@ class Plan:
 
     @property
     def predicted_fraction(self) -> float:
-        """Activation memory under the plan / activation memory of the plain step."""
-        plain = self.plain_peak_bytes - self.resident_bytes
-        return (self.predicted_peak_bytes - self.resident_bytes) / plain if plain else 1.0
+        """What the plan takes beside ``resident_bytes`` / activation memory of the plain step."""
+        return self.fraction_of(self.predicted_peak_bytes)
+
+    def fraction_of(self, peak_bytes: int) -> float:
+        """What a step of this peak takes beside ``resident_bytes`` / activation memory of the plain step."""
+        whole = self.activation_bytes
+        whole = self.plain_peak_bytes - self.resident_bytes if whole is None else whole
+        return (peak_bytes - self.resident_bytes) / whole if whole else 1.0
 
     @property
     def gap(self) -> float:

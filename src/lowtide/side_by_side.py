@@ -130,11 +130,12 @@ class SideBySide:
         # Each sample by the plain step of its own round: what slows the machine down slows both.
         ratios = {name: Times.of([a / b for a, b in zip(t.samples_ms, plain_ms)]) for name, t in times.items()}
         resident = self.traced.resident_bytes
+        whole = max(peaks[PLAIN] - resident, 1)
         return [
             Row(
                 name=way.name,
                 peak_bytes=peaks[way.name],
-                fraction=(peaks[way.name] - resident) / (peaks[PLAIN] - resident),
+                fraction=(peaks[way.name] - resident) / whole,
                 time_ms=times[way.name].median_ms,
                 time_ratio=ratios[way.name].median_ms,
                 time_ratio_quartiles=ratios[way.name].quartiles,
@@ -147,14 +148,14 @@ class SideBySide:
     def outcome(self, way: Way) -> tuple[dict[str, Any], Counts]:
         """Loss, gradients and buffers after one step from the present state, by name; and what the tape met."""
         with self.rehearsal("none"):
-            loss, counts = self.run(way)
+            loss, counts = self._run(way)
             found: dict[str, Any] = {"loss": loss.clone()}
             found |= {f"gradient of {n}": p.grad for n, p in self.model.named_parameters()}
             found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
         return found, counts
 
     def peak_bytes(self, way: Way, unwritten: Collection[int] = ()) -> int:
-        """Absolute, gradients allocated and zeroed beforehand.
+        """Absolute; gradients are there beforehand, zeroed, or made in backward, as in the traced step.
 
         Args:
             unwritten: Ids of what needs no copy, which would lie between what is resident.
@@ -172,7 +173,16 @@ class SideBySide:
         with self.rehearsal(unwritten=unwritten):
             release()
             peaks = [peak_bytes(run, self.device) for _ in range(_PEAK_REPEATS if sharded else 1)]
-        return self.traced.resident_bytes + min(peaks)
+        return self._before_bytes + min(peaks)
+
+    @property
+    def _before_bytes(self) -> int:
+        traced = self.traced
+        return traced.start_bytes if isinstance(traced, StepGraph) else traced.before_bytes
+
+    @property
+    def _makes_gradients(self) -> bool:
+        return self._before_bytes < self.traced.resident_bytes
 
     def _run_until_settled(self, way: Way) -> None:
         """Steps until one reserves nothing more, as ``allocator_peaks`` has them; on a CPU one."""
@@ -192,16 +202,27 @@ class SideBySide:
             return compare_times(calls, rounds=rounds, warmup=warmup, device=self.device, on_round=progress)
 
     def rehearsal(
-        self, gradients: Gradients = "zeroed", unwritten: Collection[int] = ()
+        self, gradients: Gradients | None = None, unwritten: Collection[int] = ()
     ) -> AbstractContextManager[None]:
-        """See ``preserve_training_state``."""
+        """See ``preserve_training_state``; by default gradients are as they are before the traced step."""
+        gradients = gradients or ("none" if self._makes_gradients else "zeroed")
         return preserve_training_state(
             self.model, self.batch, gradients=gradients, written_parameters=self.traced.written_parameters,
             unwritten=unwritten,
         )  # fmt: skip
 
     def run(self, way: Way) -> tuple[torch.Tensor, Counts]:
-        """One step as a training loop runs it, backward outside of what is around the forward pass."""
+        """One step as a training loop runs it, backward outside of what is around the forward pass.
+
+        Gradients that it made are gone afterwards, as ``zero_grad`` frees them.
+        """
+        found = self._run(way)
+        if self._makes_gradients:
+            for p in self.model.parameters():
+                p.grad = None
+        return found
+
+    def _run(self, way: Way) -> tuple[torch.Tensor, Counts]:
         with torch.enable_grad():
             with self._around(way) as found:
                 loss, output = run_step(self.model, self.batch, self.step)

@@ -215,7 +215,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
 def _rows_that_fit(batch: Any, plan: Plan, device: torch.device) -> int:
     """So many rows of ``batch``, halved until its plain step fits."""
     have = left = rows(batch)
-    need = plan.plain_peak_bytes - plan.resident_bytes
+    need = plan.plain_peak_bytes - plan.before_bytes
     while left > 1 and is_short_of(need * left / have, device):
         left //= 2
     return left

@@ -21,6 +21,7 @@ from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
     FREE,
+    NEW_GRADIENT,
     PACK,
     RELEASE,
     RUN,
@@ -34,7 +35,7 @@ from lowtide.graph.step_graph import (
 )
 
 COSTS_VERSION = 2
-MADE_KINDS = ("activation", "backward")
+MADE_KINDS = ("activation", "backward", NEW_GRADIENT)
 RESIDENT_KINDS = ("parameter", "gradient", "buffer", "input", "other")
 REGIONS = ("model", "step")
 

@@ -23,13 +23,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, StepGraph, Storage
+from lowtide.graph.step_graph import (
+    DROP,
+    FREE,
+    NEW_GRADIENT,
+    PACK,
+    RELEASE,
+    RUN,
+    UNPACK,
+    Frame,
+    Op,
+    StepGraph,
+    Storage,
+)  # fmt: skip
 
 SHALLOW_LAYERS = 6  # first, one that only neighbours refer to, two that are compared, another one, last
 _REPEATED = 2
 _LAYER = re.compile(r"^(?:.*?\.)?(\d+)(?=\.|$)")
 _COUNTED = re.compile(r"\((\d+) times, first in ")
-_PARTS = {"parameter": "parameters", "gradient": "gradients", "buffer": "buffers"}
+_PARTS = {"parameter": "parameters", "gradient": "gradients", NEW_GRADIENT: "gradients", "buffer": "buffers"}
 
 _Place = tuple[int, int, int]  # label, number of its run within the label, place in the run
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 VERSION = 2
+NEW_GRADIENT = "new_gradient"  # see ``Storage.kind``
 
 # Events, in the order of the step. The second number is an op, a storage or a saved-tensor id.
 RUN = 0  # op executes
@@ -27,8 +28,9 @@ class Storage:
 
     Attributes:
         bytes: As the device's allocator counts them.
-        kind: ``activation`` (made in forward), ``backward`` (made in backward), or what was there before the
-            step: ``parameter``, ``gradient``, ``buffer``, ``input``, ``other``.
+        kind: ``activation`` (made in forward), ``backward`` (made in backward), ``new_gradient`` (made in backward
+            too, and a parameter's ``.grad`` after the step), or what was there before the step: ``parameter``,
+            ``gradient``, ``buffer``, ``input``, ``other``.
         op: The op that makes it; None when it was there before.
         output: Which of that op's flattened outputs.
         fixed: Why it must be saved if anything needs it ("" when it may be recomputed).
@@ -90,8 +92,8 @@ class StepGraph:
 
     Attributes:
         device: Its type, such as ``cpu``; ``device_name`` says which.
-        resident: What lives through the whole step, bytes by part: ``parameters``, ``gradients`` (allocated
-            beforehand), ``buffers``, ``batch``, ``optimizer``, ``other``.
+        resident: What the step leaves, bytes by part: ``parameters``, ``gradients``, ``buffers``, ``batch``,
+            ``optimizer``, ``other``. All of it lives through the whole step, but the gradients that backward makes.
         signatures: Operator and argument descriptions, enough to run an op like it for timing.
         saved: Storage id of each saved tensor, by saved id.
         events: ``(kind, id)`` in program order.
@@ -125,8 +127,19 @@ class StepGraph:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Live bytes before the step, gradients and declared optimizer state included."""
+        """Live bytes after the step, gradients and declared optimizer state included: no plan changes that."""
         return sum(self.resident.values())
+
+    @cached_property
+    def before(self) -> dict[str, int]:
+        """``resident`` without the gradients that backward makes: what is there before the step."""
+        made = sum(s.bytes for s in self.storages if s.kind == NEW_GRADIENT)
+        return {part: size - made if part == "gradients" else size for part, size in self.resident.items()}
+
+    @cached_property
+    def start_bytes(self) -> int:
+        """Live bytes before the step."""
+        return sum(self.before.values())
 
     @cached_property
     def stored(self) -> frozenset[int]:

@@ -114,7 +114,7 @@ def kept_for_replays(plan: Plan) -> tuple[int, int]:
 
 def fraction(plan: Plan, peak_bytes: int) -> float:
     """Activation memory at ``peak_bytes`` / the plain step's."""
-    return (peak_bytes - plan.resident_bytes) / max(plan.plain_peak_bytes - plan.resident_bytes, 1)
+    return plan.fraction_of(peak_bytes)
 
 
 def warnings(plan: Plan, verification: Verification | None = None, counts: TrainingCounts | None = None) -> list[str]:

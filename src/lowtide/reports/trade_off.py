@@ -36,8 +36,7 @@ class TradeOff:
     def shares(self, points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
         """Points of (peak bytes, step ms) in percent: of the plain step's activation memory, and of extra time."""
         plan = self.front[-1].plan
-        resident, whole = plan.resident_bytes, max(plan.plain_peak_bytes - plan.resident_bytes, 1)
-        return [(100 * (size - resident) / whole, 100 * (ms / plan.plain_step_ms - 1)) for size, ms in points]
+        return [(100 * plan.fraction_of(size), 100 * (ms / plan.plain_step_ms - 1)) for size, ms in points]
 
     def series(self) -> dict[str, list[tuple[int, float]]]:
         """lowtide's own lines, by name: one, or two where offloading is possible."""

@@ -9,6 +9,7 @@ from torch import nn
 from lowtide.tracing.module_calls import call_signature, masks_nothing
 
 _SIZES = re.compile(r"\[([\d,]*)\]")  # of one tensor, in a signature
+_LATER = "gradients there; "  # before the pattern of a step that adds to gradients: a later micro-batch
 _TOLD_BY_VALUE = frozenset({bool, str, type(None)})
 
 
@@ -16,8 +17,8 @@ class CallShape(NamedTuple):
     """One call's arguments: what they are, and the sizes of their tensors.
 
     Attributes:
-        pattern: Dtypes, numbers of dimensions, flags and words, whether an attention mask masks anything; not numbers,
-            which may count up.
+        pattern: Dtypes, numbers of dimensions, flags and words, whether an attention mask masks anything, whether the
+            model has gradients before the step; not numbers, which may count up.
         sizes: Every dimension of every tensor, in order.
     """
 
@@ -25,8 +26,25 @@ class CallShape(NamedTuple):
     sizes: tuple[int, ...]
 
     def covers(self, other: "CallShape") -> bool:
-        """At least as large in every dimension: which storages live when does not depend on their bytes."""
-        return self.pattern == other.pattern and all(a >= b for a, b in zip(self.sizes, other.sizes, strict=True))
+        """At least as large in every dimension: which storages live when does not depend on their bytes.
+
+        A step that adds to gradients takes no less than the one that makes them.
+        """
+        alike = self.pattern == other.pattern or self == other.with_gradients()._replace(sizes=self.sizes)
+        return alike and all(a >= b for a, b in zip(self.sizes, other.sizes, strict=True))
+
+    @property
+    def has_gradients(self) -> bool:
+        """The model has gradients before the step, and the step adds to them."""
+        return self.pattern.startswith(_LATER)
+
+    def with_gradients(self) -> "CallShape":
+        """The same call in a later micro-batch."""
+        return self if self.has_gradients else self._replace(pattern=_LATER + self.pattern)
+
+    def without_gradients(self) -> "CallShape":
+        """The same call in a first micro-batch."""
+        return self._replace(pattern=self.pattern.removeprefix(_LATER))
 
     def share_of(self, other: "CallShape") -> float:
         """How much smaller than ``other``, in the dimension where they differ most."""

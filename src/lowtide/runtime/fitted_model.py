@@ -190,7 +190,11 @@ class Fit:
         if not self._lifecycle.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
         self._lifecycle.request_plans(waits=True)
-        self._lifecycle.plans_by_shape.wait(timeout_s)
+        plans = self._lifecycle.plans_by_shape
+        plans.wait(timeout_s)
+        if self._lifecycle.has_gradients():  # the next step adds to them, perhaps
+            plans.plan_later_micro_batches()
+            plans.wait(timeout_s)
         return self
 
     def add(self, batch: Any) -> Plan:
@@ -286,7 +290,10 @@ class Fit:
         """The plan made for calls like this batch's, else the latest."""
         call = call_of(batch)
         shape = shape_of_call(self.model, call.args, call.kwargs)
-        return next((p for p in self._lifecycle.plans_by_shape.plans if p.shapes[0] == shape), self._latest)
+        return next(
+            (p for p in self._lifecycle.plans_by_shape.plans if p.shapes[0].without_gradients() == shape),
+            self._latest,
+        )
 
     def report(self, *, measure: bool = True) -> str:
         """What really ran, and what the plan used last decided and predicts; at most 100 columns.

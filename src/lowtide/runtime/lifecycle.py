@@ -102,6 +102,7 @@ class Lifecycle:
         self._thread: threading.Thread | None = None  # that runs the present step
         self._shapes: list[CallShape] = []  # of the calls since the last backward
         self._planned_calls = 0  # of these
+        self._has_gradients = False  # before the present step: it adds to them
         self._awaited = 0  # more backward passes that may come of earlier calls, as in a pipeline
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
@@ -144,6 +145,10 @@ class Lifecycle:
     def latest(self) -> PlannedStep | None:
         """The plan that was used or made last."""
         return self.plans_by_shape.plans[-1] if self.plans_by_shape.plans else self._last
+
+    def has_gradients(self) -> bool:
+        """Whether a step that began now would add to gradients."""
+        return self._past.has_gradients()
 
     # -- calls of the model ---------------------------------------------------------------------------------
 
@@ -201,11 +206,14 @@ class Lifecycle:
             self._thread = threading.current_thread()
         if self._step is not None and self._watch is None and len(self._shapes) == len(self._step.shapes):
             self._note_call_too_many()
-        if not self._shapes:
-            self._begin_step(model, shape, (args, kwargs))
-        elif self._has_failed() or (self._watch is not None and self._step is None and self._watch.num_claims == 0):
+        if self._has_failed() or (self._watch is not None and self._step is None and self._watch.num_claims == 0):
             # A call has failed, or nobody has run backward of the calls so far and nobody can any more: no step.
             self._shapes = []
+        begins = not self._shapes
+        if begins:
+            self._has_gradients = self._past.has_gradients()
+        shape = shape.with_gradients() if self._has_gradients else shape
+        if begins:
             self._begin_step(model, shape, (args, kwargs))
         position = len(self._shapes)
         self._shapes.append(shape)
@@ -240,10 +248,10 @@ class Lifecycle:
         at = position % len(step.shapes)  # calls whose backward never came may be among them
         tape = step.tape
         if step.shapes[at] != shape:
-            if not step.shapes[at].covers(shape):
+            if not step.serves(at, shape):
                 watch = self._go_online(step.last_op_before(position))
                 return _Call(self, position) if watch is None else self._observed(watch)
-            tape.sizes_vary = True
+            tape.sizes_vary = step.shapes[at].sizes != shape.sizes
         if not step.is_known:
             tape.matches_all = True  # nobody has seen a real step under it
         self._planned_calls += 1
@@ -480,8 +488,8 @@ class Lifecycle:
     def _after_backward_of_step(self, error: BaseException | None, retains: bool, creates: bool) -> None:
         """A backward of the present step has ended, or failed."""
         self._spoiled |= error is not None
-        if isinstance(self._watch, WatchedStep):
-            self._watch.forget_nodes()
+        if isinstance(self._watch, WatchedStep) and (model := self._model()) is not None:
+            self._watch.note_backward(model)
         if error is not None and is_out_of_memory(error):
             if self.recovers:
                 return

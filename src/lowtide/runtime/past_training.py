@@ -51,6 +51,10 @@ class PastTraining:
     def _gradients(self) -> list[tuple[int, int]]:
         return [(id(p.grad), _version(p.grad)) for p in self.sampled if p is not None]
 
+    def has_gradients(self) -> bool:
+        """Whether the model has any now, as far as the sample tells: a step that begins adds to them."""
+        return any(p is not None and p.grad is not None for p in self.sampled)
+
     def note_call(self) -> None:
         """The model was called."""
         if self._num_others >= _MANY_OTHERS:

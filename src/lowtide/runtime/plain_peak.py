@@ -38,6 +38,6 @@ class PlainPeak:
         found = {n.to_bytes(_COUNT_BYTES * num_classes, "little") for n in set(timeline.event_peak_bytes)}
         self._counts = np.frombuffer(b"".join(found), dtype="<u4").reshape(len(found), num_classes)
 
-    def activation_bytes(self, size_of_class: Sequence[int]) -> int:
-        """The peak without what is resident."""
+    def peak_bytes(self, size_of_class: Sequence[int]) -> int:
+        """The peak beside what is there before the step."""
         return int((self._counts @ np.asarray(size_of_class, dtype=np.int64)).max())

@@ -1,6 +1,6 @@
 """A plan at hand for steps of some shapes, its tape, and a check by autograd nodes whether a step ran other ops."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -82,11 +82,15 @@ class PlannedStep:
         """What the step has made and still holds after each of its forward ops, under the plan."""
         live_bytes = simulate(self.graph, self.costs, self.plan).live_bytes
         at = {number: event for event, (kind, number) in enumerate(self.graph.events) if kind == RUN}
-        return [live_bytes[at[op.id]] - self.graph.resident_bytes for op in self.graph.forward_ops]
+        return [live_bytes[at[op.id]] - self.graph.start_bytes for op in self.graph.forward_ops]
 
     def made_bytes_after(self, op: int) -> int:
         """What a step as planned has made and still holds after forward op ``op``; 0 before the first."""
         return self._made_bytes[op] if op >= 0 else 0
+
+    def serves(self, at: int, shape: CallShape) -> bool:
+        """Whether the step's call at place ``at`` may be one of ``shape``: the step itself was found to fit."""
+        return self.shapes[at].with_gradients().covers(shape)
 
     def last_op_before(self, position: int) -> int:
         """The last planned op before the step's call at ``position``; -1: there is none."""
@@ -103,6 +107,7 @@ class PlannedStep:
         return any(abs(n - self.num_nodes.get(at, n)) > _OTHER_NODES * n for at, n in made.items())
 
 
-def shapes_of_graph(calls: Sequence[str]) -> tuple[CallShape, ...]:
+def shapes_of_graph(graph: StepGraph) -> tuple[CallShape, ...]:
     """Shapes of a graph's ``calls``."""
-    return tuple(map(shape_of_signature, calls))
+    shapes = map(shape_of_signature, graph.calls)
+    return tuple(shape.with_gradients() if graph.before["gradients"] else shape for shape in shapes)

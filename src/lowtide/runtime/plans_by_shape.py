@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
+from lowtide.graph.gradients import with_gradients_before
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
@@ -37,6 +38,7 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
+_WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
 
 
@@ -88,6 +90,8 @@ class PlansByShape:
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
         self._statistics = ShapeStatistics()
+        self._foreseen: set[CallShape] = set()  # planned before a step of theirs has come
+        self._unaffordable: set[CallShape] = set()  # of these: within the budget there is no plan
         self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
@@ -107,9 +111,12 @@ class PlansByShape:
         self.seen.add(shape)
         if shape in self._doubted and shape not in self._refused:
             return None
+        self._foreseen.discard(shape)
         found = self._serving(shape)
         if found is not None and found.diverged and not self._keep_diverged(found):
             found = self._serving(shape)
+        if found is None and shape.has_gradients:
+            found = self._plan_from_first_micro_batch(shape)
         if found is None or found.shapes[0] != shape:
             if self._is_family_shape(shape):
                 found = self._plan_unwatched(shape, found)
@@ -144,11 +151,61 @@ class PlansByShape:
         covering = [p for p in self.plans if not p.plan.tiers and p.shapes[0].covers(shape)]
         return min(covering, key=lambda p: (p.plan.predicted_overhead, p.shapes[0].sizes), default=None)
 
+    def _plan_from_first_micro_batch(self, shape: CallShape) -> PlannedStep | None:
+        """A plan for a step that adds to gradients, from the plan of the step that makes them: the ops are the same.
+
+        That plan itself where it fits beside all gradients, else one that is asked for, which is no plan yet.
+        """
+        first = self._serving(shape.without_gradients())
+        if first is None or shape in self._refused or shape in self._alone:
+            return None
+        budget_bytes = self._budget_bytes or first.plan.budget_bytes
+        gradients = first.graph.resident_bytes - first.graph.start_bytes
+        if budget_bytes is None or first.plan.budgeted_peak_bytes + gradients <= budget_bytes:
+            return first
+        if first.shapes[0].without_gradients() != shape.without_gradients():  # of a larger shape: watch this one
+            return None
+        shapes = tuple(s.with_gradients() for s in first.shapes)
+        if self._is_waiting_for(shape):
+            return None
+        graph, program = with_gradients_before(first.graph), first.tape.program
+        self._num_nodes[shapes] = first.num_nodes
+        if program.flags is not None:
+            self._proven[shapes] = graph, program.flags, frozenset(program.proven_ops)
+        self._ask(shapes, graph, first.costs, budget_bytes)
+        return None if first.trace_s is None else self._plan_at_once(shapes, graph, first.costs, budget_bytes)
+
+    def _plan_at_once(
+        self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int
+    ) -> PlannedStep | None:
+        """A quickly made plan for a step that begins now, beside others that a rehearsal has planned before training."""
+        if self._options.method != "exact" or self._options.solver or self._tiers.capacities:
+            return None
+        try:
+            plan = solve(graph, costs, budget_bytes, effort="first")
+        except LowtideError:  # the planner's answer tells
+            return None
+        return self._put_in_force(shapes, graph, costs, plan)
+
+    def plan_later_micro_batches(self) -> None:
+        """The model has gradients now: have steps that add to them planned, too, before one comes."""
+        latest = self.plans[-1].shapes[0] if self.plans else None
+        if latest is None or latest.has_gradients:
+            return
+        later = latest.with_gradients()
+        if self._serving(later) is None and later not in self._unaffordable:
+            self._foreseen.add(later)
+            self._plan_from_first_micro_batch(later)
+
     def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
         """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
         if served_by.keeps_everything or shape in self._refused or self._asked is not None:
             return False
-        return len(self.plans) < self._options.max_plans and shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
+        if len(self.plans) >= self._options.max_plans:
+            return False
+        if served_by.shapes[0].has_gradients and not shape.has_gradients:
+            return served_by.plan.predicted_overhead > _WORTH_OWN_PLAN
+        return shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
     def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
         """A step has ended that began under ``planned``.
@@ -427,6 +484,9 @@ class PlansByShape:
         try:
             planned = self._adopted(asked, pending.plan())
         except BudgetInfeasibleError as error:
+            if asked.shapes[0] in self._foreseen:  # nobody has run such a step, and perhaps nobody will
+                self._unaffordable.add(asked.shapes[0])
+                return
             self._reasons.say(
                 f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
                 f"{format_bytes(error.least_bytes)}"

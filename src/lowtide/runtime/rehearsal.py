@@ -126,9 +126,7 @@ class Rehearsal:
         model = self._model()
         assert model is not None
         tiers = run_on_all_ranks(group_of(model), "opening tiers", partial(self._tiers.open_for, plan))
-        return PlannedStep(
-            plan, graph, costs, shapes_of_graph(graph.calls), Tape(program_of(plan), model, tiers), *times
-        )
+        return PlannedStep(plan, graph, costs, shapes_of_graph(graph), Tape(program_of(plan), model, tiers), *times)
 
     def _measure(self, model: nn.Module, graph: StepGraph) -> Costs:
         memory_bytes = None

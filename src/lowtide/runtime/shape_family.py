@@ -24,7 +24,7 @@ from typing import Any
 
 from lowtide.device.block_size import BLOCK_BYTES
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph, Storage
+from lowtide.graph.step_graph import NEW_GRADIENT, StepGraph, Storage
 from lowtide.graph.structure import NUMBERS, structure_difference
 from lowtide.runtime.block_rounding import estimate_in_blocks
 from lowtide.runtime.derived_costs import interpolated_costs
@@ -33,7 +33,7 @@ from lowtide.runtime.interpolation import Estimate, Interpolation
 from lowtide.runtime.plain_peak import PlainPeak
 
 _MOST_REMEMBERED = 256  # shapes whose sizes are remembered
-_OF_THE_MODEL = ("parameter", "gradient", "buffer")  # kinds of storages that are the same for all shapes
+_OF_THE_MODEL = ("parameter", "gradient", NEW_GRADIENT, "buffer")  # kinds of storages that are the same for all shapes
 _NO_SIZES_OF_THE_SHAPE = ("batch", "optimizer", "other")  # resident parts: of the inputs, or of how far training is
 
 
@@ -164,7 +164,8 @@ class ShapeFamily:
         resident += sum(size for size, s in zip(of_all, graph.storages) if s.kind == "input")
         for part in ("optimizer", "other"):
             resident += max(e.graph.resident.get(part, 0) for e in self._examples)
-        return resident + self._plain_peak.activation_bytes(sizes), resident
+        made = sum(size for size, s in zip(of_all, graph.storages) if s.kind == NEW_GRADIENT)
+        return resident - made + self._plain_peak.peak_bytes(sizes), resident
 
     def derive(self, dimensions: Vector) -> DerivedGraph | None:
         """The graph of ``dimensions``; None where the examples do not determine it (``why_not`` says why).

@@ -8,7 +8,6 @@ others early. So the record ends a storage's life where it would have ended:
 - autograd's ends with the last saved-tensor handle.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +24,7 @@ from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, StepGraph
+from lowtide.graph.step_graph import DROP, RELEASE, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
 from lowtide.runtime.watched_times import WatchedTimes
 from lowtide.tape.online.online_calls import KnownCalls
@@ -44,7 +43,6 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.sharding.zero3 import has_gathered
-from lowtide.tracing.subclasses import plain_tensors
 from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
 from lowtide.tracing.whole_modules import calls_compiled_code
 
@@ -84,6 +82,7 @@ class WatchedStep(OnlineTape):
         self.found_gathered = False
         self._batch = ""
         self.problem_of_recording = ""
+        self._received: set[str] = set()  # names of parameters that had a gradient when a backward had ended
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model is called from outside; the first time, what was there before the step is noted."""
@@ -240,9 +239,11 @@ class WatchedStep(OnlineTape):
                 self._storages.note_free(number)
                 del self._python_holds[key]
 
-    def forget_nodes(self) -> None:
-        """A backward has ended: what the recorder holds of the graph would keep the step from ending."""
+    def note_backward(self, model: nn.Module) -> None:
+        """A backward has ended: its gradients are there, and the recorder holds nothing of its graph any more."""
         self.recorder.sums.forget_nodes()
+        if self._builder.recording:
+            self._received |= self.recorder.note_gradients(model)
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -258,9 +259,7 @@ class WatchedStep(OnlineTape):
         """
         self._poll()
         self._builder.recording = False
-        received = {name for name, p in model.named_parameters() if p.grad is not None}
-        self._free_new_gradients(model)
-        graph = finished_graph(self.recorder, model, (), optimizer, received)
+        graph = finished_graph(self.recorder, model, (), optimizer, self._received)
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
             self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer))
         targets = self.recorder.sums.targets
@@ -272,29 +271,6 @@ class WatchedStep(OnlineTape):
         )
         graph = fold(graph, targets)
         return graph, costs_of(graph, self.times)
-
-    def _free_new_gradients(self, model: nn.Module) -> None:
-        """A gradient that backward made counts as there before the step; the one that it made, as added to that.
-
-        So it is in every later step whose gradients accumulate, and that is where the peak is highest.
-        """
-        builder = self._builder
-        new = {
-            number
-            for p in model.parameters()
-            if p.grad is not None
-            for t in plain_tensors(p.grad)
-            if (number := self._storages.find(t)) is not None and builder.storages[number].op is not None
-        }
-        last: dict[int, int] = {}
-        for at, (kind, number) in enumerate(builder.events):
-            if kind == RUN and number < len(builder.ops):
-                op = builder.ops[number]
-                last.update((s, at) for s in (*op.makes, *op.reads, *op.writes) if s in new)
-        inserted = defaultdict(list)
-        for storage, at in last.items():
-            inserted[at].append((FREE, storage))
-        builder.events[:] = [e for at, event in enumerate(builder.events) for e in (event, *inserted.get(at, ()))]
 
 
 def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:

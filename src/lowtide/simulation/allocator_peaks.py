@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.gradients import with_gradients_before, with_gradients_made
+from lowtide.graph.step_graph import NEW_GRADIENT, StepGraph
 from lowtide.plan import Moves
 from lowtide.simulation.block_log import Change, block_log
 from lowtide.simulation.caching_allocator import OTHER_ALLOCATORS, Block, CachingAllocator, expandable_segments_here
@@ -75,7 +76,7 @@ def allocator_peaks(
         most = max(most, _played(allocator, changes)[1])
         if allocator.reserved_bytes == before:
             break
-    return AllocatorPeaks(graph.resident_bytes + most - resident, allocator.reserved_bytes)
+    return AllocatorPeaks(graph.start_bytes + most - resident, allocator.reserved_bytes)
 
 
 def training_peaks(
@@ -104,8 +105,10 @@ def training_peaks(
     later = ("gradients", "optimizer")
     for size in resident_blocks(replace(graph, resident={k: v for k, v in graph.resident.items() if k not in later})):
         allocator.allocate(size)
-    first = block_log(graph, actions, replays, moves, gradients=False)
-    more = block_log(graph, actions, replays, moves) if gradients_kept or micro_batches > 1 else first
+    first = block_log(with_gradients_made(graph), actions, replays, moves, frees_gradients=False)
+    more = first
+    if gradients_kept or micro_batches > 1:
+        more = block_log(with_gradients_before(graph), actions, replays, moves)
     state = list(resident_blocks(replace(graph, resident={"optimizer": graph.resident.get("optimizer", 0)})))
     temporaries = list(_like_gradients(graph, graph.optimizer_step_bytes))
     most, gradients = 0, list[Block]()
@@ -145,7 +148,7 @@ def _played(allocator: CachingAllocator, changes: tuple[Change, ...]) -> tuple[l
 
 def _like_gradients(graph: StepGraph, left: int) -> Iterator[int]:
     """``left`` bytes in blocks as large as gradients, in their order, once and again."""
-    known = [s.bytes for s in graph.storages if s.kind == "gradient" and s.bytes]
+    known = [s.bytes for s in graph.storages if s.kind in ("gradient", NEW_GRADIENT) and s.bytes]
     for size in cycle(known):
         if size > left:
             break
@@ -165,12 +168,12 @@ def why_unknown(device: str) -> str:
 
 
 def resident_blocks(graph: StepGraph) -> Iterator[int]:
-    """Bytes of the tensors that are there before the step; in all what ``graph.resident`` says."""
+    """Bytes of the tensors that are there before the step; in all what ``graph.before`` says."""
     sizes: dict[str, list[int]] = {}
     for storage in graph.storages:
         if storage.op is None and storage.bytes:
             sizes.setdefault(storage.kind, []).append(storage.bytes)
-    for part, left in graph.resident.items():
+    for part, left in graph.before.items():
         known = sizes.get(_KIND_OF.get(part, part), [])
         for size in cycle(known) if part == "optimizer" and known else known:
             if size > left:

@@ -1,8 +1,8 @@
 """The blocks that one simulated step asks its allocator for and gives back, in program order."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import NEW_GRADIENT, StepGraph
 from lowtide.plan import Moves
 from lowtide.simulation.references import GraphIndex, Probe, References
 from lowtide.simulation.simulated_step import SimulatedStep
@@ -11,13 +11,13 @@ Change = tuple[int, int]  # number of a block, and the bytes it is asked for; 0 
 
 
 def block_log(
-    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves, *, gradients: bool = True
-) -> tuple[Change, ...]:
-    """Changes of one step, beside what is resident; a block that the step leaves is given back at its end.
+    graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves, *,
+    frees_gradients: bool = True,
+) -> tuple[Change, ...]:  # fmt: skip
+    """Changes of one step, beside what is there before; a block that the step leaves is given back at its end.
 
     Args:
-        gradients: They are there before the step. If not, the block of what would be added into one becomes it, and
-            is never given back.
+        frees_gradients: If not, those that the step has made stay.
 
     An op takes its outputs in order, then its workspace as one block. Generator state that replays keep is left out:
     an accelerator's is in host memory.
@@ -28,24 +28,10 @@ def block_log(
     step = SimulatedStep(graph, actions, replays, moves, counted_by=_LoggedReferences)
     references = step.references
     assert isinstance(references, _LoggedReferences)
-    if not gradients:
-        references.becomes = _first_addends(graph)
     step.play(graph.events)
-    references.end()
+    stay = {s.id for s in graph.storages if s.kind == NEW_GRADIENT and not frees_gradients}
+    references.end(stay)
     return tuple(references.changes)
-
-
-def _first_addends(graph: StepGraph) -> dict[int, list[tuple[int, int]]]:
-    """By op that adds into gradients first: each gradient and what is added, as autograd's accumulation has it."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    seen: set[int] = set()
-    for op in graph.ops:
-        for written in op.writes:
-            if graph.storages[written].kind == "gradient" and written not in seen:
-                seen.add(written)
-                added = next((s for s in op.reads if graph.storages[s].op is not None), written)
-                found.setdefault(op.id, []).append((written, added))
-    return found
 
 
 class _LoggedReferences(References):
@@ -54,7 +40,6 @@ class _LoggedReferences(References):
     def __init__(self, index: GraphIndex, actions: Mapping[int, str], probe: Probe | None = None) -> None:
         super().__init__(index, actions, probe)
         self.changes: list[Change] = []
-        self.becomes: dict[int, list[tuple[int, int]]] = {}  # by op: gradients that come into being, and of what
         self._num_blocks = 0
         # Blocks by storage: of originals, of values, and of what the last replay made until it is a value.
         self._originals: dict[int, int] = {}
@@ -75,11 +60,6 @@ class _LoggedReferences(References):
         for storage in self.index.makes[op]:
             self._allocate(self._originals, storage)
         self._use_workspace(op)
-        for gradient, added in self.becomes.get(op, ()):
-            if added == gradient or self.index.bytes[added] != self.index.bytes[gradient]:
-                self._new(self.index.bytes[gradient])  # a part of a larger block is copied
-            else:
-                self._originals.pop(added, None)  # taken over as it is
         super().run_op(op)
 
     def replay_op(self, op: int) -> int:
@@ -103,12 +83,13 @@ class _LoggedReferences(References):
             self._free(self._values, storage)
         super().dematerialise(storage)
 
-    def end(self) -> None:
-        """What the step leaves goes."""
+    def end(self, stay: Collection[int]) -> None:
+        """What the step leaves goes, but for these storages."""
         self._keep_remade()
         for blocks in (self._originals, self._values):
             for storage in list(blocks):
-                self._free(blocks, storage)
+                if storage not in stay:
+                    self._free(blocks, storage)
 
     def _keep_remade(self) -> None:
         """What was not discarded has become a value."""

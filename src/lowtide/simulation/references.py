@@ -20,7 +20,7 @@ class GraphIndex:
     """What every simulation of a graph looks up, as plain lists by storage or op."""
 
     def __init__(self, graph: StepGraph) -> None:
-        self.resident_bytes = graph.resident_bytes
+        self.start_bytes = graph.start_bytes
         self.bytes = [s.bytes for s in graph.storages]
         self.maker = [-1 if s.op is None else s.op for s in graph.storages]
         self.saved = list(graph.saved)
@@ -74,7 +74,7 @@ class References:
         self.value_counts = dict.fromkeys(self.with_value, 0)
         self.originals: set[int] = set()
         self.materialised: set[int] = set()
-        self.live_bytes, self.high_bytes = index.resident_bytes, 0
+        self.live_bytes, self.high_bytes = index.start_bytes, 0
 
     def note_moment(self, live_bytes: int, replayed_op: int | None = None) -> None:
         """So many bytes are live for a moment, which may be the peak."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from lowtide.graph.costs import TIERS, Costs
+from lowtide.graph.gradients import with_gradients_before
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import did_you_mean
 from lowtide.plan import ALLOCATED, BUDGET_KINDS, RESERVED
@@ -81,6 +82,14 @@ def absolute_bytes(graph: StepGraph, costs: Costs, budget: int | str) -> int:
     if isinstance(parsed, str):
         raise ValueError(f'budget={budget!r} depends on the device. Pass bytes, "6GiB" or "40%" to solve.')
     if isinstance(parsed, float):
-        plain_bytes = simulate_actions(graph, costs, {}).peak_bytes
-        return graph.resident_bytes + int(parsed * (plain_bytes - graph.resident_bytes))
+        return graph.resident_bytes + int(parsed * activation_bytes(graph, costs))
     return parsed
+
+
+def activation_bytes(graph: StepGraph, costs: Costs) -> int:
+    """The plain step's activation memory: its peak beside what it leaves, gradients there before it.
+
+    Where backward makes them, activations have gone when most of them are there. What may be saved is the same.
+    """
+    later = with_gradients_before(graph)
+    return simulate_actions(later, costs, {}).peak_bytes - later.resident_bytes

@@ -4,6 +4,7 @@ import time
 
 from lowtide.errors import LowtideError
 from lowtide.plan import ALLOCATED, RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
+from lowtide.solvers.arguments import activation_bytes
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import HOLDS_FOR, MOVES_HOLD_FOR, bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
@@ -80,6 +81,8 @@ def build_plan(
         predicted_peak_bytes=timeline.peak_bytes,
         plain_peak_bytes=context.plain.peak_bytes,
         resident_bytes=graph.resident_bytes,
+        start_bytes=graph.start_bytes,
+        activation_bytes=activation_bytes(graph, costs),
         predicted_step_ms=timeline.step_ms,
         plain_step_ms=costs.plain_step_ms,
         # The bound is a float from another sum of the same terms.

@@ -27,7 +27,7 @@ def round_relaxation(context: SearchContext, budget_bytes: int, *, most_ms: floa
     graph = context.graph
     found: list[Evaluated] = []
     slots: set[int] = set()
-    most_bytes = budget_bytes + tuning.LP_ROUNDING_MAX_EXCESS * (budget_bytes - graph.resident_bytes)
+    most_bytes = budget_bytes + tuning.LP_ROUNDING_MAX_EXCESS * (budget_bytes - graph.start_bytes)
     for _ in range(tuning.LP_ROUNDING_ROUNDS if len(graph.ops) <= tuning.LP_ROUNDING_OPS else 0):
         model = Relaxation(context, budget_bytes, slots=slots)
         relaxed = model.program.relax()

@@ -6,7 +6,7 @@ from typing import Any
 from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
 from lowtide.graph.facts import step_facts
 from lowtide.graph.function_ops import timed_function_groups
-from lowtide.graph.step_graph import Op, StepGraph
+from lowtide.graph.step_graph import NEW_GRADIENT, Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
 from lowtide.simulation.simulator import Timeline
@@ -14,6 +14,7 @@ from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.search_context import SearchContext
 
 _MOST_HOLDERS = 6
+_MADE_IN_BACKWARD = {"backward": "backward", NEW_GRADIENT: "gradient"}
 _SLICES = 40  # of the step, for each of which link use is stored
 
 
@@ -28,7 +29,7 @@ def evidence(context: SearchContext, candidate: Candidate, timeline: Timeline, m
     peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
     holders = _holders(graph, candidate.actions, peak)
     shown = holders[:_MOST_HOLDERS]
-    other = peak.peak_bytes - graph.resident_bytes - sum(group.bytes for group in shown)
+    other = peak.peak_bytes - graph.start_bytes - sum(group.bytes for group in shown)
     op = None if peak.op is None else graph.ops[peak.op]
     backward = op is not None and op.backward
     return Evidence(
@@ -69,7 +70,8 @@ def _holders(graph: StepGraph, actions: Mapping[int, str], peak: PeakContents) -
         rows.append(("fetched" if actions.get(s) in TIER_OF else "replayed", s, size))
     for s, size in peak.originals.items():
         saved = s in freed or (s in graph.stored and actions.get(s, SAVE) == SAVE)
-        kind = "backward" if graph.storages[s].kind == "backward" else "saved" if saved else "in use"
+        made_in = graph.storages[s].kind
+        kind = _MADE_IN_BACKWARD.get(made_in) or ("saved" if saved else "in use")
         kind = "leaving" if kind == "saved" and actions.get(s) in TIER_OF else kind
         rows.append((kind, s, size))
     groups: dict[tuple[str, str, str], list[int]] = {}

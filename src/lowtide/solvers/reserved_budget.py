@@ -36,7 +36,7 @@ def within_reserved(context: SearchContext, budget_bytes: int, within: Callable[
     Raises:
         BudgetInfeasibleError: none does, the plan with the least allocated peak included; all its bytes are reserved.
     """
-    resident_bytes = context.graph.resident_bytes
+    start_bytes = context.graph.start_bytes
     best: tuple[float, Candidate] | None = None
     limit_bytes, fits_bytes, fails_bytes = budget_bytes, 0, budget_bytes + 1
     for _ in range(_ROUNDS):
@@ -46,7 +46,7 @@ def within_reserved(context: SearchContext, budget_bytes: int, within: Callable[
             break
         timeline = context.simulated(candidate).timeline
         over_bytes = _reserved(timeline) - budget_bytes
-        smallest_step = max(1, int(_LEAST_LOWERED_BY * (timeline.peak_bytes - resident_bytes)))
+        smallest_step = max(1, int(_LEAST_LOWERED_BY * (timeline.peak_bytes - start_bytes)))
         if over_bytes <= 0:
             fits_bytes = limit_bytes
             if best is None or timeline.step_ms < best[0]:
@@ -62,7 +62,7 @@ def within_reserved(context: SearchContext, budget_bytes: int, within: Callable[
     if best is not None:
         return best[1]
     try:
-        leanest, proven_bytes = within(resident_bytes), 0
+        leanest, proven_bytes = within(start_bytes), 0
     except BudgetInfeasibleError as error:
         leanest, proven_bytes = within(error.least_bytes), error.proven_bytes
     timeline = context.simulated(leanest).timeline

@@ -43,6 +43,12 @@ def ddp_bucket_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
+def gradients_are_buckets(model: nn.Module) -> bool:
+    """Gradients are views of DDP's buckets, which stay when ``zero_grad`` lets go of the gradients."""
+    wrapper = ddp_wrapper_of(model)
+    return wrapper is not None and wrapper.gradient_as_bucket_view
+
+
 @contextmanager
 def preserve_ddp_state(model: nn.Module) -> Iterator[None]:
     """Inside, the parameters of a model in DDP are aliases of the same memory."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowtide.graph.step_graph import FREE, RUN, StepGraph
+from lowtide.graph.step_graph import FREE, NEW_GRADIENT, RUN, StepGraph
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.operators import SCATTERS, fills_its_storage
 
@@ -102,7 +102,11 @@ def fold(graph: StepGraph, targets: Mapping[int, tuple[int, ...]]) -> StepGraph:
                 skipped.add(dying[term])
                 ops[op] = replace(ops[op], makes=(), writes=(term,))
                 break
-    left = [s for s in graph.storages if s.id not in replaced_by]
+    # A gradient of two parts is the first one, into which the second was added.
+    gradients = {term for made, term in replaced_by.items() if graph.storages[made].kind == NEW_GRADIENT}
+    left = [
+        replace(s, kind=NEW_GRADIENT) if s.id in gradients else s for s in graph.storages if s.id not in replaced_by
+    ]
     number = {s.id: i for i, s in enumerate(left)}
     number |= {made: number[term] for made, term in replaced_by.items()}
 

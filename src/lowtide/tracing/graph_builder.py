@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lowtide.graph.function_ops import ELSEWHERE
-from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, StepGraph, Storage
+from lowtide.graph.step_graph import DROP, FREE, NEW_GRADIENT, PACK, RELEASE, RUN, UNPACK, Frame, Op, StepGraph, Storage
 
 
 class Mark(NamedTuple):
@@ -254,6 +254,26 @@ class GraphBuilder:
             replace(op, makes=tuple(makes), workspace_bytes=max(peak - made_bytes, op.workspace_bytes - made_bytes, 0))
         )
         self.add_reads(op.id, op.reads, op.writes)
+
+    def note_gradient(self, storage: int) -> bool:
+        """A parameter's gradient is in ``storage`` as backward ends. Returns whether the step's backward made it."""
+        made = self.storages[storage].op
+        if made is None or made >= len(self.ops) or not self.ops[made].backward:
+            return False
+        self.storages[storage] = replace(self.storages[storage], kind=NEW_GRADIENT)
+        return True
+
+    def settle_gradients(self) -> set[int]:
+        """The step is over: those that backward made and that were there when its last op had run."""
+        new = {s.id for s in self.storages if s.kind == NEW_GRADIENT}
+        last_run = max((at for at, (kind, _) in enumerate(self.events) if kind == RUN), default=-1)
+        gone = {number for kind, number in self.events[:last_run] if kind == FREE} & new
+        for number in gone:
+            self.storages[number] = replace(self.storages[number], kind="backward")
+        new -= gone
+        after = [event for event in self.events[last_run + 1 :] if event[0] != FREE or event[1] not in new]
+        self.events[last_run + 1 :] = after  # ``zero_grad`` comes after the step
+        return new
 
     def unfix(self, storage: int) -> None:
         """Nothing has to save the storage any more."""

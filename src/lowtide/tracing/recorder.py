@@ -53,6 +53,7 @@ from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
 from lowtide.tracing.sharding.recording import ShardingRecording
 from lowtide.tracing.sharding.units import units_of
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of
+from lowtide.tracing.subclasses import plain_tensors
 
 # Of an op's signature, operator and arguments, its workspace bytes, and positions of tensors that it writes undeclared.
 KernelFacts = Callable[[dict[str, Any], Any, tuple, dict], tuple[int, list[int]]]
@@ -87,6 +88,7 @@ class Recorder(UncompiledMode):
         self.builder = GraphBuilder(region=region)
         self.live = LiveStorages(self.builder, device)
         self.sums = GradientSums(self.live)
+        self.new_gradients: dict[str, set[int]] = {}  # by parameter: storages that the step's backward made
         self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
         builder = self.builder  # autograd holds the guard, which must not lead to us and from us to its nodes
@@ -350,6 +352,18 @@ class Recorder(UncompiledMode):
 
     def start_backward(self) -> None:
         self._backward = True
+
+    def note_gradients(self, model: nn.Module) -> set[str]:
+        """A backward has ended: names of the parameters that have a gradient; which of these it made is noted."""
+        found = set()
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                continue
+            found.add(name)
+            numbers = {n for t in plain_tensors(p.grad) if (n := self.live.find(t)) is not None}
+            if new := {n for n in numbers if self.builder.note_gradient(n)}:
+                self.new_gradients[name] = new
+        return found
 
     def stop(self) -> None:
         """Record no more, restore the parameters that the step wrote, and hold nothing of the step's graph."""

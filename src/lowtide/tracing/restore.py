@@ -127,9 +127,9 @@ def preserve_training_state(
     Inside, post-accumulate hooks are off: an optimizer fused into backward must not step.
 
     Args:
-        gradients: What trainable parameters have inside. ``"zeroed"``: one of their own each (a later accumulation step
-            is where the peak is highest). ``"kept"``: those that they have, which the caller protects from the
-            step's writes, and zeroed ones where they have none. ``"none"``: none yet. ``"discarded"``: none, ever.
+        gradients: What trainable parameters have inside. ``"zeroed"``: one of their own, as in a later micro-batch.
+            ``"kept"``: those that they have, which the caller protects from the step's writes. ``"none"``: none yet.
+            ``"discarded"``: none, ever.
         written_parameters: Names of the parameters that the step itself writes, as a trace found them.
         unwritten: Ids of buffers and tensors of the batch that a trace has shown not to be written: not copied.
 
@@ -156,10 +156,9 @@ def preserve_training_state(
                     p._post_accumulate_grad_hooks = OrderedDict({0: _discard_gradient})
                 elif p._post_accumulate_grad_hooks is not None:  # None would leave those in force that autograd has
                     p._post_accumulate_grad_hooks = OrderedDict()
-                if p.requires_grad and gradients in ("zeroed", "kept"):
-                    if gradients == "zeroed" or p.grad is None or storage_of(p.grad) is None:
-                        p.grad = torch.zeros_like(p)
-                else:
+                if p.requires_grad and gradients == "zeroed":
+                    p.grad = torch.zeros_like(p)
+                elif not (p.requires_grad and gradients == "kept"):
                     p.grad = None
             yield
         finally:

@@ -18,11 +18,12 @@ from lowtide.device.block_size import block_bytes
 from lowtide.device.memory import allocated_bytes as device_bytes
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import LowtideError, StepError
+from lowtide.graph.gradients import with_gradients_before
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.memory import is_hollow
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.data_parallel import ddp_bucket_bytes, unwrapped
+from lowtide.tracing.data_parallel import ddp_bucket_bytes, gradients_are_buckets, unwrapped
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.model_facts import ModelFacts, device_of
 from lowtide.tracing.operators import is_wrapper_type, storage_of
@@ -106,11 +107,13 @@ def record(
     *,
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     hollow: WithoutMemory | None = None,
+    accumulates: bool = False,
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went.
 
     Args:
         hollow: Of a step without memory.
+        accumulates: Every gradient is there before the step; else those that are there now.
     """
     model, batch = unwrapped(model), without_history(batch)
     facts = ModelFacts(model)
@@ -121,12 +124,14 @@ def record(
         hollow.started(recorder)
     gather_each_once(model)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    there = facts.is_wrapped or gradients_are_buckets(model)
     # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
-    with preserve_training_state(model, batch, gradients="zeroed" if facts.is_wrapped else "kept"):
+    with preserve_training_state(model, batch, gradients="zeroed" if there else "kept"):
         received = _record_step(recorder, model, batch, step, forward)
     received |= with_gradient
     graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
-    return fold(graph, recorder.sums.targets)
+    graph = fold(graph, recorder.sums.targets)
+    return with_gradients_before(graph) if accumulates else graph
 
 
 def finished_graph(
@@ -139,21 +144,18 @@ def finished_graph(
 ) -> StepGraph:
     """The graph of a step that is over; ``received``: names of the parameters that have, or had, a gradient."""
     device = device_of(model)
-    written = recorder.written_parameters
+    written, builder = recorder.written_parameters, recorder.builder
+    block = block_bytes(device.type) if hollow is None else hollow.block_bytes
+    new = builder.settle_gradients()
+    new_bytes = sum(_in_blocks(builder.storages[number].bytes, block) for number in new)
+    made = {name for name, numbers in recorder.new_gradients.items() if numbers <= new}
     trained = [p for name, p in model.named_parameters() if name in received]
     state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
-    return recorder.builder.build(
+    resident = resident_bytes(model, batch, device, received - made, existing_state_bytes(optimizer), block)
+    return builder.build(
         device=device.type,
         device_name=device_name(device) if is_accelerator(device) else platform.processor() or "cpu",
-        resident=resident_bytes(
-            model,
-            batch,
-            device,
-            received,
-            existing_state_bytes(optimizer),
-            None if hollow is None else hollow.block_bytes,
-        )
-        | {"optimizer": state_bytes},
+        resident=resident | {"gradients": resident["gradients"] + new_bytes, "optimizer": state_bytes},
         optimizer_step_bytes=step_bytes,
         written_parameters=tuple(
             name
@@ -198,6 +200,7 @@ def _record_step(
                 recorder.start_backward()
                 loss.backward()
         builder.recording = False
+        recorder.note_gradients(model)
         del loss, output
     finally:
         module_calls.thread_state.observer = before
@@ -269,24 +272,20 @@ def resident_bytes(
         block: Bytes of the blocks that the allocator gives; None: as that of ``device``.
     """
     block = block or block_bytes(device.type)
-
-    def in_blocks(size: int) -> int:
-        return -(-size // block) * block
-
     seen: set[int] = set()
 
     def total(tensors: Iterable[torch.Tensor]) -> int:
         found = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
         new = [s for key, s in found.items() if key not in seen and s.device == device]
         seen.update(found)
-        return sum(in_blocks(s.nbytes()) for s in new)
+        return sum(_in_blocks(s.nbytes(), block) for s in new)
 
     by_part = {
         "parameters": total([*model.parameters(), *shards_of(model.parameters())]),
         "buffers": total(model.buffers()),
         "batch": total(batch_tensors(batch)),
         "gradients": sum(
-            in_blocks(t.nbytes) for name, p in model.named_parameters() if name in with_grad for t in plain_tensors(p)
+            _in_blocks(t.nbytes, block) for n, p in model.named_parameters() if n in with_grad for t in plain_tensors(p)
         ),
         "other": ddp_bucket_bytes(model),
     }
@@ -295,3 +294,7 @@ def resident_bytes(
         known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing + optimizer_bytes
         by_part["other"] = max(0, allocated - known)
     return by_part
+
+
+def _in_blocks(size: int, block: int) -> int:
+    return -(-size // block) * block

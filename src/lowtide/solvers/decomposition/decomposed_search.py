@@ -44,7 +44,7 @@ class DecomposedSearch:
     def first(self, budget_bytes: int) -> list[Evaluated]:
         """The candidate that the first columns give, brought within the budget; empty where that fails."""
         self.columns.add_first(budget_bytes)
-        activations = self.context.plain.peak_bytes - self.context.graph.resident_bytes
+        activations = self.context.plain.peak_bytes - self.context.graph.start_bytes
         for share in (0.0, *tuning.BUDGETS_ABOVE):
             choice = self.columns.choose(budget_bytes + int(share * activations), self.columns.runs, 0.0)
             if choice is None:
@@ -79,7 +79,7 @@ class DecomposedSearch:
         Columns cover neither every way to run a segment nor replays across segments; local search may find both.
         """
         found: list[Evaluated] = []
-        activations = self.context.plain.peak_bytes - self.context.graph.resident_bytes
+        activations = self.context.plain.peak_bytes - self.context.graph.start_bytes
         for share in tuning.BUDGETS_ABOVE:
             choice = self.choose_runs(budget_bytes + int(share * activations), ms_per_byte, math.inf)
             if choice is None:

@@ -235,7 +235,7 @@ class ColumnPool:
             during = [r.op for r in line.replays if r.event == event and r.peak_bytes == line.peak_bytes]
             model.forbid(answer.values, event, during[-1] if during else None, line.peak_bytes)
         # The model counts peaks from the resident bytes on, and kept bytes as far as there is a choice.
-        bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.context.graph.resident_bytes
+        bound += (prices.peak_ms + (prices.forward_ms or 0.0)) * self.context.graph.start_bytes
         return bound + prices.kept_ms * self.fixed_bytes[0] + prices.forward_end_ms * self.fixed_bytes[1]
 
 

@@ -74,7 +74,7 @@ class Subgraph:
             storages.append(Storage(i, rests.get(i, size), kind, op, output, fixed))
         step = self.step.graph
         graph = StepGraph(
-            device=step.device, device_name=step.device_name, resident=step.resident, signatures=(),
+            device=step.device, device_name=step.device_name, resident=step.before, signatures=(),
             frames=(Frame(-1, "", 0),), storages=tuple(storages), ops=tuple(ops), saved=self.content.saved,
             events=self.content.events,
         )  # fmt: skip

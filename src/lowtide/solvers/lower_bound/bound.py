@@ -111,4 +111,4 @@ def bound_peak(graph: StepGraph) -> int:
     if not math.isfinite(answer.objective):
         return least
     claimed = answer.objective * (1 - tuning.BOUND_TOLERANCE) * model.byte_unit
-    return max(least, graph.resident_bytes + math.floor(claimed))
+    return max(least, graph.start_bytes + math.floor(claimed))

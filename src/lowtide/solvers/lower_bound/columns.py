@@ -50,7 +50,7 @@ class Columns:
         self.unavoidable = unavoidable_with_offload(graph) if capacities else unavoidable(graph)
         self.program = LinearProgram()
         self.ms_unit = max(sum(costs.op_ms), 1e-9) / 1e3
-        self.byte_unit = max(float(self.unavoidable.floor_bytes.max() - graph.resident_bytes) / 1e3, 1.0)
+        self.byte_unit = max(float(self.unavoidable.floor_bytes.max() - graph.start_bytes) / 1e3, 1.0)
         timed = budget_bytes is not None
         self.grid = self._grids(frozenset(slots))
         self.A, self.N = self._replay_columns(timed=timed)

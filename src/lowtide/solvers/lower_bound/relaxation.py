@@ -232,7 +232,7 @@ class Relaxation(Columns):
     def _memory_row(self, terms: Terms, floor_bytes: int, event: int, *, lazy: bool = False) -> None:
         if self.peak is not None:
             terms[self.peak] = -1.0
-        most_bytes = self.graph.resident_bytes if self.budget_bytes is None else self.budget_bytes
+        most_bytes = self.graph.start_bytes if self.budget_bytes is None else self.budget_bytes
         row = self.program.row(terms, upper=(most_bytes - floor_bytes) / self.byte_unit, lazy=lazy)
         self.moments[row] = event
 

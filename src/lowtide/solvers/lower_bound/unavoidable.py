@@ -102,7 +102,7 @@ class Unavoidable:
                 always_stored = [] if s in optional else stored[s]
                 self._floor_spans[s] = _union([(run, facts.death.get(s, end)), *unpacked[s], *always_stored])
         self.kept_spans = {s: self.extra_spans(s, _union(stored[s])) for s in sorted(graph.stored & optional)}
-        self.idle_bytes = _live_bytes(graph, self._floor_spans) + graph.resident_bytes
+        self.idle_bytes = _live_bytes(graph, self._floor_spans) + graph.start_bytes
         self.floor_bytes = self.idle_bytes + workspace_bytes
         self.plain_bytes = self.floor_bytes + _live_bytes(graph, self.kept_spans)
 

@@ -272,7 +272,7 @@ class CoarseGraph:
                 change[self.run_event[op.id]] += graph.storages[storage].bytes
                 change[min(end, ends)] -= graph.storages[storage].bytes
             peak_extra[self.run_event[op.id]] = op.workspace_bytes
-        live = np.cumsum(change[:-1]) + graph.resident_bytes
+        live = np.cumsum(change[:-1]) + graph.start_bytes
         return live, live + peak_extra
 
     def _intervals(self) -> list[MemoryInterval]:

@@ -79,7 +79,7 @@ class PeakModel:
         prices: Prices | None = None,
     ) -> None:
         self.coarse, self.budget_bytes, self.prices = coarse, budget_bytes, prices
-        self._resident = coarse.graph.resident_bytes
+        self._start = coarse.graph.start_bytes
         self.program = LinearProgram()
         self._memo: dict[tuple, int] = {}
         self._rows: dict[tuple, int] = {}  # moment -> row
@@ -129,7 +129,7 @@ class PeakModel:
         total = sum(g.ms for g in coarse.groups) or 1.0
         # Scaled so that HiGHS's absolute tolerances mean the same for a toy and for a giant.
         self.ms_unit = total / 1e3
-        self.byte_unit = max(float(coarse.base_peak.max() - self._resident) / 1e3, 1.0)
+        self.byte_unit = max(float(coarse.base_peak.max() - self._start) / 1e3, 1.0)
         segments = max(coarse.segment_of.values(), default=0) + 1
         minimise_time = self.budget_bytes is not None or self.prices is not None
         self.s: dict[KeepDecision, int] = {
@@ -311,7 +311,7 @@ class PeakModel:
         scaled = {c: v / self.byte_unit for c, v in terms.items()}
         if peak is not None:
             scaled[peak] = -1.0
-        limit = self.budget_bytes if peak is None else self._resident
+        limit = self.budget_bytes if peak is None else self._start
         assert limit is not None
         return self.program.row(scaled, upper=(limit - constant) / self.byte_unit)
 
@@ -362,7 +362,7 @@ class PeakModel:
         """The peak as the model sees it; only where the peak is what was minimised."""
         assert self.peak is not None and self.forward_peak is not None
         highest = max(values[self.peak], values[self.forward_peak])
-        return round(highest * self.byte_unit) + self._resident
+        return round(highest * self.byte_unit) + self._start
 
     def choice(self, values: np.ndarray, share: float = 0.5) -> tuple[list[int], list[int]]:
         """Storages to recompute, and storages to keep although autograd does not store them.

@@ -148,7 +148,7 @@ class StepChain:
           F_all, what it keeps; that of F_∅ and F_ck is the peak when each value goes with its last reader.
         """
         graph, line = self.graph, self.context.plain.timeline
-        before = (graph.resident_bytes, *line.live_bytes)  # live bytes before each event
+        before = (graph.start_bytes, *line.live_bytes)  # live bytes before each event
         forward, backward = self._events()
         gradients = _backward_bytes(graph)
         found = []
@@ -176,7 +176,7 @@ class StepChain:
     def lazy_candidate(self, schedule: Sequence[Step]) -> LazyCandidate:
         """``schedule`` with its time and floor as sums over stages; its actions are worked out on demand."""
         parsed = _parse(schedule)
-        floor_bytes = self.graph.resident_bytes + sum(
+        floor_bytes = self.graph.start_bytes + sum(
             self.graph.storages[s].bytes for s in stored_at_backward_start(self.graph)
         )
         for k, (inside, output) in enumerate(self._floors):

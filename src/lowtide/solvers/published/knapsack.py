@@ -130,7 +130,7 @@ def _lazy_candidate(context: SearchContext, dropped: list[_Item], share: float) 
     replay_ms = sum(costs.op_ms[op] + costs.replay_us / 1e3 for op in sorted(work))
     return LazyCandidate(
         planned_ms(context, replay_ms, len(work)),
-        graph.resident_bytes + sum(graph.storages[s].bytes for s in stored_at_backward_start(graph) - gone),
+        graph.start_bytes + sum(graph.storages[s].bytes for s in stored_at_backward_start(graph) - gone),
         lambda: Candidate(complete_actions(graph, sorted(gone)), provenance={"ratio": f"{share:g}"}),
     )
 

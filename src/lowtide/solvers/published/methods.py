@@ -47,7 +47,7 @@ def lazy_candidates(
         return knapsack(context, ratio)
     graph = context.graph
     actions = every_n(graph, n) if method == "every_n" and n is not None else FIXED[method](graph)
-    return [LazyCandidate(context.costs.plain_step_ms, graph.resident_bytes, lambda: Candidate(actions))]
+    return [LazyCandidate(context.costs.plain_step_ms, graph.start_bytes, lambda: Candidate(actions))]
 
 
 def fixed_actions(graph: StepGraph) -> list[Actions]:

@@ -1,0 +1,70 @@
+"""One step with its parameters' gradients there beforehand, or made in backward: the two kinds of step of one training.
+
+Autograd makes a gradient where the parameter has none (``zero_grad()`` has freed it), and adds to it where it has one
+(a later micro-batch, ``set_to_none=False``). Forward is the same in both, and so is what a plan may decide.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+
+from lowtide.graph.memo import once_per_graph
+from lowtide.graph.step_graph import FREE, NEW_GRADIENT, RUN, StepGraph, Storage
+
+
+def makes_gradients(graph: StepGraph) -> bool:
+    """Whether backward makes some that are there after the step."""
+    return any(s.kind == NEW_GRADIENT for s in graph.storages)
+
+
+@once_per_graph
+def with_gradients_before(graph: StepGraph) -> StepGraph:
+    """The step where every gradient is there before: what backward makes is added to it, and goes."""
+    new = {s.id for s in graph.storages if s.kind == NEW_GRADIENT}
+    if not new:
+        return graph
+    last: dict[int, int] = {}
+    for at, (kind, number) in enumerate(graph.events):
+        if kind == RUN:
+            op = graph.ops[number]
+            last.update((s, at) for s in (*op.makes, *op.reads, *op.writes) if s in new)
+    freed = defaultdict(list)
+    for storage, at in last.items():
+        freed[at].append((FREE, storage))
+    return replace(
+        graph,
+        storages=tuple(replace(s, kind="backward") if s.id in new else s for s in graph.storages),
+        events=tuple(e for at, event in enumerate(graph.events) for e in (event, *freed.get(at, ()))),
+    )
+
+
+@once_per_graph
+def with_gradients_made(graph: StepGraph) -> StepGraph:
+    """The step where no gradient is there before: what would be added to it first becomes it.
+
+    As autograd does it: a tensor of the gradient's size is taken over as it is, a part of a larger one is copied.
+    """
+    storages, ops = list(graph.storages), list(graph.ops)
+    made: set[int] = set()
+    kept: set[int] = set()
+    for op in graph.ops:
+        for gradient in op.writes:
+            if graph.storages[gradient].kind != "gradient" or gradient in made:
+                continue
+            made.add(gradient)
+            size = graph.storages[gradient].bytes
+            added = next((s for s in op.reads if graph.storages[s].kind == "backward"), None)
+            if added is not None and graph.storages[added].bytes == size and added not in kept:
+                kept.add(added)
+                storages[added] = replace(storages[added], kind=NEW_GRADIENT)
+            else:
+                makes = ops[op.id].makes
+                storages.append(Storage(len(storages), size, NEW_GRADIENT, op.id, len(makes)))
+                ops[op.id] = replace(ops[op.id], makes=(*makes, len(storages) - 1))
+    if not made:
+        return graph
+    return replace(
+        graph,
+        storages=tuple(storages),
+        ops=tuple(ops),
+        events=tuple(event for event in graph.events if event[0] != FREE or event[1] not in kept),
+    )
