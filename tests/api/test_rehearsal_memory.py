@@ -28,6 +28,13 @@ class Device(nn.Module):
         return x
 
 
+def with_gradients(model):
+    """Its step adds to gradients, so what it stores sets the peak."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model
+
+
 def step_of(model):
     torch.manual_seed(7)
     loss, _ = run_step(model, X, None)
@@ -36,7 +43,7 @@ def step_of(model):
 
 
 def test_verify_compares_on_fewer_rows():
-    model = Device()
+    model = with_gradients(Device())
     plan = lowtide.solve(graph := lowtide.trace(model, X), lowtide.measure(graph), budget="50%")
     model.most_rows = 20
 
@@ -92,7 +99,7 @@ def test_after_the_last_rehearsal_without_memory_the_plan_is_the_one_solved_last
     expected = plain(model, X)
     model.calls, model.fails_at = 0, (2, 3, 4)
 
-    with lowtide.fit(model, X, budget="90%") as fit:
+    with lowtide.fit(model, X, budget="70%") as fit:
         shrunk = [reason for reason in fit.warnings if reason.startswith("memory ran out in a rehearsal")]
         assert len(shrunk) == 3
         assert fit.plan.predicted_peak_bytes <= fit.status().budget_bytes

@@ -161,7 +161,7 @@ def fitted(dropping="layers.2"):
     with lowtide.fit(model, x, step=squares, method="none") as fit:
         plan = build_for_drops(fit.graph, lambda path: path.startswith(dropping))
         tape = Tape(program_of(plan), model)
-        fit._lifecycle.put(PlannedStep(plan, fit.graph, fit.costs, shapes_of_graph(fit.graph.calls), tape))
+        fit._lifecycle.put(PlannedStep(plan, fit.graph, fit.costs, shapes_of_graph(fit.graph), tape))
         squares(model, x).backward()  # in the first real step under a rehearsed plan every op is followed
         model.zero_grad()
         tape.counts.dropped = 0

@@ -190,11 +190,7 @@ class Fit:
         if not self._lifecycle.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
         self._lifecycle.request_plans(waits=True)
-        plans = self._lifecycle.plans_by_shape
-        plans.wait(timeout_s)
-        if self._lifecycle.has_gradients():  # the next step adds to them, perhaps
-            plans.plan_later_micro_batches()
-            plans.wait(timeout_s)
+        self._lifecycle.plans_by_shape.wait(timeout_s)
         return self
 
     def add(self, batch: Any) -> Plan:

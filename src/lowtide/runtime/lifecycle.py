@@ -146,10 +146,6 @@ class Lifecycle:
         """The plan that was used or made last."""
         return self.plans_by_shape.plans[-1] if self.plans_by_shape.plans else self._last
 
-    def has_gradients(self) -> bool:
-        """Whether a step that began now would add to gradients."""
-        return self._past.has_gradients()
-
     # -- calls of the model ---------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from lowtide.runtime.planned_step import PlannedStep
 from lowtide.runtime.planner_process import PendingPlan, PlannerProcess
 from lowtide.runtime.shape_statistics import ShapeStatistics
 from lowtide.runtime.shared_tiers import SharedTiers
+from lowtide.solvers.build_plan import with_decisions_of
 from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
@@ -38,6 +39,7 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
+_MOST_EVENTS_AT_ONCE = 20_000  # of a graph that is planned while a step waits: some seconds
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
 
@@ -90,8 +92,6 @@ class PlansByShape:
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
         self._statistics = ShapeStatistics()
-        self._foreseen: set[CallShape] = set()  # planned before a step of theirs has come
-        self._unaffordable: set[CallShape] = set()  # of these: within the budget there is no plan
         self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
@@ -111,7 +111,6 @@ class PlansByShape:
         self.seen.add(shape)
         if shape in self._doubted and shape not in self._refused:
             return None
-        self._foreseen.discard(shape)
         found = self._serving(shape)
         if found is not None and found.diverged and not self._keep_diverged(found):
             found = self._serving(shape)
@@ -152,50 +151,36 @@ class PlansByShape:
         return min(covering, key=lambda p: (p.plan.predicted_overhead, p.shapes[0].sizes), default=None)
 
     def _plan_from_first_micro_batch(self, shape: CallShape) -> PlannedStep | None:
-        """A plan for a step that adds to gradients, from the plan of the step that makes them: the ops are the same.
+        """A plan for a step that adds to gradients, from that of the step that makes them.
 
-        That plan itself where it fits beside all gradients, else one that is asked for, which is no plan yet.
+        Its decisions, where they fit beside all gradients, else others, which the planner is asked for.
         """
-        first = self._serving(shape.without_gradients())
-        if first is None or shape in self._refused or shape in self._alone:
-            return None
-        budget_bytes = self._budget_bytes or first.plan.budget_bytes
-        gradients = first.graph.resident_bytes - first.graph.start_bytes
-        if budget_bytes is None or first.plan.budgeted_peak_bytes + gradients <= budget_bytes:
-            return first
-        if first.shapes[0].without_gradients() != shape.without_gradients():  # of a larger shape: watch this one
-            return None
-        shapes = tuple(s.with_gradients() for s in first.shapes)
-        if self._is_waiting_for(shape):
+        first = next((p for p in self.plans if p.shapes[0] == shape.without_gradients()), None)
+        if first is None or shape in self._refused or self._is_waiting_for(shape):
             return None
         graph, program = with_gradients_before(first.graph), first.tape.program
+        shapes = tuple(s.with_gradients() for s in first.shapes)
         self._num_nodes[shapes] = first.num_nodes
         if program.flags is not None:
             self._proven[shapes] = graph, program.flags, frozenset(program.proven_ops)
+        budget_bytes = self._budget_bytes or first.plan.budget_bytes
+        with suppress(LowtideError):
+            plan = with_decisions_of(replace(first.plan, budget_bytes=budget_bytes), graph, first.costs)
+            return self._put_in_force(shapes, graph, first.costs, plan)
+        assert budget_bytes is not None
         self._ask(shapes, graph, first.costs, budget_bytes)
-        return None if first.trace_s is None else self._plan_at_once(shapes, graph, first.costs, budget_bytes)
+        return self._plan_at_once(shapes, graph, first.costs, budget_bytes)
 
     def _plan_at_once(
         self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int
     ) -> PlannedStep | None:
-        """A quickly made plan for a step that begins now, beside others that a rehearsal has planned before training."""
-        if self._options.method != "exact" or self._options.solver or self._tiers.capacities:
+        """A plan for a step that begins now, until the planner's is there: sooner made than a step without one runs."""
+        is_large = len(graph.events) > _MOST_EVENTS_AT_ONCE
+        if is_large or self._options.method != "exact" or self._options.solver or self._tiers.capacities:
             return None
-        try:
-            plan = solve(graph, costs, budget_bytes, effort="first")
-        except LowtideError:  # the planner's answer tells
-            return None
-        return self._put_in_force(shapes, graph, costs, plan)
-
-    def plan_later_micro_batches(self) -> None:
-        """The model has gradients now: have steps that add to them planned, too, before one comes."""
-        latest = self.plans[-1].shapes[0] if self.plans else None
-        if latest is None or latest.has_gradients:
-            return
-        later = latest.with_gradients()
-        if self._serving(later) is None and later not in self._unaffordable:
-            self._foreseen.add(later)
-            self._plan_from_first_micro_batch(later)
+        with suppress(LowtideError):  # the planner's answer tells
+            return self._put_in_force(shapes, graph, costs, solve(graph, costs, budget_bytes, effort="first"))
+        return None
 
     def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
         """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
@@ -484,9 +469,6 @@ class PlansByShape:
         try:
             planned = self._adopted(asked, pending.plan())
         except BudgetInfeasibleError as error:
-            if asked.shapes[0] in self._foreseen:  # nobody has run such a step, and perhaps nobody will
-                self._unaffordable.add(asked.shapes[0])
-                return
             self._reasons.say(
                 f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
                 f"{format_bytes(error.least_bytes)}"

@@ -1,8 +1,11 @@
 """The one place where a candidate becomes a ``Plan``: simulated, bounded, written down with its evidence."""
 
 import time
+from dataclasses import replace
 
 from lowtide.errors import LowtideError
+from lowtide.graph.costs import Costs
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ALLOCATED, RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.solvers.arguments import activation_bytes
 from lowtide.solvers.candidate import Candidate
@@ -98,3 +101,19 @@ def build_plan(
         evidence=evidence(context, candidate, timeline, None if bound is None else bound.ms_per_byte),
         provenance={**graph.provenance, **candidate.provenance, **searched},
     )
+
+
+def with_decisions_of(plan: Plan, graph: StepGraph, costs: Costs) -> Plan:
+    """The same decisions for another graph of the same forward ops, with what they come to there.
+
+    Raises:
+        LowtideError: they take more than the budget there.
+    """
+    candidate = Candidate(plan.action_of(), plan.status, replays=plan.replays_of(), moves=plan.moves)
+    found = build_plan(
+        SearchContext(graph, costs), candidate, method=plan.method, budget_bytes=plan.budget_bytes,
+        budget_kind=plan.budget_kind, bounded=False,
+    )  # fmt: skip
+    if found.budget_bytes is not None and found.budgeted_peak_bytes > found.budget_bytes:
+        raise LowtideError(f"the decisions take {found.budgeted_peak_bytes} bytes of {found.budget_bytes} there.")
+    return replace(found, bound_ms=found.plain_step_ms) if plan.keeps_everything else found
