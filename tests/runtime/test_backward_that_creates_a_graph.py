@@ -98,7 +98,7 @@ def test_each_rule_is_needed_for_the_peak(forces, owner, name, broken, monkeypat
 
 
 def test_what_the_recorder_holds_of_the_graph_does_not_keep_the_step_from_ending(monkeypatch):
-    monkeypatch.setattr(WatchedStep, "forget_nodes", lambda self: None)
+    monkeypatch.setattr(WatchedStep, "note_backward", lambda self, model: None)
     model, _, _, fit = fitted(True, 0.9)
     with fit:
         train(model)

@@ -47,8 +47,10 @@ def test_a_mask_that_masks_nothing_has_a_plan_of_its_own():
     with lowtide.fit(model, budget="70%") as fit:
         for mask in (full, padded):
             model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+            model.zero_grad()
             fit.wait(120)
         for mask in (full, padded):
             model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+            model.zero_grad()
             assert fit.status().in_force
         assert fit.status().plans == 2

@@ -26,12 +26,12 @@ class Jumping(Layered):
 
 @pytest.fixture
 def budget(model):
-    """A budget in which something has to go; gradients are there besides."""
+    """A budget in which something has to go."""
     return budget_of(model, 128)
 
 
 def budget_of(model, rows):
-    return 2 * resident_bytes(model) + int(0.6 * activation_bytes(model, batch_of(rows)))
+    return resident_bytes(model) + int(0.6 * activation_bytes(model, batch_of(rows)))
 
 
 def learn(model, fit, rows=WATCHED):

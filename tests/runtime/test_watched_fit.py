@@ -69,6 +69,7 @@ def test_what_the_watched_step_has_proven_is_not_proven_again_under_the_plan(mod
 
     def step() -> None:
         model(x).square().mean().backward()
+        model.zero_grad()
 
     with lowtide.fit(model, budget=budget) as fit:
         step()
@@ -126,6 +127,7 @@ def test_numbers_in_arguments_make_no_shape(model, budget):
     with lowtide.fit(model, budget=budget) as fit:
         for count in range(4):
             model(batch_of(), scale=count).square().mean().backward()
+            model.zero_grad()
         assert fit.status().shapes == 1
 
 

@@ -224,7 +224,7 @@ class Fit:
             planned_calls=counters.planned_calls,
             observed_peak_bytes=counters.observed_peak_bytes,
             budget_bytes=self._budget.absolute_bytes,
-            shapes=len(plans_by_shape.seen),
+            shapes=len({shape.without_gradients() for shape in plans_by_shape.seen}),
             plans=len(plans_by_shape.plans),
             planning_s=plans_by_shape.planning_s,
             reasons=tuple(self._reasons.lines),

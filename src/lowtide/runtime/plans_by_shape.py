@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
-from lowtide.graph.gradients import with_gradients_before
+from lowtide.graph.gradients import with_gradients_before, with_gradients_made
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
@@ -39,7 +39,7 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
-_MOST_EVENTS_AT_ONCE = 20_000  # of a graph that is planned while a step waits: some seconds
+_MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
 
@@ -114,8 +114,8 @@ class PlansByShape:
         found = self._serving(shape)
         if found is not None and found.diverged and not self._keep_diverged(found):
             found = self._serving(shape)
-        if found is None and shape.has_gradients:
-            found = self._plan_from_first_micro_batch(shape)
+        if found is None or found.shapes[0].has_gradients != shape.has_gradients:
+            found = self._from_other_micro_batch(shape, found)
         if found is None or found.shapes[0] != shape:
             if self._is_family_shape(shape):
                 found = self._plan_unwatched(shape, found)
@@ -150,37 +150,49 @@ class PlansByShape:
         covering = [p for p in self.plans if not p.plan.tiers and p.shapes[0].covers(shape)]
         return min(covering, key=lambda p: (p.plan.predicted_overhead, p.shapes[0].sizes), default=None)
 
-    def _plan_from_first_micro_batch(self, shape: CallShape) -> PlannedStep | None:
-        """A plan for a step that adds to gradients, from that of the step that makes them.
+    def _from_other_micro_batch(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
+        """The plan for a step that adds to gradients from that of the step that makes them, or the other way round.
 
-        Its decisions, where they fit beside all gradients, else others, which the planner is asked for.
+        The forward ops are the same. Where the other's decisions fit, and cost nothing to speak of, they are taken;
+        else the planner is asked for others, and a quickly made plan is put in force until its answer is there.
+
+        Args:
+            found: The best plan so far, which is returned where there is no better one.
         """
-        first = next((p for p in self.plans if p.shapes[0] == shape.without_gradients()), None)
-        if first is None or shape in self._refused or self._is_waiting_for(shape):
-            return None
-        graph, program = with_gradients_before(first.graph), first.tape.program
-        shapes = tuple(s.with_gradients() for s in first.shapes)
-        self._num_nodes[shapes] = first.num_nodes
+        twin = shape.without_gradients() if shape.has_gradients else shape.with_gradients()
+        other = next((p for p in self.plans if p.shapes[0] == twin), None)
+        if other is None or shape in self._refused | self._alone or self._is_waiting_for(shape):
+            return found
+        budget_bytes = self._budget_bytes or other.plan.budget_bytes
+        if budget_bytes is None:
+            return found
+        if shape.has_gradients:
+            graph = with_gradients_before(other.graph)
+            shapes = tuple(s.with_gradients() for s in other.shapes)
+        elif other.plan.predicted_overhead > _WORTH_OWN_PLAN:
+            graph = with_gradients_made(other.graph)
+            shapes = tuple(s.without_gradients() for s in other.shapes)
+        else:
+            return found
+        program = other.tape.program
+        self._num_nodes[shapes] = other.num_nodes
         if program.flags is not None:
             self._proven[shapes] = graph, program.flags, frozenset(program.proven_ops)
-        budget_bytes = self._budget_bytes or first.plan.budget_bytes
-        with suppress(LowtideError):
-            plan = with_decisions_of(replace(first.plan, budget_bytes=budget_bytes), graph, first.costs)
-            return self._put_in_force(shapes, graph, first.costs, plan)
-        assert budget_bytes is not None
-        self._ask(shapes, graph, first.costs, budget_bytes)
-        return self._plan_at_once(shapes, graph, first.costs, budget_bytes)
-
-    def _plan_at_once(
-        self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int
-    ) -> PlannedStep | None:
-        """A plan for a step that begins now, until the planner's is there: sooner made than a step without one runs."""
-        is_large = len(graph.events) > _MOST_EVENTS_AT_ONCE
-        if is_large or self._options.method != "exact" or self._options.solver or self._tiers.capacities:
-            return None
+        if shape.has_gradients:
+            with suppress(LowtideError):
+                plan = with_decisions_of(replace(other.plan, budget_bytes=budget_bytes), graph, other.costs)
+                return self._put_in_force(shapes, graph, other.costs, plan)
+        self._ask(shapes, graph, other.costs, budget_bytes)
+        if len(graph.events) > _MOST_EVENTS_AT_ONCE or self._options.method != "exact" or self._tiers.capacities:
+            return found
         with suppress(LowtideError):  # the planner's answer tells
-            return self._put_in_force(shapes, graph, costs, solve(graph, costs, budget_bytes, effort="first"))
-        return None
+            try:
+                plan = solve(graph, other.costs, budget_bytes, effort="first")
+            except BudgetInfeasibleError as error:
+                self.least_bytes[shape] = error.least_bytes
+                plan = solve(graph, other.costs, error.least_bytes, effort="first")
+            return self._put_in_force(shapes, graph, other.costs, plan)
+        return found
 
     def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
         """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
@@ -188,8 +200,6 @@ class PlansByShape:
             return False
         if len(self.plans) >= self._options.max_plans:
             return False
-        if served_by.shapes[0].has_gradients and not shape.has_gradients:
-            return served_by.plan.predicted_overhead > _WORTH_OWN_PLAN
         return shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
     def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
