@@ -110,7 +110,7 @@ def test_a_write_that_the_plan_does_not_know_spoils_no_replay():
     model = Changing()
     plain = copy.deepcopy(model)
     x = batch_of(512)  # so that what is stored sets the peak, and not the gradients
-    with lowtide.fit(model, budget=resident_bytes(model) + x.nbytes + int(0.45 * activation_bytes(model, x))) as fit:
+    with lowtide.fit(model, budget=resident_bytes(model) + x.nbytes + int(0.2 * activation_bytes(model, x))) as fit:
         for way in (PLAIN, PLAIN, WRITTEN):
             model.way = plain.way = way
             assert same(train(plain, [x]), train(model, [x]))

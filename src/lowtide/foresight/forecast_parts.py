@@ -14,14 +14,23 @@ from lowtide.graph.step_graph import StepGraph
 
 
 def parts(
-    setup: TrainingSetup, rank: RankMemory, batch: int, activations: int, waiting: int, allocated: int, resident: int
-) -> dict[str, int]:
-    """Of the expected peak: in the step, or in ``optimizer.step()`` where that takes more."""
+    setup: TrainingSetup, rank: RankMemory, batch: int, activations: int, waiting: int, allocated: int, resident: int,
+    gradients: int | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Of the expected peak: in the step, or in ``optimizer.step()`` where that takes more.
+
+    Args:
+        gradients: Those that are there at the step's peak; None: all.
+    """
     expected = int(amounts(setup, allocated, resident).expected)
     in_step = resident + activations == allocated
+    if in_step and gradients is not None:
+        activations += rank.gradients - gradients
+    else:
+        gradients = rank.gradients
     found = {
         "parameters": rank.parameters,
-        "gradients": rank.gradients,
+        "gradients": gradients,
         "optimizer": rank.optimizer,
         "buffers": rank.buffers,
         "batch": batch,

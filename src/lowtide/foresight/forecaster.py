@@ -17,6 +17,11 @@ from lowtide.foresight.step_planner import StepPlanner
 from lowtide.foresight.step_time import step_ms
 from lowtide.foresight.subjects import Subject
 from lowtide.foresight.training_setup import TrainingSetup
+from lowtide.graph.costs import Costs
+from lowtide.graph.gradients import gradient_bytes_at, with_gradients_before, with_part_of_gradients
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.simulation.simulator import simulate
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.units import parse_budget
 
@@ -37,7 +42,7 @@ class Forecaster:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._planners: dict[tuple[int, str], StepPlanner] = {}
+        self._planners: dict[tuple[int, str, int | None], StepPlanner] = {}
         self._ranks: dict[TrainingSetup, RankMemory] = {}
 
     def forecast(self, setup: TrainingSetup, *, budget: int | str | None = "auto", thorough: bool = True) -> Forecast:
@@ -77,13 +82,19 @@ class Forecaster:
         error = costs.error_fraction or 0.0
         return Forecast(
             setup, verdict, peak,
-            parts(setup, rank, graph.resident["batch"], during - resident, waiting, allocated, resident),
+            parts(
+                setup, rank, graph.resident["batch"], during - resident, waiting, allocated, resident,
+                _gradients_at_peak(graph, costs, plan) if setup.makes_gradients else None,
+            ),
             rank.host,
             None if plan is None else Amount(took / (1 + error), took, took * (1 + error)),
             None if plan is None else 1e3 * setup.sequences * setup.seq_len / took,
             plan, assumptions(setup, rank, graph), by_module(facts, graph, costs),
             allocated_bytes=allocated + workspaces,
-            ask_reserved=partial(reserved_bytes, graph, plan, rank, waiting, workspaces, setup.accumulate),
+            ask_reserved=partial(
+                reserved_bytes, graph, plan, rank, waiting, workspaces, setup.accumulate,
+                kept=not setup.makes_gradients,
+            ),
         )  # fmt: skip
 
     def best_rate(self, setup: TrainingSetup) -> float:
@@ -109,10 +120,13 @@ class Forecaster:
         return self._ranks[key]
 
     def _planner(self, setup: TrainingSetup) -> StepPlanner:
-        graph = self.subject.trace(setup)
-        key = id(graph), setup.device.name  # the subject keeps its graphs
+        graph, kept = self.subject.trace(setup), None
+        if setup.makes_gradients:
+            kept = self.rank(setup).gradients
+        key = id(graph), setup.device.name, kept  # the subject keeps its graphs
         if key not in self._planners:
-            self._planners[key] = StepPlanner(graph, setup.device)
+            of_rank = with_gradients_before(graph) if kept is None else with_part_of_gradients(graph, kept)
+            self._planners[key] = StepPlanner(of_rank, setup.device)
         return self._planners[key]
 
     def is_large(self, setup: TrainingSetup) -> bool:
@@ -168,6 +182,12 @@ class Forecaster:
             parts(setup, rank, 0, 0, 0, allocated, resident), rank.host, None, None, None,
             [*notes, *assumptions(setup, rank, None)], by_module(facts, None, None), traced=False,
         )  # fmt: skip
+
+
+def _gradients_at_peak(graph: StepGraph, costs: Costs, plan: Plan | None) -> int | None:
+    if plan is None:
+        return None
+    return gradient_bytes_at(graph, simulate(graph, costs, plan).peak_event)
 
 
 def _is_pipeline(setup: TrainingSetup) -> bool:

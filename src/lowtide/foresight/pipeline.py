@@ -64,8 +64,8 @@ def waiting_bytes(graph: StepGraph, live_bytes: tuple[int, ...]) -> int:
     first = next(
         (i for i, (kind, op) in enumerate(graph.events) if kind == RUN and graph.ops[op].backward), len(live_bytes)
     )
-    before = live_bytes[first - 1] if first else graph.resident_bytes
-    return before - graph.resident_bytes + graph.resident["batch"]
+    before = live_bytes[first - 1] if first else graph.start_bytes
+    return before - graph.start_bytes + graph.resident["batch"]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:

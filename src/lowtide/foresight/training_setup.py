@@ -191,6 +191,11 @@ class TrainingSetup:
         return min(self.accumulate, self.pipeline_parallel - (self.stage or 0))
 
     @property
+    def makes_gradients(self) -> bool:
+        """The step that takes most makes its gradients: none is there before, since ``zero_grad()`` has freed them."""
+        return self.accumulate == 1 and self.pipeline_parallel == 1
+
+    @property
     def sequences(self) -> int:
         """Of one optimizer's step, on all ranks."""
         return self.batch_size * self.accumulate * self.data_parallel

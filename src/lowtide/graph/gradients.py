@@ -37,6 +37,37 @@ def with_gradients_before(graph: StepGraph) -> StepGraph:
     )
 
 
+def with_part_of_gradients(graph: StepGraph, part_bytes: int) -> StepGraph:
+    """The step of a rank that keeps ``part_bytes`` of all gradients: of each that is made a part stays."""
+    made = {s.id: s for s in graph.storages if s.kind == NEW_GRADIENT}
+    all_bytes = sum(s.bytes for s in made.values())
+    if not made or part_bytes == all_bytes:
+        return graph
+    later = with_gradients_before(graph)
+    storages, ops = list(later.storages), list(later.ops)
+    last: dict[int, int] = {}
+    for op in graph.ops:
+        last.update((s, op.id) for s in (*op.makes, *op.reads, *op.writes) if s in made)
+    kept_bytes = sum_bytes = 0
+    for storage, at in last.items():
+        sum_bytes += made[storage].bytes
+        size = part_bytes * sum_bytes // all_bytes - kept_bytes
+        kept_bytes += size
+        storages.append(Storage(len(storages), size, NEW_GRADIENT, at, len(ops[at].makes)))
+        ops[at] = replace(ops[at], makes=(*ops[at].makes, len(storages) - 1))
+    kept = graph.resident["gradients"] - all_bytes + kept_bytes
+    return replace(
+        later, storages=tuple(storages), ops=tuple(ops), resident=graph.resident | {"gradients": kept}
+    )  # fmt: skip
+
+
+def gradient_bytes_at(graph: StepGraph, event: int) -> int:
+    """Bytes of gradients that are there when event number ``event`` of the step happens."""
+    ran = {number for kind, number in graph.events[: event + 1] if kind == RUN}
+    made = sum(s.bytes for s in graph.storages if s.kind == NEW_GRADIENT and s.op in ran)
+    return graph.before["gradients"] + made
+
+
 @once_per_graph
 def with_gradients_made(graph: StepGraph) -> StepGraph:
     """The step where no gradient is there before: what would be added to it first becomes it.
