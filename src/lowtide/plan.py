@@ -205,7 +205,7 @@ class Plan:
         return Explanation(
             **vars(evidence),
             peak_bytes=self.predicted_peak_bytes,
-            resident_bytes=self.resident_bytes,
+            resident_bytes=self.before_bytes,
             counted_peak_bytes=self.measurable_peak_bytes,
             reserved_peak_bytes=self.predicted_reserved_peak_bytes,
             ms_per_gib=None if evidence.ms_per_byte is None else min(evidence.ms_per_byte * 2**30, excess_ms),

@@ -23,7 +23,10 @@ def assumptions(setup: TrainingSetup, rank: RankMemory, graph: StepGraph | None)
         found.append(f"{device.title} has no matrix units for {dtype}: counted at the rate of a wider one")
     share = ", ".join(f"{100 * f:.0f} %" for f in FRAGMENTATION)
     found.append(f"fragmentation: {share} of what a step makes (low, expected, high; assumed)")
-    found.append("gradients count as there before the step")
+    if setup.makes_gradients:
+        found.append("zero_grad() has freed the gradients: backward makes them")
+    else:
+        found.append("gradients are there before the step, which adds to them")
     found.append("what the model returned beside its loss is let go before backward; a loop that names it holds it")
     if device.kind not in ("cpu", "cuda"):
         found.append(f"the kernels of {device.kind} are not known: the CPU's are taken")

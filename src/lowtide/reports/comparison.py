@@ -78,7 +78,7 @@ class Comparison:
         sizes = {
             "plain peak": (a.plain_peak_bytes, b.plain_peak_bytes),
             "predicted peak": (a.predicted_peak_bytes, b.predicted_peak_bytes),
-            "before the step": (a.resident_bytes, b.resident_bytes),
+            "before the step": (a.before_bytes, b.before_bytes),
             **{f"{name}, bytes": (a.bytes_by_action[name], b.bytes_by_action[name]) for name in a.counts},
         }
         found = [[name, format_bytes(x), format_bytes(y), _signed(y - x)] for name, (x, y) in sizes.items() if x or y]

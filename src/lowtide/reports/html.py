@@ -163,7 +163,7 @@ def _sentences(found: Sequence[str]) -> str:
 
 def _binds(plan: Plan, graph: StepGraph | None, told: Explanation) -> str:
     """Sentences, then what fills memory at the peak as a table with headings."""
-    rows = [("live before the step", 0, "weights, gradients, optimizer, batch", "", told.resident_bytes)]
+    rows = [("live before the step", 0, "weights, optimizer, batch, gradients that add up", "", told.resident_bytes)]
     rows += [(h.kind, h.count, h.module, h.op, h.bytes) for h in told.holders]
     rows += (
         [("others", 0, "smaller holders, workspace, generator state", "", told.other_bytes)] if told.other_bytes else []

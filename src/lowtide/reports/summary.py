@@ -65,11 +65,13 @@ def facts(
     kept, kept_bytes = kept_for_replays(plan)
     if kept:
         rows.append(("for replays alone", f"save {kept} ({format_bytes(kept_bytes)})"))
-    resident = format_bytes(plan.resident_bytes)
+    before = format_bytes(plan.before_bytes)
     if graph is not None:
-        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count)
-        resident += f": {parts}" if parts else ""
-    rows.append(("before the step", resident))
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in graph.before.items() if count)
+        before += f": {parts}" if parts else ""
+    if made := plan.resident_bytes - plan.before_bytes:
+        before += f"; backward adds gradients, {format_bytes(made)}"
+    rows.append(("before the step", before))
     if rest := plan.measurable_peak_bytes - plan.predicted_peak_bytes:
         counted = f"{format_bytes(plan.measurable_peak_bytes)}, {format_bytes(rest)} of it in blocks that are not full"
         rows.append(("device counts", counted))

@@ -11,7 +11,7 @@ from lowtide.units import format_bytes
 _LARGE_SHARE = 0.25  # of the peak: worth a sentence
 _BUSY_SHARE = 0.8  # of the step: a link that has hardly any time left
 _WIDE_GAP = 0.01
-_HELD = {"saved": "saved for backward", "backward": "made in backward"}
+_HELD = {"saved": "saved for backward", "backward": "made in backward", "gradient": "of gradients"}
 _LOSS_OPS = ("log_softmax", "nll_loss", "cross_entropy")
 
 
@@ -24,7 +24,7 @@ def peak_sentences(plan: Plan, graph: StepGraph | None = None) -> list[str]:
     found = [f"The peak is {format_bytes(told.peak_bytes)}, {doing.format(f'{told.op} of {told.module}')}."]
     parts = ""
     if graph is not None:
-        named = [f"{name} {format_bytes(count)}" for name, count in graph.resident.items() if count]
+        named = [f"{name} {format_bytes(count)}" for name, count in graph.before.items() if count]
         parts = f" ({', '.join(named)})" if named else ""
     share = told.resident_bytes / max(told.peak_bytes, 1)
     found.append(

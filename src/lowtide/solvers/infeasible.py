@@ -29,7 +29,8 @@ def residents_error(
     rows = [(part, format_bytes(count)) for part, count in graph.resident.items() if count]
     width = max(len(name) for name, _ in rows)
     lines = [
-        f"no plan fits budget={format_bytes(budget_bytes)}: {_both(graph.resident_bytes)} live through the whole step."
+        f"no plan fits budget={format_bytes(budget_bytes)}: {_both(graph.resident_bytes)} live through the whole step"
+        f"{'' if graph.start_bytes == graph.resident_bytes else ', or are gradients that are there at its end'}."
     ]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
     lines.append("Raise the budget, keep fewer bytes for each parameter, or shard the model.")

@@ -37,6 +37,7 @@ def trace(
     optimizer: Any = None,
     device: str | TargetDevice | None = None,
     opaque: Sequence[str] = (),
+    accumulate: int | None = None,
 ) -> StepGraph:
     """Record one training step, forward and backward, below autograd.
 
@@ -53,6 +54,9 @@ def trace(
         device: Trace for this device without memory and without computing: ``"cpu"``, ``"cuda"`` or a
             ``TargetDevice``. None: on the real tensors. What depends on unknown values is listed in
             ``provenance["assumed"]``.
+        accumulate: Micro-batches whose gradients add up before the optimizer steps. 1: backward makes all gradients. From
+            2 on: the step of a later one, which finds them there and takes most. None: as the parameters' ``.grad`` are
+            now.
         opaque: Names of modules (``"*.experts"``) whose calls are one op each, run again as a whole; see ``fit``.
 
     Returns:
@@ -64,6 +68,8 @@ def trace(
         UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
         RehearsalMemoryError: memory ran out.
     """
+    if accumulate is not None and accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: a step has one micro-batch or more.")
     if opaque and device is not None:
         raise ValueError("opaque= needs real tensors: a call that runs again is proven. Leave out device= or opaque=.")
     if device is None:
@@ -72,12 +78,19 @@ def trace(
             called_whole(module, matching(module, opaque) if opaque else []),
             told_by_name("a step was traced", _WAY_OUT),
         ):
-            return record(model, batch, step, optimizer)
-    return trace_hollow(model, batch, target_of(device), step=step, optimizer=optimizer)
+            return record(model, batch, step, optimizer, accumulate=accumulate)
+    return trace_hollow(model, batch, target_of(device), step=step, optimizer=optimizer, accumulate=accumulate)
 
 
 def trace_hollow(
-    model: Any, batch: Any, target: TargetDevice, *, step: Step | None, optimizer: Any, mode: HollowMode | None = None
+    model: Any,
+    batch: Any,
+    target: TargetDevice,
+    *,
+    step: Step | None,
+    optimizer: Any,
+    mode: HollowMode | None = None,
+    accumulate: int | None = None,
 ) -> StepGraph:
     """``trace`` on hollow tensors; ``mode``: one that has seen models like it knows their ops."""
     mode = mode or HollowMode(target.kernels)
@@ -105,7 +118,7 @@ def trace_hollow(
         stack.enter_context(hollow_parameters(model))
         mode.assumed.clear()
         try:
-            graph = record(model, batch, step, optimizer, hollow=hollow)
+            graph = record(model, batch, step, optimizer, hollow=hollow, accumulate=accumulate)
         finally:
             mode.where = lambda: None
     if target.kernels == "cuda":

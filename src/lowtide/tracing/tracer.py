@@ -18,7 +18,7 @@ from lowtide.device.block_size import block_bytes
 from lowtide.device.memory import allocated_bytes as device_bytes
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import LowtideError, StepError
-from lowtide.graph.gradients import with_gradients_before
+from lowtide.graph.gradients import with_gradients_before, with_gradients_made
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.memory import is_hollow
 from lowtide.tracing import module_calls
@@ -107,13 +107,13 @@ def record(
     *,
     forward: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     hollow: WithoutMemory | None = None,
-    accumulates: bool = False,
+    accumulate: int | None = None,
 ) -> StepGraph:
     """``trace``, with ``forward`` around the forward pass: ranks may tell each other how it went.
 
     Args:
         hollow: Of a step without memory.
-        accumulates: Every gradient is there before the step; else those that are there now.
+        accumulate: See ``trace``.
     """
     model, batch = unwrapped(model), without_history(batch)
     facts = ModelFacts(model)
@@ -131,7 +131,9 @@ def record(
     received |= with_gradient
     graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
     graph = fold(graph, recorder.sums.targets)
-    return with_gradients_before(graph) if accumulates else graph
+    if accumulate is None:
+        return graph
+    return with_gradients_made(graph) if accumulate == 1 else with_gradients_before(graph)
 
 
 def finished_graph(
