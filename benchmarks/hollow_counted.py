@@ -48,11 +48,13 @@ def counted_peak_bytes(step: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def traced(model: Any, batch: Any, step: Any, device: str | None = DEVICE) -> tuple[lowtide.StepGraph, int]:
+def traced(
+    model: Any, batch: Any, step: Any, device: str | None = DEVICE, accumulate: int | None = None
+) -> tuple[lowtide.StepGraph, int]:
     """The step's graph, and the peak of the step as it is."""
     torch.manual_seed(0)
     random.seed(0)
-    graph = lowtide.trace(model, batch, step=step, device=device)
+    graph = lowtide.trace(model, batch, step=step, device=device, accumulate=accumulate)
     return graph, lowtide.simulate(graph, lowtide.estimate(graph, device=DEVICE), {}).peak_bytes
 
 
@@ -67,13 +69,14 @@ def compare(kind: str, variant: str, attention: str, *, why: bool = False) -> li
     model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
 
     def step() -> None:
-        model.zero_grad(set_to_none=False)
+        model.zero_grad()
         torch.manual_seed(0)
         random.seed(0)
         loss(model, batch).backward()
 
     lines = [_line("none", peak, counted_peak_bytes(step))]
     if lines[0]["traced_peak_bytes"] != lines[0]["counted_peak_bytes"]:
+        model.zero_grad()
         on_device, its_peak = traced(model, batch, loss, None)
         lines[0] |= {"traced_on_device_peak_bytes": its_peak, "ops_apart": _apart(graph, on_device)}
         if why:

@@ -54,7 +54,7 @@ def trace(
         device: Trace for this device without memory and without computing: ``"cpu"``, ``"cuda"`` or a
             ``TargetDevice``. None: on the real tensors. What depends on unknown values is listed in
             ``provenance["assumed"]``.
-        accumulate: Micro-batches whose gradients add up before the optimizer steps. 1: backward makes all gradients. From
+        accumulate: Micro-batches whose gradients add up before the optimizer steps. 1: backward makes gradients. From
             2 on: the step of a later one, which finds them there and takes most. None: as the parameters' ``.grad`` are
             now.
         opaque: Names of modules (``"*.experts"``) whose calls are one op each, run again as a whole; see ``fit``.
