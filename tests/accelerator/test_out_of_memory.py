@@ -54,7 +54,7 @@ def test_every_step_finishes_with_the_bits_of_plain_training(device, capacity_mi
 @pytest.mark.parametrize("attempts", [1, 4])
 def test_an_op_without_memory_runs_again_when_more_has_been_let_go(device, monkeypatch, attempts):
     """As where others take memory in the middle of a step: the budget is not what the device has."""
-    monkeypatch.setattr(online_tape, "_ATTEMPTS", attempts)
+    monkeypatch.setattr(online_tape, "ATTEMPTS", attempts)
     refused = []
     run_timed = WatchedStep._run_timed
 

@@ -91,7 +91,8 @@ class StepGraph:
     Attributes:
         device: Its type, such as ``cpu``; ``device_name`` says which.
         resident: What lives through the whole step, bytes by part: ``parameters``, ``gradients`` (allocated
-            beforehand), ``buffers``, ``batch``, ``optimizer``, ``other``.
+            beforehand), ``buffers``, ``batch``, ``optimizer``, ``other``; of a trace without memory ``workspaces``,
+            what the BLAS library keeps for the threads that multiply.
         signatures: Operator and argument descriptions, enough to run an op like it for timing.
         saved: Storage id of each saved tensor, by saved id.
         events: ``(kind, id)`` in program order.
