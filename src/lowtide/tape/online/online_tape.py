@@ -304,13 +304,13 @@ class OnlineTape(UncompiledMode):
     def _run_with_room(self, func: Any, args: tuple, kwargs: dict, op: "RunningOp | None") -> Any:
         """Run ``func``; where the device runs out of memory, let go of more and run it again.
 
-        Not what writes or draws: that may have begun.
+        Not what writes: that may have begun. What drew random numbers draws the same ones again.
         """
         for attempt in range(ATTEMPTS):
             try:
                 return self._run_timed(func, args, kwargs)
             except Exception as error:
-                again = op is not None and not op.written and op.rng is None and not may_draw_random_numbers(func)
+                again = op is not None and not op.written and (op.rng or not may_draw_random_numbers(func))
                 if attempt + 1 == ATTEMPTS or not again or self.problem or not is_out_of_memory(error):
                     raise
                 failed = tried_bytes(error) << attempt
@@ -319,6 +319,8 @@ class OnlineTape(UncompiledMode):
                 self.releaser.make_room_after_failure(failed, attempt)
             except Exception as own:
                 self.give_up(own)
+            if op is not None and op.rng is not None:
+                op.rng.put_back()
         raise AssertionError("the last attempt returns or raises")
 
     def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:
