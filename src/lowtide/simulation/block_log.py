@@ -70,7 +70,7 @@ class _LoggedReferences(References):
         self.becomes: dict[int, list[tuple[int, int]]] = {}  # by op: gradients that come into being, and of what
         self._num_blocks = 0
         self._makes: Sequence[tuple[int, ...]] = index.makes  # by op: outputs as they are allocated
-        self._temporaries = [(size,) if size else () for size in index.workspace_bytes]
+        self._temporaries: list[tuple[int, ...]] = [(size,) if size else () for size in index.workspace_bytes]
         self._products: frozenset[int] = frozenset()
         self._backward: frozenset[int] = frozenset()  # of these, those of backward
         self._to_take: dict[bool, int] = {}  # by thread, whether it is backward's: bytes that it takes and keeps
