@@ -58,8 +58,13 @@ class NotMade(Exception):
     """The architecture has no such attention, or no layer that takes adapters."""
 
 
-def made(kind: str, variant: str, attention: str) -> tuple[nn.Module, dict[str, torch.Tensor], Callable]:
+def made(
+    kind: str, variant: str, attention: str, rows: int = ROWS
+) -> tuple[nn.Module, dict[str, torch.Tensor], Callable]:
     """A model in train mode on the CPU, its batch, and ``(model, batch) -> loss``.
+
+    Args:
+        rows: Of text or sound; of images there are twice as many.
 
     Raises:
         NotMade: there is no such variant.
@@ -85,7 +90,7 @@ def made(kind: str, variant: str, attention: str) -> tuple[nn.Module, dict[str, 
         model = model.bfloat16()
     if variant == "LoRA":
         model = _with_lora(model)
-    batch = _batch(kind, torch.bfloat16 if variant == "bfloat16" else torch.float32)
+    batch = _batch(kind, torch.bfloat16 if variant == "bfloat16" else torch.float32, rows)
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=variant == "bfloat16 autocast"):
@@ -103,13 +108,13 @@ def _with_lora(model: nn.Module) -> nn.Module:
         raise NotMade(str(error)) from error
 
 
-def _batch(kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _batch(kind: str, dtype: torch.dtype, rows: int) -> dict[str, torch.Tensor]:
     drawn = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=drawn)
+    ids = torch.randint(3, VOCABULARY, (rows, TOKENS), generator=drawn)
     if kind in _IMAGES:
-        images = torch.randn(4, 3, IMAGE, IMAGE, generator=drawn, dtype=torch.float32).to(dtype)
-        return {"pixel_values": images, "labels": torch.tensor([0, 1, 1, 0])}
+        images = torch.randn(2 * rows, 3, IMAGE, IMAGE, generator=drawn, dtype=torch.float32).to(dtype)
+        return {"pixel_values": images, "labels": torch.tensor([0, 1, 1, 0]).repeat(rows // 2)}
     if kind in _SPEECH:
-        sound = torch.randn(ROWS, 16, 256, generator=drawn, dtype=torch.float32).to(dtype)
+        sound = torch.randn(rows, 16, 256, generator=drawn, dtype=torch.float32).to(dtype)
         return {"input_features": sound, "labels": ids}
     return {"input_ids": ids, "labels": ids.clone()}

@@ -154,6 +154,7 @@ def test_the_check_itself_lets_pass(module, source):
 # lists of operators that others keep, as they have them.
 CUDA_ALONE = {
     "simulation.caching_allocator": ('"mps"',),  # whose allocator has other rules
+    "simulation.kernel_blocks": ('"cuda"',),  # whose kernels ask for memory in that order
     "settings.torchtitan": ("_scaled_dot_product_cudnn_attention",),
     "settings.trl": ("_scaled_dot_product_cudnn_attention",),
     "commands.bench": ("cudnn_attention",),

@@ -5,9 +5,11 @@ import gc
 import pytest
 import torch
 from support.training_steps import mlp
+from torch import nn
 
 import lowtide
 from lowtide.runtime.watched_step import WatchedStep
+from lowtide.tape.execution_state import GeneratorState
 from lowtide.tape.online import online_tape
 
 MIB = 2**20
@@ -54,7 +56,7 @@ def test_every_step_finishes_with_the_bits_of_plain_training(device, capacity_mi
 @pytest.mark.parametrize("attempts", [1, 4])
 def test_an_op_without_memory_runs_again_when_more_has_been_let_go(device, monkeypatch, attempts):
     """As where others take memory in the middle of a step: the budget is not what the device has."""
-    monkeypatch.setattr(online_tape, "_ATTEMPTS", attempts)
+    monkeypatch.setattr(online_tape, "ATTEMPTS", attempts)
     refused = []
     run_timed = WatchedStep._run_timed
 
@@ -75,6 +77,63 @@ def test_an_op_without_memory_runs_again_when_more_has_been_let_go(device, monke
     else:
         assert failures == 0 and losses == plain_losses and tape.releaser.num_released > 0
         assert tape.live.peak < asked_bytes and "out of memory" in " ".join(status.reasons)
+
+
+@pytest.mark.parametrize("puts_back", [True, False])
+def test_an_op_that_has_drawn_draws_the_same_numbers_when_it_runs_again(device, monkeypatch, puts_back):
+    if not puts_back:
+        monkeypatch.setattr(GeneratorState, "put_back", lambda _: None)
+    refused = []
+    run_timed = WatchedStep._run_timed
+
+    def run_and_refuse(tape, func, args, kwargs):
+        result = run_timed(tape, func, args, kwargs)
+        if refusing and not refused and "dropout" in str(func):
+            refused.append(func)
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 4.00 MiB.")
+        return result
+
+    def loss_of_one_step():
+        torch.manual_seed(0)
+        model = nn.Sequential(mlp(4, 64), nn.Dropout(), nn.Linear(64, 64)).to("standin")
+        batch = torch.randn(512, 64, device="standin")
+        with lowtide.fit(model, budget="1GiB", offload=NO_HOST):
+            loss = model(batch).square().mean()
+            loss.backward()
+        return loss.item()
+
+    monkeypatch.setattr(WatchedStep, "_run_timed", run_and_refuse)
+    refusing = False
+    expected = loss_of_one_step()
+    refusing = True
+
+    assert (loss_of_one_step() == expected) is puts_back
+    assert refused
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_memory_in_pieces_is_made_whole_for_an_op(device, monkeypatch, moves):
+    """Between blocks in use 18 MiB are free in each segment, and the op needs 24 in one piece."""
+    if not moves:
+        monkeypatch.setattr("lowtide.tape.online.release.lay_together", lambda *_: False)
+    side = 1024
+    model, x = nn.Linear(4, 4).to("standin"), torch.ones(4, 4, device="standin")
+    torch.accelerator.empty_cache()
+    with device.capacity(62 * MIB):
+        with lowtide.fit(model, budget="1GiB", offload=NO_HOST), torch.enable_grad():
+            found = model(x).sum()
+            pieces = [found.detach() + torch.full((side // 2, side), float(n), device="standin") for n in range(24)]
+            kept = pieces[::10]
+            del pieces
+            if not moves:
+                with pytest.raises(torch.OutOfMemoryError):
+                    torch.full((6 * side, side), 1.0, device="standin")
+                return
+            large = torch.full((6 * side, side), 1.0, device="standin")
+            assert large.nbytes == 24 * MIB
+            for number, piece in zip((0, 10, 20), kept):
+                assert torch.equal(piece, found.detach() + torch.full_like(piece, float(number)))
+            found.backward()
 
 
 def test_where_nothing_fits_the_error_says_what_was_held(device):

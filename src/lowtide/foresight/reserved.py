@@ -30,7 +30,8 @@ def reserved_bytes(
         "optimizer": rank.optimizer,
         "buffers": rank.buffers,
         "batch": graph.resident["batch"],
-        "other": rank.gathered + waiting + workspaces,
+        "other": rank.gathered + waiting,
+        "workspaces": workspaces,
     }
     of_rank = replace(graph, resident=held, optimizer_step_bytes=rank.optimizer_step)
     found = training_peaks(

@@ -93,7 +93,8 @@ class StepGraph:
     Attributes:
         device: Its type, such as ``cpu``; ``device_name`` says which.
         resident: What the step leaves, bytes by part: ``parameters``, ``gradients``, ``buffers``, ``batch``,
-            ``optimizer``, ``other``. All of it lives through the whole step, but the gradients that backward makes.
+            ``optimizer``, ``other``; of a trace without memory ``workspaces``, what the BLAS library keeps for the
+            threads that multiply. All of it lives through the whole step, but the gradients that backward makes.
         signatures: Operator and argument descriptions, enough to run an op like it for timing.
         saved: Storage id of each saved tensor, by saved id.
         events: ``(kind, id)`` in program order.

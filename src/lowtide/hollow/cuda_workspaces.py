@@ -284,6 +284,7 @@ _MADE_CONTIGUOUS: dict[str, Sequence[int]] = {
     "aten._softmax_backward_data": (1,),
     "aten._log_softmax": (0,),
     "aten._log_softmax_backward_data": (0, 1),
+    "aten.embedding": (1,),
     "aten.embedding_dense_backward": (0,),
     "aten.nll_loss_forward": (0,),
 }

@@ -5,16 +5,12 @@ PyTorch gives each thread a handle of its own, and each handle and stream a work
 multiplies nothing.
 """
 
+from lowtide.graph.products import is_product
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.devices import TargetDevice
-
-_PRODUCTS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation",
-    "_scaled_mm", "_int_mm",
-})  # fmt: skip
 
 
 def kept_workspace_bytes(graph: StepGraph, target: TargetDevice) -> int:
     """Of the step's threads together; to be added to what is resident."""
-    threads = {op.backward for op in graph.ops if op.name.split(".")[1] in _PRODUCTS}
+    threads = {op.backward for op in graph.ops if is_product(op.name)}
     return len(threads) * target.in_blocks(target.blas_workspace_bytes)

@@ -4,15 +4,19 @@ Allocated bytes are those of ``torch.accelerator.max_memory_allocated``: a block
 off it. Reserved bytes are those that a device's own tools show for the process.
 
 The step starts from an allocator that holds what is resident and nothing else, and runs until another run reserves
-nothing more. So memory that others left cached and other shapes are not part of it. What resident tensors count is what
-``graph.resident`` says, which on an accelerator is the statistic itself.
+nothing more. After each comes ``optimizer.step()``, where the graph knows the optimizer; its temporaries are reserved
+and are no part of what counts as allocated, as in the graph. So memory that others left cached and other shapes are
+not part of it. What resident tensors count is what ``graph.resident`` says, which on an accelerator is the statistic
+itself.
 
 ``training_peaks`` begins earlier, with parameters alone: the first ``optimizer.step()`` makes its state in what
-activations have left, so the next steps reserve more, and each makes its temporaries. Gradients come in backward.
+activations have left, so the next steps reserve more, and each makes its temporaries. Gradients come in backward, the
+BLAS library's workspaces with the first products.
 
-Known weakness: the order of a kernel's temporaries is not known (they count as one block), nor how an optimizer's
-state and temporaries are cut into tensors (they count as copies of the gradients), nor what lies between resident
-tensors. So a step that just fills a segment may need one more, and what is not split off a large block may differ.
+Known weakness: of most kernels the order of temporaries is not known (``kernel_blocks.py`` has some; others count as
+one block), nor how an optimizer's state and temporaries are cut into tensors (they count as copies of the gradients),
+nor what lies between resident tensors. So a step that just fills a segment may need one more, and what is not split off
+a large block may differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -66,14 +70,27 @@ def allocator_peaks(
     grows = expandable_segments_here() if expandable_segments is None else expandable_segments
     if grows is None or graph.device in OTHER_ALLOCATORS:
         return None
+    changes = block_log(graph, actions, replays, moves)
+    found = _steps_until_settled(graph, changes, [], grows)
+    temporaries = list(_like_gradients(graph, graph.optimizer_step_bytes))
+    if temporaries:
+        reserved_bytes = _steps_until_settled(graph, changes, temporaries, grows).reserved_bytes
+        found = replace(found, reserved_bytes=reserved_bytes)
+    return found
+
+
+def _steps_until_settled(
+    graph: StepGraph, changes: tuple[Change, ...], temporaries: list[int], grows: bool
+) -> AllocatorPeaks:
+    """Of steps with these ``changes``, after each of which the optimizer takes ``temporaries``."""
     allocator = CachingAllocator(expandable_segments=grows)
     for size in resident_blocks(graph):
         allocator.allocate(size)
     resident = most = allocator.allocated_bytes
-    changes = block_log(graph, actions, replays, moves)
     for _ in range(MOST_STEPS):
         before = allocator.reserved_bytes
         most = max(most, _played(allocator, changes)[1])
+        _used_for_a_moment(allocator, temporaries)
         if allocator.reserved_bytes == before:
             break
     return AllocatorPeaks(graph.start_bytes + most - resident, allocator.reserved_bytes)
@@ -102,11 +119,15 @@ def training_peaks(
     if grows is None or graph.device in OTHER_ALLOCATORS:
         return None
     allocator = CachingAllocator(expandable_segments=grows)
-    later = ("gradients", "optimizer")
+    later = ("gradients", "optimizer", "workspaces")
     for size in resident_blocks(replace(graph, resident={k: v for k, v in graph.resident.items() if k not in later})):
         allocator.allocate(size)
-    first = block_log(with_gradients_made(graph), actions, replays, moves, frees_gradients=False)
-    more = first
+    workspaces = graph.resident.get("workspaces", 0)
+    made = with_gradients_made(graph)
+    new = block_log(made, actions, replays, moves, frees_gradients=False)
+    first, more = new, new
+    if workspaces:
+        first = block_log(made, actions, replays, moves, frees_gradients=False, workspaces=workspaces)
     if gradients_kept or micro_batches > 1:
         more = block_log(with_gradients_before(graph), actions, replays, moves)
     state = list(resident_blocks(replace(graph, resident={"optimizer": graph.resident.get("optimizer", 0)})))
@@ -114,17 +135,15 @@ def training_peaks(
     most, gradients = 0, list[Block]()
     for step in range(MOST_STEPS + 1):
         before = allocator.reserved_bytes
-        for _ in range(min(micro_batches, 2)):
-            left, high = _played(allocator, more if gradients else first)
+        for micro_batch in range(min(micro_batches, 2)):
+            begins = first if step == micro_batch == 0 else new
+            left, high = _played(allocator, more if gradients else begins)
             gradients += left
             most = max(most, high)
         if step == 0:
             for size in state:
                 allocator.allocate(size)
-        made = [allocator.allocate(size) for size in temporaries]
-        most = max(most, allocator.allocated_bytes)
-        for block in made:
-            allocator.free(block)
+        most = max(most, _used_for_a_moment(allocator, temporaries))
         if not gradients_kept:
             while gradients:
                 allocator.free(gradients.pop())
@@ -134,7 +153,7 @@ def training_peaks(
 
 
 def _played(allocator: CachingAllocator, changes: tuple[Change, ...]) -> tuple[list[Block], int]:
-    """(blocks that are left, most allocated bytes) of one step."""
+    """(gradients that are left, most allocated bytes) of one step."""
     blocks: dict[int, Block] = {}
     most = 0
     for number, size in changes:
@@ -143,7 +162,16 @@ def _played(allocator: CachingAllocator, changes: tuple[Change, ...]) -> tuple[l
             most = max(most, allocator.allocated_bytes)
         else:
             allocator.free(blocks.pop(number))
-    return list(blocks.values()), most
+    return [block for number, block in blocks.items() if number > 0], most
+
+
+def _used_for_a_moment(allocator: CachingAllocator, sizes: list[int]) -> int:
+    """Allocated bytes while blocks of ``sizes`` are there."""
+    made = [allocator.allocate(size) for size in sizes]
+    most = allocator.allocated_bytes
+    for block in made:
+        allocator.free(block)
+    return most
 
 
 def _like_gradients(graph: StepGraph, left: int) -> Iterator[int]:
@@ -175,7 +203,10 @@ def resident_blocks(graph: StepGraph) -> Iterator[int]:
             sizes.setdefault(storage.kind, []).append(storage.bytes)
     for part, left in graph.before.items():
         known = sizes.get(_KIND_OF.get(part, part), [])
-        for size in cycle(known) if part == "optimizer" and known else known:
+        if part == "optimizer" and known:  # made for one parameter after the other
+            times = max(1, left // sum(known))
+            known = [size for size in known for _ in range(times)]
+        for size in known:
             if size > left:
                 break
             yield size

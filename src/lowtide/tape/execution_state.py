@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.device.generators import state_of, with_state
+from lowtide.device.generators import set_state, state_of, with_state
 from lowtide.device.numeric_flags import numeric_flags, with_numeric_flags
 from lowtide.tape.storage_bits import SealsOnDevice
 from lowtide.tracing.sharding.windows import OpenWindows
@@ -31,6 +31,10 @@ class GeneratorState:
     def restored(self) -> AbstractContextManager[None]:
         """Inside, the generator has this state; afterwards, the present one again."""
         return with_state(self._device, self._state)
+
+    def put_back(self) -> None:
+        """The generator has this state from now on: what was drawn since is drawn again."""
+        set_state(self._device, self._state)
 
 
 class ExecutionState:

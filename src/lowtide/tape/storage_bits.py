@@ -14,12 +14,14 @@ from torch._C import _current_graph_task_id as graph_task
 from lowtide.device import values_off
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.names import is_accelerator
+from lowtide.device.out_of_memory import is_out_of_memory
 from lowtide.device.streams import synchronize
 from lowtide.errors import ReplayError
 from lowtide.tracing.bits import same_elements
 from lowtide.tracing.operators import fingerprint
 
 Seal = int | tuple[int, ...] | Tensor  # a sum of words; in rehearsals a fingerprint, which shows swaps of words too
+_PIECE = 1 << 22  # words that are on the host at a time
 _CHUNK = 64  # sums that travel to one piece of pinned memory
 
 
@@ -38,8 +40,19 @@ def _sum_there(tensor: Tensor) -> Tensor:
 
 def sum_of_words(tensor: Tensor) -> int:
     """Shows a later write to the storage: any change of one word changes it, a swap of two words does not."""
-    found = int(_sum_there(tensor))
+    try:
+        found = int(_sum_there(tensor))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        found = _sum_on_host(tensor)
     return 0 if values_off.are_off else found
+
+
+def _sum_on_host(tensor: Tensor) -> int:
+    """The same sum, where the device has no memory for it: the bytes come to the host, some at a time."""
+    found = sum(int(piece.cpu().sum()) for part in words(tensor) for piece in part.split(_PIECE))
+    return (found + 2**63) % 2**64 - 2**63  # as words overflow
 
 
 def has_seal(tensor: Tensor, seal: int | tuple[int, ...]) -> bool:
@@ -51,7 +64,14 @@ def same_storage_bits(a: Any, b: Tensor) -> bool:
     """Whether the storages of two tensors hold the same bytes."""
     if not isinstance(a, Tensor) or a.untyped_storage().nbytes() != b.untyped_storage().nbytes():
         return False
-    return all(map(same_elements, words(a), words(b)))
+    parts = list(zip(words(a), words(b)))
+    try:
+        return all(same_elements(*part) for part in parts)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        pieces = (pair for part in parts for pair in zip(*(t.split(_PIECE) for t in part)))
+        return all(torch.equal(x.cpu(), y.cpu()) for x, y in pieces) or values_off.are_off
 
 
 def changed_unseen(op: str, where: str, *, computed: bool = False) -> ReplayError:

@@ -69,7 +69,8 @@ class DataAssignmentGuard(Generic[T]):
 
 
 def _metadata(tensor: torch.Tensor) -> tuple:
+    # The storage and not its address: ``device/packing.py`` moves memory, and the tensor is still over it.
     return (
-        tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype,
+        tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype,
         tensor.is_conj(), tensor.is_neg(),
     )  # fmt: skip

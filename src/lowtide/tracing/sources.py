@@ -149,7 +149,7 @@ def _on_cuda(graph: StepGraph, target: TargetDevice) -> StepGraph:
         graph,
         device="cuda",
         storages=tuple(replace(s, bytes=target.in_blocks(s.bytes)) for s in graph.storages),
-        resident=graph.resident | {"other": graph.resident["other"] + kept},
+        resident=graph.resident | {"workspaces": kept},
         ops=tuple(replace(op, rng_bytes=0) for op in graph.ops),
         signatures=tuple(_named_cuda(s) for s in graph.signatures),
         calls=tuple(call.replace("autocast(cpu,", "autocast(cuda,") for call in graph.calls),

@@ -42,7 +42,7 @@ from lowtide.tape.online.online_values import (
     UnreadableError,
     value_of_storage,
 )
-from lowtide.tape.online.release import Releaser
+from lowtide.tape.online.release import ATTEMPTS, Releaser
 from lowtide.tape.online.replays import chain_of
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
@@ -71,7 +71,6 @@ from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fa
 from lowtide.units import format_bytes
 
 _NOTHING = nullcontext()
-_ATTEMPTS = 4  # to run an op for which the device has no memory
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 _KNOWN = frozenset({"aten", "prims"})  # other operators may write unseen
 
@@ -305,21 +304,23 @@ class OnlineTape(UncompiledMode):
     def _run_with_room(self, func: Any, args: tuple, kwargs: dict, op: "RunningOp | None") -> Any:
         """Run ``func``; where the device runs out of memory, let go of more and run it again.
 
-        Not what writes or draws: that may have begun.
+        Not what writes: that may have begun. What drew random numbers draws the same ones again.
         """
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             try:
                 return self._run_timed(func, args, kwargs)
             except Exception as error:
-                again = op is not None and not op.written and op.rng is None and not may_draw_random_numbers(func)
-                if attempt + 1 == _ATTEMPTS or not again or self.problem or not is_out_of_memory(error):
+                again = op is not None and not op.written and (op.rng or not may_draw_random_numbers(func))
+                if attempt + 1 == ATTEMPTS or not again or self.problem or not is_out_of_memory(error):
                     raise
                 failed = tried_bytes(error) << attempt
                 let_go_of_frames(error)
             try:
-                self.releaser.make_room_after_failure(failed)
+                self.releaser.make_room_after_failure(failed, attempt)
             except Exception as own:
                 self.give_up(own)
+            if op is not None and op.rng is not None:
+                op.rng.put_back()
         raise AssertionError("the last attempt returns or raises")
 
     def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:

@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
 from lowtide.device.memory import release_cached_memory
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
+from lowtide.device.packing import lay_together
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_values import MARK, StoredValue
@@ -32,6 +35,7 @@ from lowtide.tape.online.replays import (
 )
 from lowtide.tape.storage_bits import changed_unseen, same_storage_bits, sum_of_words
 
+ATTEMPTS = 4  # to run an op, or to make a value again, for which the device has no memory
 _LEAST_BYTES = 4096  # smaller values are not worth a recipe
 _SLACK = 0.03  # of the budget: a release makes so much more room than was asked for, so that one scan serves many ops
 _PROOF_SHARE = 0.4  # of the budget at most is left free for what proofs take themselves
@@ -53,7 +57,8 @@ class Releaser:
         over_bytes: By how much room was missing, at most.
         ran_short: The device had less memory than the budget says.
         lowered_bytes: By how much ``budget_bytes`` was lowered, since the device ran out of memory before.
-        num_released, num_replayed, num_proofs: Values and runs so far.
+        num_released, num_replayed, num_proofs: Values and runs so far. ``num_laid_together``: how often memory in
+            pieces was made whole.
         proven: Numbers of the ops of which another run gave the same bits.
         differed: Ops whose second run gave other bits; their outputs stay.
         thrashing: Replays have passed their ceiling; nothing is released any more in this step.
@@ -65,7 +70,7 @@ class Releaser:
         self.budget_bytes = budget_bytes
         self.over_bytes = self.lowered_bytes = 0.0
         self.ran_short = False
-        self.num_released = self.num_replayed = self.num_proofs = 0
+        self.num_released = self.num_replayed = self.num_proofs = self.num_laid_together = 0
         self.proven: set[int] = set()
         self.differed: list[str] = []
         self.thrashing = False
@@ -73,6 +78,7 @@ class Releaser:
         self.proof_s = self.replay_s = 0.0
         self.num_ops = 0  # of the forward pass so far: the clock of ``last_use``, and the measure of thrashing
         self._blocked: set[int] = set()  # ids of held values that cannot go
+        self._short: set[int] = set()  # those of them for whose proof there was no memory
         self._proof_bytes = 0.0  # what the proof of a held value takes, at most
         self._idle_until = 0.0
         self._proving = False
@@ -87,6 +93,7 @@ class Releaser:
     def forget_step(self) -> None:
         """A new step begins: ids of values may come again."""
         self._blocked.clear()
+        self._short.clear()
         self._idle_until = 0.0
         self.thrashing, self.num_replayed, self.num_ops = False, 0, 0
 
@@ -124,11 +131,15 @@ class Releaser:
                     self._idle_until = min(self._idle_until, self.budget_bytes)
         self.over_bytes = max(self.over_bytes, self._live.now + extra - self.budget_bytes)
 
-    def make_room_after_failure(self, failed_bytes: int) -> None:
+    def make_room_after_failure(self, failed_bytes: int, attempt: int = 0) -> None:
         """The device had no memory for so many bytes more, whatever the budget says: the step takes less from now on.
 
         An allocator holds memory in segments that are not full, which no count of what lives shows. What it holds
-        unused is given back to the device, which waits.
+        unused is given back to the device, which waits. Where that did not help, what lives is laid together, so that
+        memory between blocks is of use, and what there was no memory to prove may go after all.
+
+        Args:
+            attempt: How often that was done before for the same op.
         """
         self.ran_short = True
         before = self.budget_bytes
@@ -136,9 +147,21 @@ class Releaser:
         self.budget_bytes = max(0.0, present - max(float(failed_bytes), _FAILED_SHARE * present))
         self._idle_until = 0.0
         self.make_room(0)
+        if attempt:
+            self._lay_together()
+            self._blocked -= self._short
+            self._short.clear()
+            self._idle_until = 0.0
+            self.make_room(0)
         self.budget_bytes = max(self.budget_bytes, float(self._live.now))  # what cannot go stays
         self.lowered_bytes += max(0.0, before - self.budget_bytes)
         release_cached_memory()
+
+    def _lay_together(self) -> None:
+        storages = self._live.storages()
+        device = next((s.device for s in storages if is_accelerator(s.device)), None)
+        if device is not None and lay_together(storages, torch.device(device)):
+            self.num_laid_together += 1
 
     @property
     def _limit_bytes(self) -> float:
@@ -303,9 +326,9 @@ class Releaser:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._blocked.update(
-                id(v) for v in values if not v.proven
-            )  # in this step: there is no memory to prove them
+            short = {id(v) for v in values if not v.proven}  # there is no memory to prove them
+            self._short |= short
+            self._blocked |= short
             let_go_of_frames(error)
             release_cached_memory()
         finally:
@@ -346,19 +369,21 @@ class Releaser:
                     later.append((other, tensor))
             return later
 
-        try:
-            self._run(chain, (), take)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            needed = max(tried_bytes(error), transient_bytes(chain, ()))
-            let_go_of_frames(error)
+        for attempt in range(ATTEMPTS):
+            try:
+                self._run(chain, (), take)
+                break
+            except Exception as error:
+                if attempt + 1 == ATTEMPTS or not is_out_of_memory(error):
+                    raise
+                needed = max(tried_bytes(error), transient_bytes(chain, ()))
+                let_go_of_frames(error)
             with inputs_locked(chain):
-                self.make_room_after_failure(needed)
+                self.make_room_after_failure(needed << attempt, attempt)
             again = chain_of([target])
             if again is None:
-                raise why_not_made(target) from None
-            self._run(again, (), take)
+                raise why_not_made(target)
+            chain = again
         self.num_replayed += len(chain)
         if self.num_replayed > _REPLAYS_PER_OP * max(self.num_ops, 1):
             self.thrashing = True
