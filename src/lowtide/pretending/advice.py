@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from lowtide.pretending import command_run
-from lowtide.pretending.command_run import CommandRun
+from lowtide.pretending.command_run import CommandRun, SentObjects
 from lowtide.pretending.environments import ScriptEnvironment
 from lowtide.pretending.outcome import PretendReport, outcome
 from lowtide.pretending.outcome_facts import MeasuredChange
-from lowtide.pretending.rank_runs import RankRuns, SentObjects
+from lowtide.pretending.rank_runs import RankRuns
 from lowtide.pretending.settings import PretendSettings
 from lowtide.pretending.standin_package import memory_of, standin_gpus
 from lowtide.units import format_bytes

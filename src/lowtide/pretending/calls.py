@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from lowtide.pretending import command_run, environments
-from lowtide.pretending.command_run import CommandRun
+from lowtide.pretending.command_run import CommandRun, SentObjects
 from lowtide.pretending.environments import ScriptEnvironment
 from lowtide.pretending.outcome import PretendReport, outcome
 from lowtide.pretending.outcome_facts import RankPeak
-from lowtide.pretending.rank_runs import RankRuns, SentObjects
+from lowtide.pretending.rank_runs import RankRuns
 from lowtide.pretending.settings import PretendSettings, amount
 from lowtide.pretending.standin_package import memory_of
 from lowtide.pretending.step_time import StepTime

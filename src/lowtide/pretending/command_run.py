@@ -22,13 +22,24 @@ import psutil
 
 from lowtide.pretending import environments
 from lowtide.pretending.environments import ScriptEnvironment
-from lowtide.pretending.rank_runs import SentObjects
 from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendError, PretendSettings
 
 _PYTHON = ("python", "python3", "python3.11", "python3.12", "python3.13")
 _LAST_WORDS = 60  # lines of the script's errors that are kept
 _LINGERS_S = 20.0  # a process that has seen its last step may take that long to end
 _MARK = "STANDIN_SCRIPT"
+
+
+@dataclass(frozen=True)
+class SentObjects:
+    """For one run: the folder of what ranks send one another, and after which list it may end.
+
+    Attributes:
+        to: The receiver, and how many lists; None: the run goes on to its own end.
+    """
+
+    folder: Path
+    to: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

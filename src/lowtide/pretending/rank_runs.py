@@ -8,27 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from lowtide.pretending.command_run import CommandRun, SentObjects
 from lowtide.pretending.settings import PretendError, PretendSettings
 
-if TYPE_CHECKING:
-    from lowtide.pretending.command_run import CommandRun
-
-
-@dataclass(frozen=True)
-class SentObjects:
-    """For one run: the folder of what ranks send one another, and after which list it may end.
-
-    Attributes:
-        to: The receiver, and how many lists; None: the run goes on to its own end.
-    """
-
-    folder: Path
-    to: tuple[int, int] | None = None
-
-
-Run = Callable[[PretendSettings, SentObjects], "CommandRun"]
+Run = Callable[[PretendSettings, SentObjects], CommandRun]
 
 
 @dataclass
