@@ -195,6 +195,8 @@ def test_modules_have_their_names_in_the_model_and_repeated_layers_share_one(tmp
     path = tmp_path / "model.py"
     path.write_text("""
 import torch
+class Function(torch.autograd.Function):
+    def forward(ctx, x): return x * 3
 class Attention(torch.nn.Module):
     def forward(self, x): return x * 2
 class Layer(torch.nn.Module):
@@ -226,9 +228,13 @@ class Model(torch.nn.Module):
     assert names.of((attention, lines["return self.cross(x)"], loop)) == ("Attention", "layers.*.cross", 3)
     assert names.of((attention, lines["super().__init__()"], loop)) == ("Attention", "layers.*.cross|here", 6)
     assert names.of((lines["x = self.here(x)"], loop)) == ("Layer", "layers.*", 3)
+    function = lines["def forward(ctx, x): return x * 3"]  # no module: the one that calls it
+    assert names.of((function, lines["x = self.here(x)"], loop)) == ("Layer", "layers.*", 3)
     assert names.of((forward, model)) == ("Linear", "head", 1)  # the model alone would say nothing
     assert names.of((loop,)) == ("Model", "", 1)
     assert names.of((Place(__file__, 1),)).name == ""
+    wrapped = torch.nn.ModuleDict({"_fsdp_wrapped_module": read["Model"]()})
+    assert ModuleNames(list(wrapped.modules())).of((lines["x = self.here(x)"], loop)).name == "layers.*"
 
 
 def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from cuda_standin.script import record
 
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _ATTRIBUTE = re.compile(r"self\.(\w+)")
 
 
@@ -59,8 +60,7 @@ class ModuleNames:
         return found if found.name or inner is places[0] else self._of(places)
 
     def _of(self, places: tuple[Place, ...]) -> Named:
-        """The names below one another that fit the classes, from the outermost on."""
-        module = class_at(*places[0])
+        """The names below one another that fit the classes, from the outermost on, of the last that is a module's."""
         at: set[str] = set()
         last = ""
         caller: Place | None = None
@@ -73,10 +73,10 @@ class ModuleNames:
             if below:
                 at, last = _called(below, caller), kind
             caller = place
-        if last != module or not at:
-            return Named(module)
-        count = sum(self._counts[name, last] for name in at)
-        return Named(module, _joined(at), count)
+        name = _joined(at)
+        if not name:
+            return Named(class_at(*places[0]))
+        return Named(last, name, sum(self._counts[one, last] for one in at))
 
 
 def _folded(name: str) -> str:
@@ -100,11 +100,9 @@ def _called(names: set[str], caller: Place | None) -> set[str]:
 
 
 def _joined(names: set[str]) -> str:
-    """``layers.*.up|down``: what they have in common once."""
-    if len(names) == 1:
-        return next(iter(names))
-    rows = [name.split(".") for name in sorted(names)]
-    if len({len(row) for row in rows}) > 1:
+    """``layers.*.up|down``: what they have in common once, without what wrappers call what they wrap."""
+    rows = [[part for part in name.split(".") if part not in _WRAPPED] for name in sorted(names)]
+    if len({len(row) for row in rows}) != 1:
         return ""
     columns = [list(dict.fromkeys(column)) for column in zip(*rows)]
     if sum(len(column) > 1 for column in columns) > 1:
